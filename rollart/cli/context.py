@@ -15,6 +15,8 @@ import click
 from click.core import ParameterSource
 
 from rollart.errors import UsageError, did_you_mean
+from rollart.report.render import render
+from rollart.report.tables import Report
 from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.load import load_cluster
 
@@ -140,7 +142,16 @@ def colour(stream: TextIO | None = None) -> bool:
     return (stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR")
 
 
-def width() -> int:
+def print_report(report: Report, output: str, page: Callable[[Report], str] | None = None) -> None:
+    """Print a report in one of the formats of `output_option`. `page` renders the HTML of reports that have more than
+    tables."""
+    if output == "html" and page is not None:
+        click.echo(page(report), nl=False)
+    else:
+        click.echo(render(report, output, width=_width(), colour=colour()), nl=False)
+
+
+def _width() -> int:
     """Columns for tables: the terminal's, or a fixed number for files and pipes."""
     return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 110
 

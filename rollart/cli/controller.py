@@ -1,10 +1,8 @@
-"""The controller process of a run: a file with its id, start and machine, so that neither a recycled id nor the same id
-on another machine is taken for it. Machines that share the run's directory see its heartbeat.
+"""The controller process of a run, and requests to it, by files in the run's directory.
 
-Heartbeats of a run's controller, and requests to it, through the run's directory: for other machines, where its
-process id is meaningless.
-
-A thread, not a task: it answers while the controller is still importing, and when its loop hangs.
+A file with the process's id, start and machine, so that neither a recycled id nor the same id on another machine is
+taken for it. Other machines, where the id is meaningless, see its heartbeat there and leave requests. A thread writes
+the heartbeat, not a task: it answers while the controller is still importing, and when its loop hangs.
 """
 
 from __future__ import annotations
@@ -21,6 +19,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+PID_FILE = "run.pid"
+
 BEAT_FILE, REQUESTS, ANSWER = "run.beat", "requests", "answer"
 
 SIGNALS = {"stop": signal.SIGTERM, "kill": signal.SIGKILL}
@@ -35,93 +35,6 @@ POLL_INTERVAL_S = 0.1
 HEARTBEAT_TIMEOUT_S = 15.0
 """Without a heartbeat for this many seconds, a controller is dead or cannot reach the directory. Shared file systems
 show the writes of other machines after seconds (NFS: 3 by default)."""
-
-
-@contextlib.contextmanager
-def heartbeat(directory: Path, life: str) -> Iterator[None]:
-    """Write heartbeats and answer requests to the process `life` until the end of the block."""
-    done = threading.Event()
-    shutil.rmtree(directory / REQUESTS, ignore_errors=True)  # requests to earlier processes
-    with contextlib.suppress(OSError):  # the run's first write reports the error
-        (directory / REQUESTS).mkdir()
-    thread = threading.Thread(target=_heartbeat_loop, args=(directory, life, done), name="beat", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        with contextlib.suppress(OSError):
-            (directory / BEAT_FILE).unlink(missing_ok=True)
-        shutil.rmtree(directory / REQUESTS, ignore_errors=True)
-
-
-def has_heartbeat(directory: Path, life: str, *, lost_s: float = HEARTBEAT_TIMEOUT_S) -> bool:
-    """True if the process `life` writes a heartbeat; returns at its next one, or after `lost_s` seconds."""
-    first = _read(directory / BEAT_FILE)
-    for _ in _poll_ticks(lost_s):
-        now = _read(directory / BEAT_FILE)
-        if now != first and now.startswith(f"{life} "):
-            return True
-    return False
-
-
-def send_request(directory: Path, life: str, action: str, *, lost_s: float = HEARTBEAT_TIMEOUT_S) -> bool:
-    """Send a request (`stop` or `kill`) to the process `life`; True if it answered in time or has ended. It acts right
-    after its answer. OSError if the directory cannot be written."""
-    requests = directory / REQUESTS
-    if not requests.exists():
-        return True
-    name = secrets.token_hex(8)
-    request, answer = requests / f"{name}.{action}", requests / f"{name}.{ANSWER}"
-    unfinished = requests / name
-    unfinished.write_text(life)
-    unfinished.rename(request)
-    try:
-        # A controller that ends removes the requests.
-        return any(answer.exists() or not requests.exists() for _ in _poll_ticks(lost_s))
-    finally:
-        for path in (request, answer):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-
-
-def _heartbeat_loop(directory: Path, life: str, done: threading.Event) -> None:
-    number = 0
-    while True:
-        with contextlib.suppress(OSError):  # a full disk or a missing file system: retry at the next heartbeat
-            (directory / BEAT_FILE).write_text(f"{life} {number}")
-            for action, path in _pending_requests(directory, life):
-                path.with_suffix(f".{ANSWER}").touch()
-                path.unlink(missing_ok=True)
-                os.kill(os.getpid(), SIGNALS[action])
-        number += 1
-        if done.wait(HEARTBEAT_INTERVAL_S):
-            return
-
-
-def _pending_requests(directory: Path, life: str) -> list[tuple[str, Path]]:
-    """Requests to the process `life`; requests to other processes are ignored."""
-    found = [(path.suffix[1:], path) for path in sorted((directory / REQUESTS).glob("*.*"))]
-    return [(action, path) for action, path in found if action in SIGNALS and _read(path) == life]
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def _poll_ticks(seconds: float) -> Iterator[None]:
-    """Ticks over `seconds`, the first at once."""
-    yield
-    for _ in range(max(1, round(seconds / POLL_INTERVAL_S))):
-        threading.Event().wait(POLL_INTERVAL_S)
-        yield
-
-
-PID_FILE = "run.pid"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +103,90 @@ def age_s() -> float:
     thread.start()
     thread.join()
     return max(0, found[0] - (_start_ticks("self") or 0)) / os.sysconf("SC_CLK_TCK")
+
+
+def has_heartbeat(directory: Path, life: str, *, lost_s: float = HEARTBEAT_TIMEOUT_S) -> bool:
+    """True if the process `life` writes a heartbeat; returns at its next one, or after `lost_s` seconds."""
+    first = _read(directory / BEAT_FILE)
+    for _ in _poll_ticks(lost_s):
+        now = _read(directory / BEAT_FILE)
+        if now != first and now.startswith(f"{life} "):
+            return True
+    return False
+
+
+def send_request(directory: Path, life: str, action: str, *, lost_s: float = HEARTBEAT_TIMEOUT_S) -> bool:
+    """Send a request (`stop` or `kill`) to the process `life`; True if it answered in time or has ended. It acts right
+    after its answer. OSError if the directory cannot be written."""
+    requests = directory / REQUESTS
+    if not requests.exists():
+        return True
+    name = secrets.token_hex(8)
+    request, answer = requests / f"{name}.{action}", requests / f"{name}.{ANSWER}"
+    unfinished = requests / name
+    unfinished.write_text(life)
+    unfinished.rename(request)
+    try:
+        # A controller that ends removes the requests.
+        return any(answer.exists() or not requests.exists() for _ in _poll_ticks(lost_s))
+    finally:
+        for path in (request, answer):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def heartbeat(directory: Path, life: str) -> Iterator[None]:
+    """Write heartbeats and answer requests to the process `life` until the end of the block."""
+    done = threading.Event()
+    shutil.rmtree(directory / REQUESTS, ignore_errors=True)  # requests to earlier processes
+    with contextlib.suppress(OSError):  # the run's first write reports the error
+        (directory / REQUESTS).mkdir()
+    thread = threading.Thread(target=_heartbeat_loop, args=(directory, life, done), name="beat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+        with contextlib.suppress(OSError):
+            (directory / BEAT_FILE).unlink(missing_ok=True)
+        shutil.rmtree(directory / REQUESTS, ignore_errors=True)
+
+
+def _heartbeat_loop(directory: Path, life: str, done: threading.Event) -> None:
+    number = 0
+    while True:
+        with contextlib.suppress(OSError):  # a full disk or a missing file system: retry at the next heartbeat
+            (directory / BEAT_FILE).write_text(f"{life} {number}")
+            for action, path in _pending_requests(directory, life):
+                path.with_suffix(f".{ANSWER}").touch()
+                path.unlink(missing_ok=True)
+                os.kill(os.getpid(), SIGNALS[action])
+        number += 1
+        if done.wait(HEARTBEAT_INTERVAL_S):
+            return
+
+
+def _pending_requests(directory: Path, life: str) -> list[tuple[str, Path]]:
+    """Requests to the process `life`; requests to other processes are ignored."""
+    found = [(path.suffix[1:], path) for path in sorted((directory / REQUESTS).glob("*.*"))]
+    return [(action, path) for action, path in found if action in SIGNALS and _read(path) == life]
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _poll_ticks(seconds: float) -> Iterator[None]:
+    """Ticks over `seconds`, the first at once."""
+    yield
+    for _ in range(max(1, round(seconds / POLL_INTERVAL_S))):
+        threading.Event().wait(POLL_INTERVAL_S)
+        yield
 
 
 def _pid_namespace() -> str:

@@ -15,12 +15,11 @@ from pathlib import Path
 
 import click
 
-from rollart.cli.context import colour, output_option, runs_option, split_arguments, width
+from rollart.cli.context import output_option, print_report, runs_option, split_arguments
 from rollart.errors import RunFailed, UsageError
 from rollart.launch.requirements import requirements
 from rollart.launch.vllm import PYTHON_VARIABLE, vllm_home
-from rollart.report.render import render
-from rollart.report.tables import Report, Table, TableColumn
+from rollart.report.tables import Report, Table
 from rollart.settings.resolve import resolve_files
 from serverless.sandbox import detect, required
 
@@ -59,9 +58,8 @@ def doctor(arguments: tuple[str, ...], cluster: Path | None, output: str, runs_d
     requirement of that run.
     """
     checks = [*_machine(runs_dir), *_sandbox_findings(), *_extras(), _vllm(), *_run_requirements(arguments, cluster)]
-    columns = (TableColumn("what"), TableColumn("result"), TableColumn("detail"))
-    table = Table("checks", "Checks", columns, tuple((c.subject, c.result, c.detail) for c in checks))
-    click.echo(render(Report("doctor", platform.node(), (table,)), output, width=width(), colour=colour()), nl=False)
+    table = Table.of("checks", "Checks", ({"what": c.subject, "result": c.result, "detail": c.detail} for c in checks))
+    print_report(Report("doctor", platform.node(), (table,)), output)
     failed = [c.subject for c in checks if c.result == "fails"]
     if failed:
         raise RunFailed(f"this machine cannot run rollart: {', '.join(failed)}")

@@ -1,9 +1,5 @@
-"""`rollart plan`: the placement of parts, its rate and cost, and the effect of changes.
-
-Predictions for a machine that was calibrated as a whole, which include the CPU time that its parts share.
-
-`rollart plan --simulate`: figures of a simulation beside those of the plan.
-"""
+"""`rollart plan`: the placement of parts, its rate and cost, and the effect of changes; also the prediction for a
+machine that was calibrated as a whole, and the figures of a simulation beside those of the plan."""
 
 from __future__ import annotations
 
@@ -19,13 +15,12 @@ import click
 
 from placement.problem import DomainProfile
 from placement.types import Placement, Plan, Role
-from rollart.cli.context import colour, native_output_to_stderr, output_option, split_arguments, width
+from rollart.cli.context import native_output_to_stderr, output_option, print_report, split_arguments
 from rollart.cli.plan_tables import comparison_report, plan_report
 from rollart.errors import SpecError, UsageError
 from rollart.report.profile import measured_profiles
-from rollart.report.render import render
 from rollart.report.simulation import FIGURES, SimulationFigures, interval
-from rollart.report.tables import Cell, Report, Table, TableColumn
+from rollart.report.tables import Report, Row, Table, as_number, as_text
 from rollart.settings.planning import profiles_of
 from rollart.settings.resolve import Resolved, Specs, forecast, read_specs
 from rollart.settings.rules import quotas
@@ -35,128 +30,13 @@ from rollart.tools.predict import predict, profile_by_play
 from rollart.tools.simulations import SimulationTask, simulate_all
 from rollart.tools.window import publish_paths
 
-
-def machine_of(specs: Specs) -> Machine | None:
-    """The machine among the cluster's calibration files, if one of them is of a whole machine."""
-    for name in specs.cluster.calibration:
-        path = Path(name)
-        try:
-            data = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else {}
-        except (OSError, ValueError):
-            continue  # `settings.planning` reads it as well, and reports the error
-        if isinstance(data, dict) and "update_s" in data:
-            try:
-                return Machine.from_dict(data)
-            except ValueError as error:
-                raise SpecError(
-                    f"calibration '{name}': {error}", remedy="write it anew with `rollart calibrate`"
-                ) from None
-    return None
-
-
-def predict_on_machine(resolved: Resolved, specs: Specs, machine: Machine) -> tuple[Resolved, Table]:
-    """The plan at the rate that this machine should reach, and the CPU time behind it."""
-    profiles = profiles_of(specs.run, resolved.quotas, specs.measured)
-    # The machine's model includes functions and environments, so it takes the measured domains, not the given profiles.
-    bare = specs.run.model_copy(update={"domains": [d.model_copy(update={"profile": None}) for d in specs.run.domains]})
-    prediction = predict(replace(resolved, run=bare), profiles, machine)
-    found = replace(prediction.placement, rate=prediction.rate, binds=(prediction.binds,))
-    plan = replace(resolved.plan, placement=found, rates={"trajectories": prediction.rate})
-    columns = (TableColumn("part"), TableColumn("cpu_s_per_trajectory", "number"))
-    table = Table("cpu", "CPU time of a trained trajectory", columns, tuple(prediction.cpu.items()))
-    notes = tuple(note for note in resolved.notes if not note.startswith("no prediction"))
-    return replace(resolved, plan=plan, problem=None, notes=notes), table
-
-
-def played_profiles(specs: Specs) -> tuple[DomainProfile, ...]:
-    """Profiles measured by playing the environments without a policy, for domains without a profile."""
-    missing: Sequence[str] = [d.name for d in specs.run.domains if d.profile is None]
-    known = {profile.name for profile in specs.measured}
-    if all(name in known for name in missing):
-        return specs.measured
-    nowhere = Plan((), {}, 0.0, "")
-    bare = Resolved(specs.run, specs.cluster, nowhere, specs.prices, quotas(specs.run), {}, specs.base)
-    with tempfile.TemporaryDirectory(prefix="rollart-play-") as directory:
-        found = asyncio.run(profile_by_play(bare, Path(directory)))
-    return (*specs.measured, *(p for p in found if p.name not in known))
-
-
-COMPARED = ("step_s", "waited_s", "train_s", "publish_s", "trajectories_per_s", "usd_per_1k", "engine_busy")
-SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
-
-
-def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Table, tuple[str, ...]]:
-    """Simulate the run's own schedule; the table and its notes. SpecError if the plan cannot be simulated."""
-    found = resolved.plan.placement
-    if found is not None and resolved.problem is None:
-        raise SpecError(
-            "a machine that was calibrated as a whole is predicted, not simulated (rule: GPUs of the catalogue)",
-            remedy="leave out --simulate: the plan's rate is already of all that its parts share",
-        )
-    name, first = resolved.run.schedule, resolved.run.seed
-    findings = simulate_all(
-        [SimulationTask(resolved, name, seed, steps) for seed in range(first, first + seeds)],
-        on_done=lambda one: click.echo(f"simulated seed {one.seed}: {one.seconds:,.0f} virtual seconds", err=True),
-    )
-    assert found is not None, "a plan without a placement cannot be simulated"
-    publish_s = max((path.seconds for path in publish_paths(resolved).values()), default=None)
-    return comparison_table(found, resolved.run.batch.trajectories, publish_s, findings), _notes(findings, name)
-
-
-def comparison_table(
-    plan: Placement, batch: int, publish_s: float | None, findings: Sequence[SimulationFigures]
-) -> Table:
-    """Figure by figure: the plan's value, the simulation's mean with half of its 95 % interval, and the ratio of the
-    mean to the plan's value. `publish_s`: the plan's, None where nothing is published. The plan assumes that
-    trajectories finish as evenly as they are trained."""
-    columns = (
-        TableColumn("figure", people=False),
-        TableColumn("what"),
-        TableColumn("unit"),
-        TableColumn("plan", "number"),
-        TableColumn("simulated", "number"),
-        TableColumn("±", "number"),
-        TableColumn("ratio", "number"),
-    )
-    figures = {figure.key: figure for figure in FIGURES}
-    planned = {**_planned(plan, batch), **({} if publish_s is None else {"publish_s": publish_s})}
-    rows: list[tuple[Cell, ...]] = []
-    for key in COMPARED:
-        figure = figures[key]
-        mean, half = interval([figure.of(one) for one in findings])
-        value = planned.get(key)
-        rows.append((key, figure.label, figure.unit, value, mean, half, mean / value if value else None))
-    return Table("simulated", "Beside a simulation", columns, tuple(rows))
-
-
-def _planned(plan: Placement, batch: int) -> Mapping[str, float]:
-    """The plan's figures under the simulation's keys."""
-    if not plan.rate > 0:
-        return {}
-    step_s = batch / plan.rate
-    found = {"step_s": step_s, "trajectories_per_s": plan.rate, "usd_per_1k": plan.usd_per_thousand_all}
-    trainers = plan.of(Role.TRAINER)
-    if trainers:
-        train_s = step_s * max(d.utilisation for d in trainers)
-        found |= {"train_s": train_s, "waited_s": step_s - train_s}
-    serving = [d for d in plan.deployments if d.role in SERVING]
-    devices = sum(d.devices for d in serving)
-    if devices:
-        found["engine_busy"] = math.fsum(d.devices * d.utilisation for d in serving) / devices
-    return found
-
-
-def _notes(findings: Sequence[SimulationFigures], schedule: str) -> tuple[str, ...]:
-    one = findings[0]
-    summary = f"simulated: {schedule}, {one.steps} steps, {one.skipped} left out, seeds: {len(findings)}"
-    longest = next((cause for cause in one.waits if not cause.startswith("unused:")), None)
-    return (summary,) if longest is None else (summary, f"longest wait there: {longest.replace('_', ' ')}")
-
-
 WHAT_IF = "--what-if"
 
 SEEDS, STEPS = 1, 10
 """Defaults of `--simulate`, the same as those of `rollart simulate`."""
+
+COMPARED = ("step_s", "waited_s", "train_s", "publish_s", "trajectories_per_s", "usd_per_1k", "engine_busy")
+SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 
 class _Plan(click.Command):
@@ -232,28 +112,20 @@ def plan(
         raise UsageError("--simulate and --what-if", remedy="write the change into the spec, or drop one")
     run_file, overrides = split_arguments(arguments)
     with native_output_to_stderr():
-        specs = read(run_file, cluster, overrides, play=play)
+        specs = read_specs(run_file, cluster, overrides, measure=measured_profiles)
+        if play:
+            specs = replace(specs, measured=played_profiles(specs))
         if simulate:
             report = _simulated(specs, fast=fast, seeds=seeds or SEEDS, steps=steps or STEPS)
         else:
             report = _report(specs, changes, fast=fast)
-    click.echo(render(report, output, width=width(), colour=colour()), nl=False)
-
-
-def read(run_file: Path | None, cluster: Path | None, overrides: Sequence[str], *, play: bool) -> Specs:
-    """The specs, with measured or played work."""
-    specs = read_specs(run_file, cluster, overrides, measure=measured_profiles)
-    if not play:
-        return specs
-
-    return replace(specs, measured=played_profiles(specs))
+    print_report(report, output)
 
 
 def _report(specs: Specs, changes: Sequence[str], *, fast: bool) -> Report:
     before, extra = _forecast(specs)
     if not changes:
         return plan_report(before, fast=fast, extra=extra)
-
     after, _ = _forecast(apply_changes(specs, changes))
     return comparison_report(before, after, changes)
 
@@ -273,3 +145,117 @@ def _forecast(specs: Specs) -> tuple[Resolved, Sequence[Table]]:
         return resolved, ()
     resolved, table = predict_on_machine(resolved, specs, machine)
     return resolved, (table,)
+
+
+def machine_of(specs: Specs) -> Machine | None:
+    """The machine among the cluster's calibration files, if one of them is of a whole machine."""
+    for name in specs.cluster.calibration:
+        path = Path(name)
+        try:
+            data = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else {}
+        except (OSError, ValueError):
+            continue  # `settings.planning` reads it as well, and reports the error
+        if isinstance(data, dict) and "update_s" in data:
+            try:
+                return Machine.from_dict(data)
+            except ValueError as error:
+                raise SpecError(
+                    f"calibration '{name}': {error}", remedy="write it anew with `rollart calibrate`"
+                ) from None
+    return None
+
+
+def predict_on_machine(resolved: Resolved, specs: Specs, machine: Machine) -> tuple[Resolved, Table]:
+    """The plan at the rate that this machine should reach, and the CPU time behind it."""
+    profiles = profiles_of(specs.run, resolved.quotas, specs.measured)
+    # The machine's model includes functions and environments, so it takes the measured domains, not the given profiles.
+    bare = specs.run.model_copy(update={"domains": [d.model_copy(update={"profile": None}) for d in specs.run.domains]})
+    prediction = predict(replace(resolved, run=bare), profiles, machine)
+    found = replace(prediction.placement, rate=prediction.rate, binds=(prediction.binds,))
+    plan = replace(resolved.plan, placement=found, rates={"trajectories": prediction.rate})
+    rows: list[Row] = [{"part": part, "cpu_s_per_trajectory": as_number(s)} for part, s in prediction.cpu.items()]
+    table = Table.of("cpu", "CPU time of a trained trajectory", rows)
+    notes = tuple(note for note in resolved.notes if not note.startswith("no prediction"))
+    return replace(resolved, plan=plan, problem=None, notes=notes), table
+
+
+def played_profiles(specs: Specs) -> tuple[DomainProfile, ...]:
+    """Profiles measured by playing the environments without a policy, for domains without a profile."""
+    missing: Sequence[str] = [d.name for d in specs.run.domains if d.profile is None]
+    known = {profile.name for profile in specs.measured}
+    if all(name in known for name in missing):
+        return specs.measured
+    nowhere = Plan((), {}, 0.0, "")
+    bare = Resolved(specs.run, specs.cluster, nowhere, specs.prices, quotas(specs.run), {}, specs.base)
+    with tempfile.TemporaryDirectory(prefix="rollart-play-") as directory:
+        found = asyncio.run(profile_by_play(bare, Path(directory)))
+    return (*specs.measured, *(p for p in found if p.name not in known))
+
+
+def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Table, tuple[str, ...]]:
+    """Simulate the run's own schedule; the table and its notes. SpecError if the plan cannot be simulated."""
+    found = resolved.plan.placement
+    if found is not None and resolved.problem is None:
+        raise SpecError(
+            "a machine that was calibrated as a whole is predicted, not simulated (rule: GPUs of the catalogue)",
+            remedy="leave out --simulate: the plan's rate is already of all that its parts share",
+        )
+    name, first = resolved.run.schedule, resolved.run.seed
+    findings = simulate_all(
+        [SimulationTask(resolved, name, seed, steps) for seed in range(first, first + seeds)],
+        on_done=lambda one: click.echo(f"simulated seed {one.seed}: {one.seconds:,.0f} virtual seconds", err=True),
+    )
+    assert found is not None, "a plan without a placement cannot be simulated"
+    publish_s = max((path.seconds for path in publish_paths(resolved).values()), default=None)
+    return comparison_table(found, resolved.run.batch.trajectories, publish_s, findings), _notes(findings, name)
+
+
+def comparison_table(
+    plan: Placement, batch: int, publish_s: float | None, findings: Sequence[SimulationFigures]
+) -> Table:
+    """Figure by figure: the plan's value, the simulation's mean with half of its 95 % interval, and the ratio of the
+    mean to the plan's value. `publish_s`: the plan's, None where nothing is published. The plan assumes that
+    trajectories finish as evenly as they are trained."""
+    figures = {figure.key: figure for figure in FIGURES}
+    planned = {**_planned(plan, batch), **({} if publish_s is None else {"publish_s": publish_s})}
+    rows: list[Row] = []
+    for key in COMPARED:
+        figure = figures[key]
+        mean, half = interval([figure.of(one) for one in findings])
+        value = planned.get(key)
+        rows.append(
+            {
+                "figure": as_text(key, people=False),
+                "what": figure.label,
+                "unit": figure.unit,
+                "plan": as_number(value),
+                "simulated": as_number(mean),
+                "±": as_number(half),
+                "ratio": as_number(mean / value if value else None),
+            }
+        )
+    return Table.of("simulated", "Beside a simulation", rows)
+
+
+def _planned(plan: Placement, batch: int) -> Mapping[str, float]:
+    """The plan's figures under the simulation's keys."""
+    if not plan.rate > 0:
+        return {}
+    step_s = batch / plan.rate
+    found = {"step_s": step_s, "trajectories_per_s": plan.rate, "usd_per_1k": plan.usd_per_thousand_all}
+    trainers = plan.of(Role.TRAINER)
+    if trainers:
+        train_s = step_s * max(d.utilisation for d in trainers)
+        found |= {"train_s": train_s, "waited_s": step_s - train_s}
+    serving = [d for d in plan.deployments if d.role in SERVING]
+    devices = sum(d.devices for d in serving)
+    if devices:
+        found["engine_busy"] = math.fsum(d.devices * d.utilisation for d in serving) / devices
+    return found
+
+
+def _notes(findings: Sequence[SimulationFigures], schedule: str) -> tuple[str, ...]:
+    one = findings[0]
+    summary = f"simulated: {schedule}, {one.steps} steps, {one.skipped} left out, seeds: {len(findings)}"
+    longest = next((cause for cause in one.waits if not cause.startswith("unused:")), None)
+    return (summary,) if longest is None else (summary, f"longest wait there: {longest.replace('_', ' ')}")

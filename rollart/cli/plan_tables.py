@@ -13,12 +13,10 @@ from placement.solve import solve
 from placement.training import mfu, training_layout
 from placement.types import Infeasible, Objective, Placement, Pool, Role
 from placement.window import DomainWindow
-from rollart.report.tables import Cell, Report, Table, TableColumn
+from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_share, as_usd
 from rollart.settings.planning import pools_of
 from rollart.settings.resolve import Resolved
 from rollart.tools.window import fresh_group_shares, publish_paths, recommended_staleness, sustained_slots
-
-Row = tuple[Cell, ...]
 
 KEPT = 0.99
 """Share of a domain's groups that should meet the staleness bound; the rest is about one group in a batch."""
@@ -70,16 +68,10 @@ def plan_report(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table
 
 def comparison_report(old: Resolved, new: Resolved, changes: Sequence[str]) -> Report:
     """Two plans side by side, and the moves from one to the other."""
-    columns = (
-        TableColumn("figure"),
-        TableColumn("now", "number"),
-        TableColumn("what_if", "number"),
-        TableColumn("change"),
-    )
     tables = [
-        Table("totals", f"What if {' '.join(changes)}", columns, tuple(_both(old, new))),
-        Table("instances", "Instances", _SIDE, tuple(_instances(old, new))),
-        Table("pools", "Devices in use", _SIDE, tuple(_devices(old, new))),
+        Table.of("totals", f"What if {' '.join(changes)}", _both(old, new)),
+        Table.of("instances", "Instances", _instances(old, new)),
+        Table.of("pools", "Devices in use", _devices(old, new)),
     ]
     moves = _moves(old, new)
     if moves is not None:
@@ -94,50 +86,40 @@ def comparison_report(old: Resolved, new: Resolved, changes: Sequence[str]) -> R
 def _window(held: Sequence[DomainWindow]) -> Iterator[Table]:
     """Seconds that slots are held, and the rate that this allows."""
     if held:
-        columns = (
-            TableColumn("domain"),
-            TableColumn("seconds", "number"),
-            TableColumn("longest_of_group_s", "number"),
-            TableColumn("training_s", "number"),
-            TableColumn("publish_s", "number"),
-            TableColumn("slots", "count"),
-            TableColumn("held_s", "number"),
-            TableColumn("trajectories_per_s", "number"),
-        )
-        rows = tuple(
-            (h.domain, h.seconds, h.longest_s, h.train_s, h.publish_s, round(h.slots), h.held_s, h.rate) for h in held
-        )
-        yield Table("window", "What the window sustains (a slot is held until its group is published)", columns, rows)
+        rows: list[Row] = [
+            {
+                "domain": h.domain,
+                "seconds": as_number(h.seconds),
+                "longest_of_group_s": as_number(h.longest_s),
+                "training_s": as_number(h.train_s),
+                "publish_s": as_number(h.publish_s),
+                "slots": as_count(round(h.slots)),
+                "held_s": as_number(h.held_s),
+                "trajectories_per_s": as_number(h.rate),
+            }
+            for h in held
+        ]
+        yield Table.of("window", "What the window sustains (a slot is held until its group is published)", rows)
 
 
 def _publishing(resolved: Resolved) -> Iterator[Table]:
     """The path of a version from the trainer to the engines of each pool."""
     paths = publish_paths(resolved)
     if paths:
-        columns = (
-            TableColumn("engines_on"),
-            TableColumn("transport"),
-            TableColumn("gb", "number"),
-            TableColumn("push_gb_per_s", "number"),
-            TableColumn("pull_gb_per_s", "number"),
-            TableColumn("load_gb_per_s", "number"),
-            TableColumn("seconds", "number"),
-            TableColumn("limited_by"),
-        )
-        rows = tuple(
-            (
-                pool,
-                str(path.transport),
-                path.gb,
-                path.push.gb_per_s,
-                _finite(path.pull.gb_per_s),
-                _finite(path.load_gb_per_s),
-                path.seconds,
-                path.limit,
-            )
+        rows: list[Row] = [
+            {
+                "engines_on": pool,
+                "transport": str(path.transport),
+                "gb": as_number(path.gb),
+                "push_gb_per_s": as_number(path.push.gb_per_s),
+                "pull_gb_per_s": as_number(_finite(path.pull.gb_per_s)),
+                "load_gb_per_s": as_number(_finite(path.load_gb_per_s)),
+                "seconds": as_number(path.seconds),
+                "limited_by": path.limit,
+            }
             for pool, path in paths.items()
-        )
-        yield Table("publishing", "Publishing a version (pull: of one host, while all pull)", columns, rows)
+        ]
+        yield Table.of("publishing", "Publishing a version (pull: of one host, while all pull)", rows)
 
 
 def _cost_of_publishing(why: Explanation, found: Placement) -> list[str]:
@@ -206,36 +188,22 @@ def _training(problem: Problem, found: Placement) -> Iterator[Table]:
         if train is None or isinstance(how, str) or pools[d.pool].device.is_cpu:
             continue
         held = how.memory(d.devices)
-        columns = (
-            TableColumn("pool"),
-            TableColumn("devices", "count"),
-            TableColumn("least", "count"),
-            TableColumn("most_useful", "count"),
-            TableColumn("sequence_split", "count"),
-            TableColumn("recompute"),
-            TableColumn("state_gb", "number"),
-            TableColumn("activations_gb", "number"),
-            TableColumn("logits_gb", "number"),
-            TableColumn("reserve_gb", "number"),
-            TableColumn("device_gb", "number"),
-            TableColumn("mfu", "share"),
-        )
-        row = (
-            d.pool,
-            d.devices,
-            how.least,
-            how.most,
-            how.split,
-            "yes" if how.recompute else "no",
-            held.state,
-            held.activations,
-            held.logits,
-            held.reserve,
-            pools[d.pool].device.memory_gb,
-            mfu(problem, pools[d.pool], train) if train.seconds_per_token is None else None,
-        )
+        row: Row = {
+            "pool": d.pool,
+            "devices": as_count(d.devices),
+            "least": as_count(how.least),
+            "most_useful": as_count(how.most),
+            "sequence_split": as_count(how.split),
+            "recompute": "yes" if how.recompute else "no",
+            "state_gb": as_number(held.state),
+            "activations_gb": as_number(held.activations),
+            "logits_gb": as_number(held.logits),
+            "reserve_gb": as_number(held.reserve),
+            "device_gb": as_number(pools[d.pool].device.memory_gb),
+            "mfu": as_share(mfu(problem, pools[d.pool], train) if train.seconds_per_token is None else None),
+        }
         title = f"Training: memory of one device, with sequences of {train.sequence:,} tokens"
-        yield Table("training", title, columns, (row,))
+        yield Table.of("training", title, (row,))
 
 
 def _trainer_options(resolved: Resolved, problem: Problem, found: Placement) -> Iterator[str]:
@@ -256,88 +224,62 @@ def _trainer_options(resolved: Resolved, problem: Problem, found: Placement) -> 
             yield f"placement.train.devices is {train.devices}: more than {how.most} shorten a step little"
 
 
-_SIDE = (TableColumn("what"), TableColumn("now", "count"), TableColumn("what_if", "count"), TableColumn("change"))
-
-
 def _totals(found: Placement) -> Table:
-    bound, limit = _bound(found)
-    columns = (
-        TableColumn("trajectories_per_s", "number"),
-        TableColumn("from", "number"),
-        TableColumn("to", "number"),
-        bound,
-        TableColumn("gap", "share"),
-        TableColumn("usd_per_hour_used", "usd"),
-        TableColumn("usd_per_hour_all", "usd"),
-        TableColumn("usd_per_1k", "usd"),
-        TableColumn("usd_per_1k_all", "usd"),
-    )
-    rate, band = found.rate, found.band
-    per_thousand = (found.usd_per_thousand, found.usd_per_thousand_all) if rate > 0 else (None, None)
-    row = (
-        rate,
-        rate * (1 - band),
-        rate * (1 + band),
-        limit,
-        found.gap,
-        found.usd_per_hour,
-        found.usd_per_hour_all,
-        *per_thousand,
-    )
-    return Table("totals", f"Plan ({str(found.objective).replace('_', ' ')})", columns, (row,))
+    """`bound`: the upper bound over all plans, in the unit of the objective, which its column's name has unless it is
+    the rate."""
+    match found.objective:
+        case Objective.MIN_COST:
+            bound = {"bound_usd_per_hour": as_usd(found.bound)}
+        case Objective.MAX_THROUGHPUT_PER_DOLLAR:
+            bound = {"bound_trajectories_per_usd": as_number(found.bound * 3600.0)}
+        case _:
+            bound = {"bound": as_number(found.bound)}
+    row: Row = {
+        "trajectories_per_s": as_number(found.rate),
+        "from": as_number(found.rate * (1 - found.band)),
+        "to": as_number(found.rate * (1 + found.band)),
+        **bound,
+        "gap": as_share(found.gap),
+        "usd_per_hour_used": as_usd(found.usd_per_hour),
+        "usd_per_hour_all": as_usd(found.usd_per_hour_all),
+        "usd_per_1k": as_usd(found.usd_per_thousand if found.rate > 0 else None),
+        "usd_per_1k_all": as_usd(found.usd_per_thousand_all if found.rate > 0 else None),
+    }
+    return Table.of("totals", f"Plan ({str(found.objective).replace('_', ' ')})", [row])
 
 
 def _stages(found: Placement) -> Iterator[Table]:
     """The plan with the best rate, beside the chosen plan, which gave up some rate for lower cost."""
     first = found.first
     if first is not None and first.rate > found.rate * (1 + 1e-6):
-        columns = (
-            TableColumn("plan"),
-            TableColumn("trajectories_per_s", "number"),
-            TableColumn("usd_per_hour_used", "usd"),
-        )
-        rows = (("best rate", first.rate, first.usd_per_hour), ("this plan", found.rate, found.usd_per_hour))
-        yield Table("stages", "Given up for dollars (placement.rate_tolerance)", columns, rows)
-
-
-def _bound(found: Placement) -> tuple[TableColumn, float]:
-    """The upper bound over all plans, in the unit of the objective; the column's name has the unit unless it is the
-    rate."""
-    match found.objective:
-        case Objective.MIN_COST:
-            return TableColumn("bound_usd_per_hour", "usd"), found.bound
-        case Objective.MAX_THROUGHPUT_PER_DOLLAR:
-            return TableColumn("bound_trajectories_per_usd", "number"), found.bound * 3600.0
-        case _:
-            return TableColumn("bound", "number"), found.bound
+        rows: list[Row] = [
+            {
+                "plan": name,
+                "trajectories_per_s": as_number(plan.rate),
+                "usd_per_hour_used": as_usd(plan.usd_per_hour),
+            }
+            for name, plan in (("best rate", first), ("this plan", found))
+        ]
+        yield Table.of("stages", "Given up for dollars (placement.rate_tolerance)", rows)
 
 
 def _pools(resolved: Resolved) -> Table:
-    columns = (
-        TableColumn("pool"),
-        TableColumn("device"),
-        TableColumn("devices", "count"),
-        TableColumn("used", "count"),
-        TableColumn("idle", "count"),
-        TableColumn("by_role"),
-        TableColumn("usd_per_hour", "usd"),
-    )
-    rows = []
+    rows: list[Row] = []
     for pool in _fleet(resolved):
         idle = resolved.plan.idle[pool.name]
         paid = pool.count - idle if pool.rented else pool.count
         rows.append(
-            (
-                pool.name,
-                pool.device.name,
-                pool.count,
-                pool.count - idle,
-                idle,
-                _by_role(resolved, pool.name),
-                paid * pool.usd_per_device_hour,
-            )
+            {
+                "pool": pool.name,
+                "device": pool.device.name,
+                "devices": as_count(pool.count),
+                "used": as_count(pool.count - idle),
+                "idle": as_count(idle),
+                "by_role": _by_role(resolved, pool.name),
+                "usd_per_hour": as_usd(paid * pool.usd_per_device_hour),
+            }
         )
-    return Table("pools", "Pools", columns, tuple(rows))
+    return Table.of("pools", "Pools", rows)
 
 
 def _by_role(resolved: Resolved, pool: str) -> str:
@@ -349,32 +291,22 @@ def _by_role(resolved: Resolved, pool: str) -> str:
 
 
 def _deployments(found: Placement) -> Table:
-    columns = (
-        TableColumn("role"),
-        TableColumn("pool"),
-        TableColumn("tp", "count"),
-        TableColumn("replicas", "count"),
-        TableColumn("devices", "count"),
-        TableColumn("batch", "number"),
-        TableColumn("utilisation", "share"),
-        TableColumn("kv", "share"),
-    )
-    rows = []
+    rows: list[Row] = []
     for d in sorted(found.deployments, key=lambda d: (_ORDER[d.role], d.pool, d.tp)):
         serving = d.role in _SERVING
         rows.append(
-            (
-                str(d.role),
-                d.pool,
-                d.tp if serving else None,
-                d.replicas,
-                d.devices,
-                round(d.batch, 1),
-                d.utilisation,
-                d.kv_utilisation if serving else None,
-            )
+            {
+                "role": str(d.role),
+                "pool": d.pool,
+                "tp": as_count(d.tp if serving else None),
+                "replicas": as_count(d.replicas),
+                "devices": as_count(d.devices),
+                "batch": as_number(round(d.batch, 1)),
+                "utilisation": as_share(d.utilisation),
+                "kv": as_share(d.kv_utilisation if serving else None),
+            }
         )
-    return Table("deployments", "What runs where", columns, tuple(rows))
+    return Table.of("deployments", "What runs where", rows)
 
 
 _ORDER = {role: n for n, role in enumerate(Role)}
@@ -383,15 +315,6 @@ _SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 def _flows(found: Placement) -> Table:
     """Flows of a domain on the same pools and with the same handling of the KV are one row, whatever the tp."""
-    columns = (
-        TableColumn("domain"),
-        TableColumn("prefill"),
-        TableColumn("decode"),
-        TableColumn("kv"),
-        TableColumn("share", "share"),
-        TableColumn("trajectories_per_s", "number"),
-        TableColumn("seconds", "seconds"),
-    )
     rate: dict[tuple[str, str, str, str], float] = {}
     time: dict[tuple[str, str, str, str], float] = {}
     whole: dict[str, float] = {}
@@ -400,11 +323,19 @@ def _flows(found: Placement) -> Table:
         rate[key] = rate.get(key, 0.0) + f.rate
         time[key] = time.get(key, 0.0) + f.rate * f.seconds
         whole[f.domain] = whole.get(f.domain, 0.0) + f.rate
-    rows = tuple(
-        (*key, r / whole[key[0]] if whole[key[0]] else None, r, time[key] / r if r else None)
-        for key, r in sorted(rate.items(), key=lambda item: (item[0][0], -item[1]))
-    )
-    return Table("flows", "Where trajectories go", columns, rows)
+    rows: list[Row] = [
+        {
+            "domain": domain,
+            "prefill": prefill,
+            "decode": decode,
+            "kv": kv,
+            "share": as_share(r / whole[domain] if whole[domain] else None),
+            "trajectories_per_s": as_number(r),
+            "seconds": as_seconds(time[domain, prefill, decode, kv] / r if r else None),
+        }
+        for (domain, prefill, decode, kv), r in sorted(rate.items(), key=lambda item: (item[0][0], -item[1]))
+    ]
+    return Table.of("flows", "Where trajectories go", rows)
 
 
 def _others(problem: Problem) -> Sequence[Baseline]:
@@ -416,27 +347,21 @@ def _others(problem: Problem) -> Sequence[Baseline]:
 
 def _baselines(others: Sequence[Baseline], found: Placement) -> Table:
     """This plan beside simpler ones. `ratio`: the gain of this plan by its objective."""
-    columns = (
-        TableColumn("plan"),
-        TableColumn("trajectories_per_s", "number"),
-        TableColumn("usd_per_hour_used", "usd"),
-        TableColumn("usd_per_1k", "usd"),
-        TableColumn("ratio", "number"),
-    )
-    rows: list[Row] = [("this plan", found.rate, found.usd_per_hour, _per_thousand(found), None)]
+
+    def row(name: str, plan: Placement | None, ratio: float | None) -> Row:
+        return {
+            "plan": name,
+            "trajectories_per_s": as_number(None if plan is None else plan.rate),
+            "usd_per_hour_used": as_usd(None if plan is None else plan.usd_per_hour),
+            "usd_per_1k": as_usd(plan.usd_per_thousand if plan is not None and plan.rate > 0 else None),
+            "ratio": as_number(ratio),
+        }
+
+    rows: list[Row] = [row("this plan", found, None)]
     for other in others:
-        plan = other.placement
-        if plan is None:
-            rows.append((other.name, None, None, None, None))
-        else:
-            ratio = gain(found, plan)
-            finite = round(ratio, 4) if math.isfinite(ratio) else None  # infinite against a plan of value 0
-            rows.append((other.name, plan.rate, plan.usd_per_hour, _per_thousand(plan), finite))
-    return Table("baselines", "Beside simpler plans", columns, tuple(rows))
-
-
-def _per_thousand(found: Placement) -> float | None:
-    return found.usd_per_thousand if found.rate > 0 else None
+        ratio = math.inf if other.placement is None else gain(found, other.placement)  # inf: against one of value 0
+        rows.append(row(other.name, other.placement, round(ratio, 4) if math.isfinite(ratio) else None))
+    return Table.of("baselines", "Beside simpler plans", rows)
 
 
 def _marginals(why: Explanation, found: Placement) -> Iterator[Row]:
@@ -455,67 +380,56 @@ def _marginals(why: Explanation, found: Placement) -> Iterator[Row]:
         rows.append((m, amount, gain, words))
     rows.sort(key=lambda row: (row[0].solved, -row[2], row[0].what))
     for m, amount, gain, words in rows:
-        yield (m.what, amount, gain, "solved again" if m.solved else "dual price", words)
+        yield {
+            "what": m.what,
+            "amount": as_number(amount),
+            "gain": as_share(gain),
+            "how": "solved again" if m.solved else "dual price",
+            "in_words": words,
+        }
 
 
 def _reasons(why: Explanation, problem: Problem, found: Placement) -> Iterator[Table]:
     if why.marginals and problem.fixed is None:
-        columns = (
-            TableColumn("what"),
-            TableColumn("amount", "number"),
-            TableColumn("gain", "share"),
-            TableColumn("how"),
-            TableColumn("in_words"),
-        )
-        yield Table("marginals", "What more would buy", columns, tuple(_marginals(why, found)))
+        yield Table.of("marginals", "What more would buy", _marginals(why, found))
     if why.affinities:
-        columns = (
-            TableColumn("domain"),
-            TableColumn("phase"),
-            TableColumn("best"),
-            TableColumn("factor", "number"),
-            TableColumn("in_words"),
-        )
-        yield Table(
-            "affinities",
-            "Which device suits what (this model, these prices)",
-            columns,
-            tuple((a.domain, a.phase, a.best, a.factor, a.words) for a in why.affinities),
-        )
+        rows: list[Row] = [
+            {"domain": a.domain, "phase": a.phase, "best": a.best, "factor": as_number(a.factor), "in_words": a.words}
+            for a in why.affinities
+        ]
+        yield Table.of("affinities", "Which device suits what (this model, these prices)", rows)
 
 
 def _rewards(found: Placement) -> Iterator[Table]:
     if not found.rewards:
         return
-    columns = (
-        TableColumn("domain"),
-        TableColumn("where"),
-        TableColumn("trajectories_per_s", "number"),
-        TableColumn("usd_per_1k", "usd"),
-        TableColumn("dedicated_wins_above", "share"),
-        TableColumn("dedicated_devices_busy", "number"),
-        TableColumn("note"),
-    )
-    rows = tuple(
-        (r.domain, r.where, r.rate, r.usd_per_thousand, r.break_even_utilisation, r.dedicated_utilisation, r.note)
+    rows: list[Row] = [
+        {
+            "domain": r.domain,
+            "where": r.where,
+            "trajectories_per_s": as_number(r.rate),
+            "usd_per_1k": as_usd(r.usd_per_thousand),
+            "dedicated_wins_above": as_share(r.break_even_utilisation),
+            "dedicated_devices_busy": as_number(r.dedicated_utilisation),
+            "note": r.note,
+        }
         for r in found.rewards
-    )
-    yield Table("rewards", "Rewards", columns, rows)
+    ]
+    yield Table.of("rewards", "Rewards", rows)
 
 
 def _parts(resolved: Resolved) -> Table:
-    columns = (
-        TableColumn("part"),
-        TableColumn("pool"),
-        TableColumn("devices", "count"),
-        TableColumn("which"),
-        TableColumn("usd_per_hour", "usd"),
-    )
-    rows = tuple(
-        (a.name, a.pool, len(a.devices), _indices(a.devices), len(a.devices) * resolved.usd_per_device_hour[a.pool])
+    rows: list[Row] = [
+        {
+            "part": a.name,
+            "pool": a.pool,
+            "devices": as_count(len(a.devices)),
+            "which": _indices(a.devices),
+            "usd_per_hour": as_usd(len(a.devices) * resolved.usd_per_device_hour[a.pool]),
+        }
         for a in resolved.plan.assignments
-    )
-    return Table("parts", "Parts", columns, rows)
+    ]
+    return Table.of("parts", "Parts", rows)
 
 
 def _indices(devices: Sequence[int]) -> str:
@@ -526,8 +440,8 @@ def _indices(devices: Sequence[int]) -> str:
 
 
 def _batch(resolved: Resolved) -> Table:
-    columns = (TableColumn("domain"), TableColumn("trajectories", "count"))
-    return Table("batch", "Trajectories per step", columns, tuple(resolved.quotas.items()))
+    rows: list[Row] = [{"domain": domain, "trajectories": as_count(quota)} for domain, quota in resolved.quotas.items()]
+    return Table.of("batch", "Trajectories per step", rows)
 
 
 def _both(old: Resolved, new: Resolved) -> Iterator[Row]:
@@ -541,7 +455,8 @@ def _both(old: Resolved, new: Resolved) -> Iterator[Row]:
 
 
 def _figure(name: str, a: float, b: float) -> Row:
-    return (name, a, b, _percent(b / a - 1) if a else None)
+    change = _percent(b / a - 1) if a else None
+    return {"figure": name, "now": as_number(a), "what_if": as_number(b), "change": change}
 
 
 def _percent(share: float) -> str:
@@ -566,8 +481,9 @@ def _devices(old: Resolved, new: Resolved) -> Iterator[Row]:
 
 def _side_by_side(a: dict[str, int], b: dict[str, int]) -> Iterator[Row]:
     for key in sorted({*a, *b}):
-        difference = b.get(key, 0) - a.get(key, 0)
-        yield (key, a.get(key, 0), b.get(key, 0), f"{difference:+,d}" if difference else None)
+        now, then = a.get(key, 0), b.get(key, 0)
+        change = f"{then - now:+,d}" if then != now else None
+        yield {"what": key, "now": as_count(now), "what_if": as_count(then), "change": change}
 
 
 def _moves(old: Resolved, new: Resolved) -> Table | None:
@@ -580,14 +496,11 @@ def _moves(old: Resolved, new: Resolved) -> Table | None:
     moves = diff(a.deployments, b.deployments, costs=costs)
     if not moves:
         return None
-    columns = (
-        TableColumn("move"),
-        TableColumn("what"),
-        TableColumn("device_seconds", "count"),
-        TableColumn("usd", "usd"),
-    )
-    rows = tuple((str(m.kind), m.words, m.device_seconds, m.usd) for m in moves)
-    return Table("moves", "Moves, in order", columns, rows)
+    rows: list[Row] = [
+        {"move": str(m.kind), "what": m.words, "device_seconds": as_count(m.device_seconds), "usd": as_usd(m.usd)}
+        for m in moves
+    ]
+    return Table.of("moves", "Moves, in order", rows)
 
 
 def _binds(resolved: Resolved) -> str:

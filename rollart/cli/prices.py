@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 import click
 
-from rollart.cli.context import FOR_PEOPLE, cluster_functions, colour, output_option, width
+from rollart.cli.context import FOR_PEOPLE, cluster_functions, output_option, print_report
 from rollart.errors import UsageError
 from rollart.launch.functions import canonical_provider
-from rollart.report.render import render
-from rollart.report.tables import Report, Table, TableColumn
+from rollart.report.tables import Report, Row, Table, as_count, as_text
 from rollart.settings.load import load_prices
 from rollart.settings.prices import STALE_DAYS
 from rollart.tools.prices import SOURCES, PriceChange, base_list, effective_prices, merge_into, read_prices
@@ -58,18 +57,17 @@ def writing_options(command: Command) -> Command:
 def list_(cluster: Path | None, output: str) -> None:
     """Every price that a run would use, with its source and age."""
     today, found = dt.date.today(), effective_prices(cluster)
-    columns = (
-        TableColumn("name"),
-        TableColumn("unit"),
-        TableColumn("usd", "text"),
-        TableColumn("date"),
-        TableColumn("age_days", "count"),
-        TableColumn("source", wrap=True),
-    )
-    rows = tuple(
-        (p.name, p.unit, _usd(p.usd) if output in FOR_PEOPLE else p.usd, str(p.date), p.age_days(today), p.source)
+    rows: list[Row] = [
+        {
+            "name": p.name,
+            "unit": p.unit,
+            "usd": _usd(p.usd) if output in FOR_PEOPLE else p.usd,
+            "date": str(p.date),
+            "age_days": as_count(p.age_days(today)),
+            "source": as_text(p.source, wrap=True),
+        }
         for p in sorted(found, key=lambda p: (p.unit != "device-hour", p.name, p.unit))
-    )
+    ]
     old = [p.name for p in found if p.age_days(today) > STALE_DAYS]
     notes = (
         [
@@ -80,8 +78,8 @@ def list_(cluster: Path | None, output: str) -> None:
         else []
     )
     named = "the shipped list" if cluster is None else str(cluster)
-    report = Report("prices", named, (Table("prices", "US dollars", columns, rows),), tuple(notes))
-    click.echo(render(report, output, width=width(), colour=colour()), nl=False)
+    report = Report("prices", named, (Table.of("prices", "US dollars", rows),), tuple(notes))
+    print_report(report, output)
 
 
 @prices.command(name="import")
@@ -137,23 +135,22 @@ def _chosen(given: Sequence[str], sources: Sequence[str]) -> list[str]:
 
 
 def _show(changed: Sequence[PriceChange], into: Path, output: str) -> None:
-    columns = (
-        TableColumn("name"),
-        TableColumn("unit"),
-        TableColumn("before", "text"),
-        TableColumn("after", "text"),
-        TableColumn("source", wrap=True),
-    )
     people = output in FOR_PEOPLE
-    rows = tuple(
-        (c.name, c.unit, _usd(c.before) if people else c.before, _usd(c.after) if people else c.after, c.source)
+    rows: list[Row] = [
+        {
+            "name": c.name,
+            "unit": c.unit,
+            "before": _usd(c.before) if people else c.before,
+            "after": _usd(c.after) if people else c.after,
+            "source": as_text(c.source, wrap=True),
+        }
         for c in changed
         if not (people and c.same)
-    )
+    ]
     same = sum(c.same for c in changed)
     notes = (f"{same} as before, now of a new date",) if same else ()
-    report = Report("prices", str(into), (Table("changes", "Changed: US dollars", columns, rows),), notes)
-    click.echo(render(report, output, width=width(), colour=colour()), nl=False)
+    report = Report("prices", str(into), (Table.of("changes", "Changed: US dollars", rows),), notes)
+    print_report(report, output)
 
 
 def _usd(value: float | None) -> str:

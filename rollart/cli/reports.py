@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import click
 
-from rollart.cli.context import colour, find_run, output_option, run_argument, runs_option, width
+from rollart.cli.context import find_run, output_option, print_report, run_argument, runs_option
 from rollart.ledger.reader import LedgerReader
 from rollart.report import bias as biases
 from rollart.report import cost as costs
@@ -17,7 +17,6 @@ from rollart.report import offload as offloads
 from rollart.report import timeline as timelines
 from rollart.report import utilization as utilizations
 from rollart.report.pages import cost_page, timeline_page
-from rollart.report.render import render
 from rollart.report.rows import RunRows, collect
 from rollart.report.tables import Report
 
@@ -38,7 +37,7 @@ def report_command(function: Callable[..., None]) -> click.Command:
 @report_command
 def cost(run: str | None, output: str, runs_dir: Path) -> None:
     """Show dollars: in all, by role and resource, per trajectory and token, and waste by cause."""
-    _print(costs.cost(_collect(find_run(run, runs_dir))), output, page=cost_page)
+    print_report(costs.cost(_collect(find_run(run, runs_dir))), output, page=cost_page)
 
 
 @report_command
@@ -46,7 +45,7 @@ def utilization(run: str | None, output: str, runs_dir: Path) -> None:
     """Show time: each resource's states, rates, and the domains' trajectories."""
     directory = find_run(run, runs_dir)
     found = utilizations.utilization(_collect(directory))
-    _print(found, output, page=lambda report: timeline_page(report, _read(directory, timelines.timeline)))
+    print_report(found, output, page=lambda report: timeline_page(report, _read(directory, timelines.timeline)))
 
 
 @report_command
@@ -55,7 +54,7 @@ def timeline(run: str | None, output: str, runs_dir: Path) -> None:
     directory = find_run(run, runs_dir)
     found = _read(directory, timelines.timeline)
     shown = timelines.timeline_report(directory.resolve().name, found)
-    _print(shown, output, page=lambda report: timeline_page(report, found))
+    print_report(shown, output, page=lambda report: timeline_page(report, found))
 
 
 @report_command
@@ -63,7 +62,7 @@ def timeline(run: str | None, output: str, runs_dir: Path) -> None:
 def curve(run: str | None, output: str, runs_dir: Path, png: Path | None) -> None:
     """Show success by policy version, per domain."""
     rows = _collect(find_run(run, runs_dir))
-    _print(curves.curve(rows), output)
+    print_report(curves.curve(rows), output)
     if png is not None:
         curves.write_png(rows, png)
 
@@ -81,7 +80,7 @@ def offload(run: str | None, output: str, runs_dir: Path, wait_s: float) -> None
     """Show the cost of the run's function calls on dedicated workers, and on functions with other scaling."""
     directory = find_run(run, runs_dir)
     rows, trace = _collect(directory), _read(directory, offloads.read_trace)
-    _print(offloads.offload(rows, trace, wait_s=wait_s), output)
+    print_report(offloads.offload(rows, trace, wait_s=wait_s), output)
 
 
 @report_command
@@ -91,7 +90,7 @@ def bias(run: str | None, output: str, runs_dir: Path) -> None:
     by `simulate --keep`."""
     directory = find_run(run, runs_dir)
     attempts, prompts = _read(directory, biases.read_attempts)
-    _print(biases.bias(directory.resolve().name, attempts, prompts), output)
+    print_report(biases.bias(directory.resolve().name, attempts, prompts), output)
 
 
 def show_reports(directory: Path, summaries: Sequence[Callable[[RunRows], Report]]) -> None:
@@ -99,7 +98,7 @@ def show_reports(directory: Path, summaries: Sequence[Callable[[RunRows], Report
     rows = _collect(directory)
     for summary in summaries:
         click.echo()
-        _print(summary(rows), "table")
+        print_report(summary(rows), "table")
 
 
 def _read(directory: Path, read: Callable[[LedgerReader], T]) -> T:
@@ -109,11 +108,3 @@ def _read(directory: Path, read: Callable[[LedgerReader], T]) -> T:
 
 def _collect(directory: Path) -> RunRows:
     return _read(directory, lambda reader: collect(reader, directory.resolve().name))
-
-
-def _print(report: Report, output: str, page: Callable[[Report], str] | None = None) -> None:
-    """Print a report. `page` renders the HTML of reports that have more than tables."""
-    if output == "html" and page is not None:
-        click.echo(page(report), nl=False)
-    else:
-        click.echo(render(report, output, width=width(), colour=colour()), nl=False)

@@ -1,7 +1,5 @@
-"""`rollart rewards`: write, test, deploy and operate reward functions.
-
-Output of `rollart rewards`, for people and for machines.
-"""
+"""`rollart rewards`: write, test, deploy and operate reward functions. First the commands, then their output for people
+and for machines."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
-from rollart.cli.context import FOR_PEOPLE, cluster_functions, colour, json_option, output_option, width
+from rollart.cli.context import FOR_PEOPLE, cluster_functions, json_option, output_option, print_report
 from rollart.cli.servers import serve
 from rollart.errors import RunFailed, UsageError
 from rollart.launch.functions import (
@@ -31,8 +29,7 @@ from rollart.launch.functions import (
     units_by_provider,
 )
 from rollart.ledger.prices import PriceBook
-from rollart.report.render import render
-from rollart.report.tables import Cell, Report, Table, TableColumn
+from rollart.report.tables import Report, Row, Table, TableColumn, as_count, as_number, as_seconds, as_text, as_usd
 from rollart.settings.prices import PriceList
 from rollart.tools.prices import effective_prices
 from serverless.deploy import template
@@ -42,201 +39,11 @@ from serverless.providers.base import DeployedFunction, Deployer, DeploymentChan
 from serverless.rehearse import Rehearsal, read_cases, rehearse
 from serverless.types import InfraFault, ModelFault, Scored
 
-DIGEST = 12
-"""Characters of a version for people: `rollback --to` takes any unambiguous prefix."""
-
-
-def show_rehearsals(found: Sequence[Rehearsal], output: str) -> None:
-    """Scores, times and costs of tested rewards."""
-    if output == "json":
-        click.echo(json.dumps({"schema_version": 1, "rewards": [one.to_json() for one in found]}, indent=2))
-        return
-    for one in found:
-        cases = tuple(
-            (r.case.item.id, "ok" if not r.problem else r.problem, _outcome(r.outcome), r.seconds * 1e3)
-            for r in one.results
-        )
-        facts: tuple[tuple[Cell, ...], ...] = (
-            ("one item", "ms", one.single_s * 1e3),
-            (f"an item in a call of {one.batch}", "ms", one.batched_item_s and one.batched_item_s * 1e3),
-            ("cold start", "ms", one.cold_start_s * 1e3),
-            ("memory used", "MB", one.memory_mb),
-            ("memory limit", "MB", one.memory_limit_mb),
-        )
-        costs = tuple((c.provider, c.usd_single, c.usd_batched, c.note) for c in one.costs)
-        tables = (
-            Table(
-                "cases",
-                "Cases",
-                (TableColumn("case"), TableColumn("result"), TableColumn("outcome"), TableColumn("ms", "number")),
-                cases,
-            ),
-            Table(
-                "measured",
-                "Measured here",
-                (TableColumn("what"), TableColumn("unit"), TableColumn("value", "number")),
-                facts,
-            ),
-            Table(
-                "costs",
-                "US dollars per million items",
-                (
-                    TableColumn("provider"),
-                    TableColumn("one_by_one", "usd"),
-                    TableColumn("in_batches", "usd"),
-                    TableColumn("note"),
-                ),
-                costs,
-            ),
-        )
-        notes = (*one.warnings, f"version {one.version[:DIGEST]}")
-        _show(Report("test", one.function, tables, notes), output)
-
-
-def show_changes(found: Sequence[DeploymentChange], output: str, notes: Sequence[str] = ()) -> None:
-    nothing = ("nothing: this version is current",)
-    rows = [(c.function, c.provider, line) for c in found for line in (c.lines or nothing)]
-    table = Table(
-        "changes",
-        "Would change",
-        (TableColumn("function"), TableColumn("provider"), TableColumn("change")),
-        tuple(rows),
-    )
-    _show(Report("deploy", "functions", (table,), tuple(notes)), output)
-
-
-def show_deployed(
-    found: Sequence[DeployedFunction], output: str, notes: Sequence[str] = (), trials: Sequence[DeploymentTrial] = ()
-) -> None:
-    """Functions or versions. `notes` go to the foot; `trials` are the trial calls made while deploying them."""
-    people = output in FOR_PEOPLE
-    notes = (*notes, *(f"{d.function}: {note}" for d in found if (note := _deployment_note(d))))
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (
-            d.function,
-            d.provider,
-            d.version[:DIGEST] if people else d.version,
-            d.provider_version,
-            "yes" if d.current else "",
-            d.created[:19] if people else d.created,
-            d.memory_mb,
-            d.warm,
-            d.concurrency,
-            d.endpoint,
-        )
-        for d in found
-    )
-    columns: tuple[TableColumn, ...] = (
-        TableColumn("function"),
-        TableColumn("provider"),
-        TableColumn("version"),
-        TableColumn("number"),
-        TableColumn("current"),
-        TableColumn("created"),
-        TableColumn("MB", "count"),
-        TableColumn("warm", "count"),
-        TableColumn("most", "count"),
-        TableColumn("endpoint", people=False),
-    )
-    tables = [Table("functions", "Functions", columns, rows)]
-    if people:
-        notes = (*notes, *(f"{t.function}: {trial_line(t)}" for t in trials))
-    elif trials:
-        tables.append(_trials(trials))
-    _show(Report("rewards", "functions", tuple(tables), tuple(notes)), output)
-
-
-def _deployment_note(one: DeployedFunction) -> str:
-    if one.problem:
-        return f"version {one.version[:DIGEST]} is current, but its scale could not be read: {one.problem}"
-    return f"unchanged: version {one.version[:DIGEST]} was current already" if one.unchanged else ""
-
-
-def _trials(trials: Sequence[DeploymentTrial]) -> Table:
-    columns = (
-        TableColumn("function"),
-        TableColumn("provider"),
-        TableColumn("status"),
-        TableColumn("billed_s", "seconds"),
-        TableColumn("MB", "count"),
-        TableColumn("usd", "usd"),
-    )
-    rows = tuple((t.function, t.provider, t.status, t.billed_s, t.memory_mb, t.usd) for t in trials)
-    return Table("trials", "Trial calls", columns, rows)
-
-
-def trial_line(trial: DeploymentTrial) -> str:
-    failed = "" if trial.status == "ok" else f" ({trial.status})"
-    usd = f"${trial.usd:.7f}" if trial.billed else f"no bill here, ${trial.usd:.7f} elsewhere"
-    return f"trial{failed} of {trial.billed_s:.3g} s at {trial.memory_mb} MB: {usd}"
-
-
-def show_logs(function: str, lines: Sequence[LogLine], output: str) -> None:
-    """Log lines as printed, or as rows."""
-    if output == "json":
-        rows = [{"t": line.t, "source": line.source, "text": line.text} for line in lines]
-        click.echo(json.dumps({"schema_version": 1, "lines": rows}, indent=2, ensure_ascii=False))
-    elif output in ("csv", "html"):
-        columns = (TableColumn("t"), TableColumn("source"), TableColumn("text"))
-        cells = tuple((line.t, line.source, line.text) for line in lines)
-        _show(Report("logs", function, (Table("lines", "Lines", columns, cells),)), output)
-    else:
-        for line in lines:
-            click.echo(" ".join(part for part in (line.t, line.source, line.text) if part))
-
-
-def show_costs(found: Sequence[Rehearsal], items: int, runs: float, now: str | None, output: str) -> None:
-    """Dollars per run and month of every provider, and the difference to the current one (`now`)."""
-    rows: list[tuple[Cell, ...]] = []
-    for one in found:
-        base = next(
-            (
-                c.usd_batched * items / 1e6 + c.usd_idle
-                for c in one.costs
-                if c.provider == now and c.usd_batched is not None
-            ),
-            None,
-        )
-        for c in one.costs:
-            run = None if c.usd_batched is None else c.usd_batched * items / 1e6 + c.usd_idle
-            more = None if base is None or run is None else (run - base) * runs
-            month = None if run is None else run * runs
-            rows.append((one.function, c.provider, c.usd_batched, run, month, more, c.note))
-    columns = (
-        TableColumn("function"),
-        TableColumn("provider"),
-        TableColumn("usd_per_million", "usd"),
-        TableColumn("usd_per_run", "usd"),
-        TableColumn("usd_per_month", "usd"),
-        TableColumn("month_against_now", "usd"),
-        TableColumn("note"),
-    )
-    notes = [f"{items:,} items a run in full batches, {runs:g} runs a month, warm calls measured on this machine"]
-    notes += [
-        f"{name}: with one idle window of one container a run; each further container and pause adds one"
-        for name in sorted({c.provider for one in found for c in one.costs if c.usd_idle})
-    ]
-    _show(Report("plan", "rewards", (Table("plan", "Cost by provider", columns, tuple(rows)),), tuple(notes)), output)
-
-
-def _outcome(outcome: object) -> str:
-    match outcome:
-        case Scored():
-            return f"{outcome.value:g}"
-        case ModelFault():
-            return f"{outcome.floor:g} (model fault: {outcome.reason})"
-        case InfraFault():
-            return f"fault: {outcome.kind}"
-        case _:
-            return str(outcome)
-
-
-def _show(report: Report, output: str) -> None:
-    click.echo(render(report, output, width=width(), colour=colour()), nl=False)
-
-
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+DIGEST = 12
+"""Characters of a version for people: `rollback --to` takes any unambiguous prefix."""
 
 
 def provider_options(command: Command) -> Command:
@@ -577,3 +384,165 @@ def _event(text: str) -> list[dict[str, Any]]:
         one.setdefault("reference_answer", None)
         one.setdefault("metadata", {})
     return event
+
+
+def show_rehearsals(found: Sequence[Rehearsal], output: str) -> None:
+    """Scores, times and costs of tested rewards."""
+    if output == "json":
+        click.echo(json.dumps({"schema_version": 1, "rewards": [one.to_json() for one in found]}, indent=2))
+        return
+    for one in found:
+        cases: list[Row] = [
+            {
+                "case": r.case.item.id,
+                "result": r.problem or "ok",
+                "outcome": _outcome(r.outcome),
+                "ms": as_number(r.seconds * 1e3),
+            }
+            for r in one.results
+        ]
+        facts = (
+            ("one item", "ms", one.single_s * 1e3),
+            (f"an item in a call of {one.batch}", "ms", one.batched_item_s and one.batched_item_s * 1e3),
+            ("cold start", "ms", one.cold_start_s * 1e3),
+            ("memory used", "MB", one.memory_mb),
+            ("memory limit", "MB", one.memory_limit_mb),
+        )
+        costs: list[Row] = [
+            {
+                "provider": c.provider,
+                "one_by_one": as_usd(c.usd_single),
+                "in_batches": as_usd(c.usd_batched),
+                "note": c.note,
+            }
+            for c in one.costs
+        ]
+        tables = (
+            Table.of("cases", "Cases", cases),
+            Table(
+                "measured",
+                "Measured here",
+                (TableColumn("what"), TableColumn("unit"), TableColumn("value", "number")),
+                facts,
+            ),
+            Table.of("costs", "US dollars per million items", costs),
+        )
+        notes = (*one.warnings, f"version {one.version[:DIGEST]}")
+        print_report(Report("test", one.function, tables, notes), output)
+
+
+def _outcome(outcome: object) -> str:
+    match outcome:
+        case Scored():
+            return f"{outcome.value:g}"
+        case ModelFault():
+            return f"{outcome.floor:g} (model fault: {outcome.reason})"
+        case InfraFault():
+            return f"fault: {outcome.kind}"
+        case _:
+            return str(outcome)
+
+
+def show_changes(found: Sequence[DeploymentChange], output: str, notes: Sequence[str] = ()) -> None:
+    nothing = ("nothing: this version is current",)
+    rows = [
+        {"function": c.function, "provider": c.provider, "change": line} for c in found for line in c.lines or nothing
+    ]
+    print_report(Report("deploy", "functions", (Table.of("changes", "Would change", rows),), tuple(notes)), output)
+
+
+def show_deployed(
+    found: Sequence[DeployedFunction], output: str, notes: Sequence[str] = (), trials: Sequence[DeploymentTrial] = ()
+) -> None:
+    """Functions or versions. `notes` go to the foot; `trials` are the trial calls made while deploying them."""
+    people = output in FOR_PEOPLE
+    notes = (*notes, *(f"{d.function}: {note}" for d in found if (note := _deployment_note(d))))
+    rows: list[Row] = [
+        {
+            "function": d.function,
+            "provider": d.provider,
+            "version": d.version[:DIGEST] if people else d.version,
+            "number": d.provider_version,
+            "current": "yes" if d.current else "",
+            "created": d.created[:19] if people else d.created,
+            "MB": as_count(d.memory_mb),
+            "warm": as_count(d.warm),
+            "most": as_count(d.concurrency),
+            "endpoint": as_text(d.endpoint, people=False),
+        }
+        for d in found
+    ]
+    tables = [Table.of("functions", "Functions", rows)]
+    if people:
+        notes = (*notes, *(f"{t.function}: {trial_line(t)}" for t in trials))
+    elif trials:
+        tables.append(_trials(trials))
+    print_report(Report("rewards", "functions", tuple(tables), tuple(notes)), output)
+
+
+def _deployment_note(one: DeployedFunction) -> str:
+    if one.problem:
+        return f"version {one.version[:DIGEST]} is current, but its scale could not be read: {one.problem}"
+    return f"unchanged: version {one.version[:DIGEST]} was current already" if one.unchanged else ""
+
+
+def _trials(trials: Sequence[DeploymentTrial]) -> Table:
+    rows: list[Row] = [
+        {
+            "function": t.function,
+            "provider": t.provider,
+            "status": t.status,
+            "billed_s": as_seconds(t.billed_s),
+            "MB": as_count(t.memory_mb),
+            "usd": as_usd(t.usd),
+        }
+        for t in trials
+    ]
+    return Table.of("trials", "Trial calls", rows)
+
+
+def trial_line(trial: DeploymentTrial) -> str:
+    failed = "" if trial.status == "ok" else f" ({trial.status})"
+    usd = f"${trial.usd:.7f}" if trial.billed else f"no bill here, ${trial.usd:.7f} elsewhere"
+    return f"trial{failed} of {trial.billed_s:.3g} s at {trial.memory_mb} MB: {usd}"
+
+
+def show_logs(function: str, lines: Sequence[LogLine], output: str) -> None:
+    """Log lines as printed, or as rows."""
+    rows = [{"t": line.t, "source": line.source, "text": line.text} for line in lines]
+    if output == "json":
+        click.echo(json.dumps({"schema_version": 1, "lines": rows}, indent=2, ensure_ascii=False))
+    elif output in ("csv", "html"):
+        print_report(Report("logs", function, (Table.of("lines", "Lines", rows),)), output)
+    else:
+        for line in lines:
+            click.echo(" ".join(part for part in (line.t, line.source, line.text) if part))
+
+
+def show_costs(found: Sequence[Rehearsal], items: int, runs: float, now: str | None, output: str) -> None:
+    """Dollars per run and month of every provider, and the difference to the current one (`now`)."""
+    rows: list[Row] = []
+    for one in found:
+        per_run = {
+            c.provider: None if c.usd_batched is None else c.usd_batched * items / 1e6 + c.usd_idle for c in one.costs
+        }
+        base = None if now is None else per_run.get(now)
+        for c in one.costs:
+            run = per_run[c.provider]
+            rows.append(
+                {
+                    "function": one.function,
+                    "provider": c.provider,
+                    "usd_per_million": as_usd(c.usd_batched),
+                    "usd_per_run": as_usd(run),
+                    "usd_per_month": as_usd(None if run is None else run * runs),
+                    "month_against_now": as_usd(None if base is None or run is None else (run - base) * runs),
+                    "note": c.note,
+                }
+            )
+    notes = [f"{items:,} items a run in full batches, {runs:g} runs a month, warm calls measured on this machine"]
+    notes += [
+        f"{name}: with one idle window of one container a run; each further container and pause adds one"
+        for name in sorted({c.provider for one in found for c in one.costs if c.usd_idle})
+    ]
+    print_report(Report("plan", "rewards", (Table.of("plan", "Cost by provider", rows),), tuple(notes)), output)

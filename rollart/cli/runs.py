@@ -1,7 +1,4 @@
-"""`rollart status` and `rollart stop`: existing runs.
-
-`rollart logs`: the logs of a run's parts, from any shell that sees its directory.
-"""
+"""`rollart status`, `rollart logs` and `rollart stop`: existing runs, from any shell that sees their directory."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from typing import Any
 
 import click
 
-from rollart.cli.context import colour, find_run, output_option, run_argument, runs_option, width
+from rollart.cli.context import find_run, output_option, print_report, run_argument, runs_option
 from rollart.cli.controller import ControllerProcess, has_heartbeat, live_controller, recorded_controller, send_request
 from rollart.cli.progress import strip_log_prefix
 from rollart.errors import RunFailed, UsageError
@@ -25,13 +22,18 @@ from rollart.ledger.database import FILE as LEDGER
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.reader import LedgerReader
 from rollart.report.cost import cost_lines
-from rollart.report.render import render
 from rollart.report.rows import ENGINE_ROLES, collect
 from rollart.report.tables import Cell, Report, Table, TableColumn
 from rollart.supervise.rebalance import ADOPTED
 
 POLL_INTERVAL_S = 0.1
 """Seconds between two checks whether a controller on another machine has released its run."""
+
+LAUNCH = "launch"
+"""The log of a detached run's controller."""
+
+FOLLOW_INTERVAL_S = 0.2
+"""Seconds between two reads of the files while following."""
 
 
 @click.command()
@@ -46,18 +48,14 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
     directory = find_run(run, runs_dir)
     owner = live_controller(directory)
     if not (directory / LEDGER).is_file():
-        began: list[tuple[Cell, ...]] = [
+        _print_status(
+            directory.name,
             ("state", "starting" if owner else "stopped"),
             ("process", owner.pid if owner else None),
             ("directory", str(directory)),
             ("ledger", "none yet" if owner else "none: it ended before it had one; --resume starts it"),
-        ]
-        report = Report(
-            "status",
-            directory.name,
-            (Table("status", "Status", (TableColumn("what"), TableColumn("value", "number")), tuple(began)),),
+            output=output,
         )
-        click.echo(render(report, output, width=width(), colour=colour()), nl=False)
         return
     with LedgerReader(directory) as reader:
         rows, config = collect(reader, directory.resolve().name), reader.config()
@@ -69,7 +67,8 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
     steps = config.get("run", {}).get("steps")
     done = steps is not None and rows.facts.step is not None and rows.facts.step >= steps
     state = "running" if owner else "finished" if done else "stopped"
-    values: list[tuple[Cell, ...]] = [
+    _print_status(
+        rows.run,
         ("state", state),
         ("process", owner.pid if owner else None),
         ("host", (owner.host or None) if owner else None),
@@ -90,9 +89,13 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         ("open_groups", rows.facts.live_groups),
         ("dropped_groups", rows.facts.dropped_groups),
         ("usd", sum(line.usd for line in cost_lines(rows))),
-    ]
-    table = Table("status", "Status", (TableColumn("what"), TableColumn("value", "number")), tuple(values))
-    click.echo(render(Report("status", rows.run, (table,)), output, width=width(), colour=colour()), nl=False)
+        output=output,
+    )
+
+
+def _print_status(run: str, *values: tuple[str, Cell], output: str) -> None:
+    table = Table("status", "Status", (TableColumn("what"), TableColumn("value", "number")), values)
+    print_report(Report("status", run, (table,)), output)
 
 
 def _external_trainer_status(directory: Path) -> str | None:
@@ -102,6 +105,99 @@ def _external_trainer_status(directory: Path) -> str | None:
         return f"{note['listen']}: {note['state']} since {note['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _parts(reader: LedgerReader, roles: Collection[str]) -> list[str]:
+    """Current parts of these roles of a running run, in the order of their start."""
+    closed = {event.subject: event.t for event in reader.events(RESOURCE_CLOSED)}
+    opened = {e.subject: e.t for e in reader.events(RESOURCE_OPENED) if e.fields.get("role") in roles}
+    return [name for name, t in opened.items() if t > closed.get(name, -1.0)]
+
+
+def _starting(reader: LedgerReader, engines: Collection[str]) -> list[str]:
+    """Engines that are still starting, with their seconds of start-up and last log line."""
+    last = {event.subject: event for event in reader.events("engine_starting")}
+    over = {e.subject: e.t for kind in ("engine_started", "engine_lost") for e in reader.events(kind)}
+    return [
+        f"{name} {last[name].fields['seconds']:.0f} s: {strip_log_prefix(str(last[name].fields['said']))}"
+        for name in engines
+        if name in last and last[name].t > over.get(name, -1.0)
+    ]
+
+
+def _plan(reader: LedgerReader, engines: list[str], config: Mapping[str, Any]) -> str:
+    """The plan in force, by pool: `h20: 2 x decode of 4, 1 x prefill`."""
+    seats = {}
+    for part in config.get("plan", {}).get("assignments", ()):
+        seats[part["part"]] = (part["pool"], part["role"], len(part["devices"]))
+    for event in reader.events(ADOPTED):
+        seats |= {name: (pool, role, tp) for name, pool, role, tp in json.loads(str(event.fields["engines"]))}
+    counts = Counter(seats[name] for name in engines if name in seats)
+    pools: dict[str, list[str]] = {}
+    for (pool, role, tp), count in sorted(counts.items()):
+        pools.setdefault(pool, []).append(f"{count} x {role}" + (f" of {tp}" if tp > 1 else ""))
+    return "; ".join(f"{pool}: {', '.join(parts)}" for pool, parts in pools.items())
+
+
+@click.command()
+@run_argument
+@click.option(
+    "--role",
+    help="Only parts of this role (engine, prefill, decode, trainer, environment, reward, launch) or this name.",
+)
+@click.option("-n", "--lines", type=click.IntRange(0), default=20, show_default=True, help="Last lines of each part.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the run ends.")
+@runs_option
+def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: Path) -> None:
+    """Show the logs of a run's parts.
+
+    RUN is a name or directory; without it the latest run.
+    """
+    directory = find_run(run, runs_dir)
+    found = _files(directory, role)
+    if not found and not (follow and live_controller(directory)):
+        known = ", ".join(sorted({path.stem for path in _files(directory, None)})) or "none yet"
+        raise UsageError(
+            f"run '{directory.name}' has no log of '{role}'" if role else f"run '{directory.name}' has no logs",
+            remedy=f"there are: {known}",
+        )
+    seen: dict[Path, int] = {}
+    for path in found:
+        content = path.read_bytes()
+        seen[path] = content.rfind(b"\n") + 1
+        written = content.decode(errors="replace").splitlines()
+        if 0 < lines < len(written):
+            click.echo(f"{path.stem}: last {lines:,} of {len(written):,} lines (all: -n {len(written)})", err=True)
+        for line in written[-lines:] if lines else ():
+            _print_line(path, line)
+    while follow:
+        ended = live_controller(directory) is None
+        for path in _files(directory, role):
+            for line in _new_lines(path, seen):
+                _print_line(path, line)
+        if ended:
+            return
+        threading.Event().wait(FOLLOW_INTERVAL_S)
+
+
+def _files(directory: Path, role: str | None) -> list[Path]:
+    """Logs by name: `role` is a part's name, or its name without the number."""
+    found = sorted((directory / "logs").glob("*.log"))
+    return [path for path in found if role is None or role in (path.stem, path.stem.rpartition("-")[0])]
+
+
+def _new_lines(path: Path, seen: dict[Path, int]) -> Iterator[str]:
+    """Lines completed since the last call. `seen`: bytes printed, by file."""
+    with path.open("rb") as file:
+        file.seek(seen.get(path, 0))
+        content = file.read()
+    whole = content[: content.rfind(b"\n") + 1]
+    seen[path] = seen.get(path, 0) + len(whole)
+    yield from whole.decode(errors="replace").splitlines()
+
+
+def _print_line(path: Path, line: str) -> None:
+    click.echo(f"{path.stem}: {line}")
 
 
 @click.command()
@@ -187,108 +283,8 @@ def _wait_until_released(directory: Path, owner: ControllerProcess, wait_s: floa
     return any(not _is_held(directory, owner) or threading.Event().wait(POLL_INTERVAL_S) for _ in range(checks))
 
 
-def _parts(reader: LedgerReader, roles: Collection[str]) -> list[str]:
-    """Current parts of these roles of a running run, in the order of their start."""
-    closed = {event.subject: event.t for event in reader.events(RESOURCE_CLOSED)}
-    opened = {e.subject: e.t for e in reader.events(RESOURCE_OPENED) if e.fields.get("role") in roles}
-    return [name for name, t in opened.items() if t > closed.get(name, -1.0)]
-
-
-def _starting(reader: LedgerReader, engines: Collection[str]) -> list[str]:
-    """Engines that are still starting, with their seconds of start-up and last log line."""
-    last = {event.subject: event for event in reader.events("engine_starting")}
-    over = {e.subject: e.t for kind in ("engine_started", "engine_lost") for e in reader.events(kind)}
-    return [
-        f"{name} {last[name].fields['seconds']:.0f} s: {strip_log_prefix(str(last[name].fields['said']))}"
-        for name in engines
-        if name in last and last[name].t > over.get(name, -1.0)
-    ]
-
-
-def _plan(reader: LedgerReader, engines: list[str], config: Mapping[str, Any]) -> str:
-    """The plan in force, by pool: `h20: 2 x decode of 4, 1 x prefill`."""
-    seats = {}
-    for part in config.get("plan", {}).get("assignments", ()):
-        seats[part["part"]] = (part["pool"], part["role"], len(part["devices"]))
-    for event in reader.events(ADOPTED):
-        seats |= {name: (pool, role, tp) for name, pool, role, tp in json.loads(str(event.fields["engines"]))}
-    counts = Counter(seats[name] for name in engines if name in seats)
-    pools: dict[str, list[str]] = {}
-    for (pool, role, tp), count in sorted(counts.items()):
-        pools.setdefault(pool, []).append(f"{count} x {role}" + (f" of {tp}" if tp > 1 else ""))
-    return "; ".join(f"{pool}: {', '.join(parts)}" for pool, parts in pools.items())
-
-
 def _wait_for_exit(process: int, wait_s: float) -> bool:
     """True if the process of this pidfd ends in time."""
     poll = select.poll()
     poll.register(process, select.POLLIN)
     return bool(poll.poll(wait_s * 1000))
-
-
-LAUNCH = "launch"
-"""The log of a detached run's controller."""
-
-FOLLOW_INTERVAL_S = 0.2
-"""Seconds between two reads of the files while following."""
-
-
-@click.command()
-@run_argument
-@click.option(
-    "--role",
-    help="Only parts of this role (engine, prefill, decode, trainer, environment, reward, launch) or this name.",
-)
-@click.option("-n", "--lines", type=click.IntRange(0), default=20, show_default=True, help="Last lines of each part.")
-@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the run ends.")
-@runs_option
-def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: Path) -> None:
-    """Show the logs of a run's parts.
-
-    RUN is a name or directory; without it the latest run.
-    """
-    directory = find_run(run, runs_dir)
-    found = _files(directory, role)
-    if not found and not (follow and live_controller(directory)):
-        known = ", ".join(sorted({path.stem for path in _files(directory, None)})) or "none yet"
-        raise UsageError(
-            f"run '{directory.name}' has no log of '{role}'" if role else f"run '{directory.name}' has no logs",
-            remedy=f"there are: {known}",
-        )
-    seen: dict[Path, int] = {}
-    for path in found:
-        content = path.read_bytes()
-        seen[path] = content.rfind(b"\n") + 1
-        written = content.decode(errors="replace").splitlines()
-        if 0 < lines < len(written):
-            click.echo(f"{path.stem}: last {lines:,} of {len(written):,} lines (all: -n {len(written)})", err=True)
-        for line in written[-lines:] if lines else ():
-            _print_line(path, line)
-    while follow:
-        ended = live_controller(directory) is None
-        for path in _files(directory, role):
-            for line in _new_lines(path, seen):
-                _print_line(path, line)
-        if ended:
-            return
-        threading.Event().wait(FOLLOW_INTERVAL_S)
-
-
-def _files(directory: Path, role: str | None) -> list[Path]:
-    """Logs by name: `role` is a part's name, or its name without the number."""
-    found = sorted((directory / "logs").glob("*.log"))
-    return [path for path in found if role is None or role in (path.stem, path.stem.rpartition("-")[0])]
-
-
-def _new_lines(path: Path, seen: dict[Path, int]) -> Iterator[str]:
-    """Lines completed since the last call. `seen`: bytes printed, by file."""
-    with path.open("rb") as file:
-        file.seek(seen.get(path, 0))
-        content = file.read()
-    whole = content[: content.rfind(b"\n") + 1]
-    seen[path] = seen.get(path, 0) + len(whole)
-    yield from whole.decode(errors="replace").splitlines()
-
-
-def _print_line(path: Path, line: str) -> None:
-    click.echo(f"{path.stem}: {line}")

@@ -1,11 +1,6 @@
-"""Shared by commands that serve until they are stopped: address, token, and the serving loop.
-
-`rollart proxy`: any agent harness becomes a rollout by setting its base URL.
-
-`rollart service`: external trainers and engines share prompts, experience and weights.
-
-`rollart rewards serve`: rewards of a file behind HTTP, from workers on this machine.
-"""
+"""Commands that serve until they are stopped: `rollart proxy`, through which any agent harness becomes a rollout by
+setting its base URL; `rollart service`, where external trainers and engines share prompts, experience and weights; and
+`rollart rewards serve`, the rewards of a file behind HTTP, from workers on this machine."""
 
 from __future__ import annotations
 
@@ -13,8 +8,8 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,115 +23,12 @@ from rollart.launch.functions import backend, packages_in, translated_errors
 from rollart.launch.servers import ProxySettings, serve_proxy, serve_service
 from rollart.settings.base import is_loopback
 from serverless.deploy.package import Package
+from serverless.providers.base import Backend
 from serverless.providers.http_server import HEALTH, FunctionHttpServer
 
+Command = TypeVar("Command", bound=Callable[..., Any])
+
 SAMPLE = [{"id": "1", "messages": [{"role": "assistant", "content": "42"}], "reference_answer": "42", "metadata": {}}]
-
-
-@click.command()
-@click.argument("source", metavar="FILE")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: any that is free.")
-@click.option("--token-env", metavar="VAR", help="Variable with the bearer token that every call then needs.")
-@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec whose `functions.local` is used.")
-@click.option("--allow-unsafe", is_flag=True, help="Run untrusted rewards without a sandbox.")
-@json_option
-def serve(
-    source: str, host: str, port: int, token_env: str | None, cluster: Path | None, allow_unsafe: bool, as_json: bool
-) -> None:
-    """Serve the rewards of FILE over HTTP until Ctrl-C, in workers that start on demand.
-
-    A run with the provider `http` can call them, and so can clients of AWS Lambda's API (Invoke). GET /health answers
-    200 while it serves.
-    """
-    token = token_in(token_env)
-    if not token and not is_loopback(host):
-        raise UsageError(
-            f"--host {host} is reachable from elsewhere (rule: with a token, unless it is this machine alone)",
-            remedy="name a variable with a token: --token-env VAR",
-        )
-    packages = packages_in(source)
-    functions = cluster_functions(cluster)
-    settings, unsafe = functions.settings("local"), allow_unsafe or functions.allow_unsafe
-    with translated_errors():
-        asyncio.run(
-            _serve_rewards(
-                packages,
-                lambda url: _announce(url, packages, token_env or "", as_json),
-                settings=settings,
-                host=host,
-                port=port,
-                token=token,
-                allow_unsafe=unsafe,
-            )
-        )
-    raise click.exceptions.Exit(INTERRUPTED)
-
-
-async def _serve_rewards(
-    packages: list[Package],
-    announce: Callable[[str], None],
-    *,
-    settings: dict[str, Any],
-    host: str,
-    port: int,
-    token: str,
-    allow_unsafe: bool,
-) -> None:
-    """Until SIGINT or SIGTERM; workers and calls in flight then end within bounded time."""
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    async with AsyncExitStack() as stack:
-        target = await stack.enter_async_context(backend("local", settings, allow_unsafe=allow_unsafe))
-        for package in packages:
-            await target.deploy(package)
-        front = FunctionHttpServer(target, host=host, port=port, token=token)
-        try:
-            await stack.enter_async_context(front)
-        except OSError as error:
-            raise UsageError(
-                f"cannot listen on {host}:{port}: {error.strerror or error}", remedy="choose another --host or --port"
-            ) from None
-        announce(front.url)
-        await stopped.wait()
-
-
-def _announce(url: str, packages: list[Package], token_env: str, as_json: bool) -> None:
-    urls = {package.spec.name: f"{url}/functions/{package.spec.name}" for package in packages}
-    if as_json:
-        versions = {package.spec.name: package.version for package in packages}
-        functions = [{"function": name, "url": at, "version": versions[name]} for name, at in urls.items()]
-        click.echo(json.dumps({"schema_version": 1, "url": url, "health": url + HEALTH, "functions": functions}))
-        return
-    for name, at in urls.items():
-        click.echo(f"{name}  {at}")
-    for package in packages:
-        for warning in package.warnings:
-            click.echo(f"{package.spec.name}: {warning}", err=True)
-    first = next(iter(urls.values()))
-    header = f' -H "Authorization: Bearer ${token_env}"' if token_env else ""
-    click.echo(f"try it:  curl -s{header} {first} -d '{json.dumps(SAMPLE)}'", err=True)
-    entries = ", ".join(
-        f'{name}: {{url: "{at}", token_env: {token_env}}}' if token_env else f'{name}: "{at}"'
-        for name, at in urls.items()
-    )
-    click.echo(f"health:  {url}{HEALTH} (GET, without a token)", err=True)
-    click.echo(f"for a cluster spec:  functions: {{backend: http, http: {{{entries}}}}}", err=True)
-    click.echo("Ctrl-C stops it", err=True)
-
-
-def token_in(variable: str | None) -> str:
-    if variable is None:
-        return ""
-    value = os.environ.get(variable, "")
-    if not value:
-        raise ProviderError(f"the environment variable {variable} is not set", remedy=f"export {variable}=…")
-    return value
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 listen_option = click.option(
     "--listen",
@@ -147,49 +39,9 @@ listen_option = click.option(
 )
 
 
-def token_option(secret: str) -> Callable[[F], F]:
+def token_option(secret: str) -> Callable[[Command], Command]:
     """`--token-env`, whose variable holds `secret`."""
     return click.option("--token-env", metavar="VAR", help=f"Variable with the {secret} that every call then needs.")
-
-
-def address(listen: str) -> tuple[str, int]:
-    """Host and port of HOST:PORT."""
-    host, _, port = listen.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"--listen {listen} (rule: HOST:PORT)", remedy="for example 127.0.0.1:8100")
-    return host.strip("[]"), int(port)
-
-
-def key(token_env: str | None, host: str) -> str:
-    """The key that calls need; UsageError without a key if other machines can call."""
-    token = token_in(token_env)
-    if not token and not is_loopback(host):
-        raise UsageError(
-            f"--listen on {host} is reachable from elsewhere (rule: with a key, unless it is this machine alone)",
-            remedy="name a variable with a key: --token-env VAR",
-        )
-    return token
-
-
-def serve_until_stopped(server: AbstractAsyncContextManager[str], *, as_json: bool, hint: str) -> None:
-    """Announce the server's URL, and wait for SIGINT or SIGTERM. `hint` is for people, with {url} in it."""
-    asyncio.run(_serve(server, as_json, hint))
-    raise click.exceptions.Exit(INTERRUPTED)
-
-
-async def _serve(server: AbstractAsyncContextManager[str], as_json: bool, hint: str) -> None:
-    stopped = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stopped.set)
-    async with server as url:
-        if as_json:
-            click.echo(json.dumps({"schema_version": 1, "url": url}))
-        else:
-            click.echo(url)
-            click.echo(hint.format(url=url), err=True)
-            click.echo("Ctrl-C stops it", err=True)
-        await stopped.wait()
 
 
 @click.command()
@@ -260,15 +112,15 @@ def proxy(
     Sessions are named by the path (base URL http://HOST:PORT/s/SESSION/v1) or the header X-Rollart-Session. GET
     /sessions/SESSION gives a session's trajectories: token ids, log-probabilities and policy versions as sampled.
     """
-    host, port = address(listen)
-    token = key(token_env, host)
+    host, port = _address(listen)
+    token = _secret(token_env, host, f"--listen on {host}", "key")
     asked = {"sessions": max_sessions, "tokens": max_tokens, "idle_s": idle_s}
     limits = SessionLimits(**{name: value for name, value in asked.items() if value is not None})  # type: ignore[arg-type]
     settings = ProxySettings(
         engines, tokenizer, host, port, chat_template, tool_parser, record, token=token, model=model_name, limits=limits
     )
     hint = "OPENAI_BASE_URL={url}/s/SESSION/v1  ANTHROPIC_BASE_URL={url}/s/SESSION"
-    serve_until_stopped(serve_proxy(settings), as_json=as_json, hint=hint)
+    _serve(serve_proxy(settings), lambda url: _announce(url, hint.format(url=url), as_json))
 
 
 @click.command()
@@ -286,6 +138,126 @@ def service(listen: str, token_env: str | None, data: Path | None, as_json: bool
 
     For external trainers, engines and rewards; `rollart.service` is the Python client.
     """
-    host, port = address(listen)
-    server = serve_service(host=host, port=port, token=key(token_env, host), data=data)
-    serve_until_stopped(server, as_json=as_json, hint='from rollart.service import Service; Service("{url}")')
+    host, port = _address(listen)
+    token = _secret(token_env, host, f"--listen on {host}", "key")
+    server = serve_service(host=host, port=port, token=token, data=data)
+    _serve(server, lambda url: _announce(url, f'from rollart.service import Service; Service("{url}")', as_json))
+
+
+@click.command()
+@click.argument("source", metavar="FILE")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: any that is free.")
+@click.option("--token-env", metavar="VAR", help="Variable with the bearer token that every call then needs.")
+@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec whose `functions.local` is used.")
+@click.option("--allow-unsafe", is_flag=True, help="Run untrusted rewards without a sandbox.")
+@json_option
+def serve(
+    source: str, host: str, port: int, token_env: str | None, cluster: Path | None, allow_unsafe: bool, as_json: bool
+) -> None:
+    """Serve the rewards of FILE over HTTP until Ctrl-C, in workers that start on demand.
+
+    A run with the provider `http` can call them, and so can clients of AWS Lambda's API (Invoke). GET /health answers
+    200 while it serves.
+    """
+    token = _secret(token_env, host, f"--host {host}", "token")
+    packages = packages_in(source)
+    functions = cluster_functions(cluster)
+    with translated_errors():
+        target = backend("local", functions.settings("local"), allow_unsafe=allow_unsafe or functions.allow_unsafe)
+        _serve(
+            _reward_server(packages, target, host=host, port=port, token=token),
+            lambda url: _announce_rewards(url, packages, token_env or "", as_json),
+        )
+
+
+@asynccontextmanager
+async def _reward_server(
+    packages: list[Package], workers: AbstractAsyncContextManager[Backend], *, host: str, port: int, token: str
+) -> AsyncIterator[str]:
+    """The URL of the rewards. Workers and calls in flight end within bounded time."""
+    async with AsyncExitStack() as stack:
+        target = await stack.enter_async_context(workers)
+        for package in packages:
+            await target.deploy(package)
+        front = FunctionHttpServer(target, host=host, port=port, token=token)
+        try:
+            await stack.enter_async_context(front)
+        except OSError as error:
+            raise UsageError(
+                f"cannot listen on {host}:{port}: {error.strerror or error}", remedy="choose another --host or --port"
+            ) from None
+        yield front.url
+
+
+def _announce_rewards(url: str, packages: list[Package], token_env: str, as_json: bool) -> None:
+    urls = {package.spec.name: f"{url}/functions/{package.spec.name}" for package in packages}
+    if as_json:
+        versions = {package.spec.name: package.version for package in packages}
+        functions = [{"function": name, "url": at, "version": versions[name]} for name, at in urls.items()]
+        click.echo(json.dumps({"schema_version": 1, "url": url, "health": url + HEALTH, "functions": functions}))
+        return
+    for name, at in urls.items():
+        click.echo(f"{name}  {at}")
+    for package in packages:
+        for warning in package.warnings:
+            click.echo(f"{package.spec.name}: {warning}", err=True)
+    first = next(iter(urls.values()))
+    header = f' -H "Authorization: Bearer ${token_env}"' if token_env else ""
+    click.echo(f"try it:  curl -s{header} {first} -d '{json.dumps(SAMPLE)}'", err=True)
+    entries = ", ".join(
+        f'{name}: {{url: "{at}", token_env: {token_env}}}' if token_env else f'{name}: "{at}"'
+        for name, at in urls.items()
+    )
+    click.echo(f"health:  {url}{HEALTH} (GET, without a token)", err=True)
+    click.echo(f"for a cluster spec:  functions: {{backend: http, http: {{{entries}}}}}", err=True)
+    click.echo("Ctrl-C stops it", err=True)
+
+
+def _address(listen: str) -> tuple[str, int]:
+    """Host and port of HOST:PORT."""
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"--listen {listen} (rule: HOST:PORT)", remedy="for example 127.0.0.1:8100")
+    return host.strip("[]"), int(port)
+
+
+def _secret(variable: str | None, host: str, given: str, kind: str) -> str:
+    """The key or token that calls need; UsageError without one if other machines can call. `given`: the option that
+    named the host."""
+    if variable is not None:
+        value = os.environ.get(variable, "")
+        if not value:
+            raise ProviderError(f"the environment variable {variable} is not set", remedy=f"export {variable}=…")
+        return value
+    if not is_loopback(host):
+        raise UsageError(
+            f"{given} is reachable from elsewhere (rule: with a {kind}, unless it is this machine alone)",
+            remedy=f"name a variable with a {kind}: --token-env VAR",
+        )
+    return ""
+
+
+def _serve(server: AbstractAsyncContextManager[str], announce: Callable[[str], None]) -> None:
+    """Announce the server's URL, and wait for SIGINT or SIGTERM."""
+
+    async def until_stopped() -> None:
+        stopped = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stopped.set)
+        async with server as url:
+            announce(url)
+            await stopped.wait()
+
+    asyncio.run(until_stopped())
+    raise click.exceptions.Exit(INTERRUPTED)
+
+
+def _announce(url: str, hint: str, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"schema_version": 1, "url": url}))
+    else:
+        click.echo(url)
+        click.echo(hint, err=True)
+        click.echo("Ctrl-C stops it", err=True)

@@ -1,7 +1,4 @@
-"""`rollart simulate`: the same run on virtual time.
-
-Inputs of `rollart simulate` besides specs: recorded runs and fault plans.
-"""
+"""`rollart simulate`: the same run on virtual time, from specs, recorded runs and fault plans."""
 
 from __future__ import annotations
 
@@ -12,22 +9,20 @@ from pathlib import Path
 import click
 
 from rollart.cli.context import (
-    colour,
     create_ledger_directory,
     create_output_file,
     find_run,
     native_output_to_stderr,
     output_option,
+    print_report,
     runs_option,
     split_arguments,
-    width,
 )
 from rollart.cli.progress import SimulationProgress
 from rollart.errors import UsageError
 from rollart.policy.schedules import SCHEDULES
 from rollart.report.pages import simulation_page
 from rollart.report.profile import measured_profiles
-from rollart.report.render import render
 from rollart.report.simulation import SimulationFigures, check_report, simulation
 from rollart.settings.faults import FaultPlanSpec
 from rollart.settings.load import load_faults
@@ -37,56 +32,6 @@ from rollart.tools.faults import fault_targets
 from rollart.tools.replay import check_replay, prepare_from_run, prepare_from_spec
 from rollart.tools.simulate import ReplayPlan, function_behaviours
 from rollart.tools.simulations import SimulationTask, TaskProgress, simulate_all
-
-
-def named_run(run: Path | None, runs: Path) -> Path | None:
-    """The directory of a recorded run that was named in place of a spec."""
-    if run is None or run.is_file():
-        return None
-    if run.is_dir() or (run == Path(run.name) and (runs / run).is_dir()):
-        return find_run(str(run), runs)
-    return None
-
-
-def prepare_replay(
-    recorded: Path | None,
-    run: Path | None,
-    cluster: Path | None,
-    overrides: list[str],
-    replay: Path | None,
-    resample: bool,
-) -> tuple[Resolved, ReplayPlan | None, str]:
-    """The run, its replay if any, and a note for the report's foot."""
-    if recorded is not None and replay is not None:
-        raise UsageError(f"{recorded} and --replay {replay} are recorded runs (rule: one is replayed)")
-    if resample and recorded is None and replay is None:
-        raise UsageError("--resample without a recorded run (rule: there is something to draw from)")
-    if recorded is not None:
-        found = prepare_from_run(recorded, cluster, overrides, resample=resample)
-        return found.resolved, found.replay, found.note
-    specs = read_specs(run, cluster, overrides, measure=measured_profiles)
-    if replay is not None:
-        found = prepare_from_spec(specs, replay, resample=resample)
-        return found.resolved, found.replay, found.note
-    resolved = forecast(specs)
-    return resolved, None, f"plan: {resolved.plan.binds}"
-
-
-def read_faults(path: Path, resolved: Resolved, replay: ReplayPlan | None) -> FaultPlanSpec:
-    """A fault plan whose names are parts and functions of this run."""
-    if resolved.problem is None:
-        functions = []  # the simulation fails with the reason
-    else:
-        functions = [b.spec.name for b in function_behaviours(resolved, None if replay is None else replay.recording)]
-    return load_faults(path, list(fault_targets(resolved)), functions)
-
-
-def check_run(recorded: Path, output: str) -> None:
-    with native_output_to_stderr():
-        found = prepare_from_run(recorded)
-    report = check_report(recorded.name, check_replay(found), (found.note,))
-    click.echo(render(report, output, width=width(), colour=colour()), nl=False)
-
 
 STEPS = 10
 """Default number of steps: enough to fill the pipeline and for a mean; a run has hundreds."""
@@ -200,7 +145,7 @@ def _play(tasks: Sequence[SimulationTask], note: str, *, workers: int | None, ht
     if html is not None:
         html.write_text(page, encoding="utf-8")
         click.echo(f"page: {html}", err=True)
-    click.echo(page if output == "html" else render(report, output, width=width(), colour=colour()), nl=False)
+    print_report(report, output, lambda _: page)
 
 
 def _left_out(tasks: Sequence[SimulationTask]) -> list[str]:
@@ -217,3 +162,52 @@ def _names(policies: str) -> list[str]:
     if not names:
         raise UsageError("--policies names none", remedy="write it like sync,one_off,rollart")
     return names
+
+
+def named_run(run: Path | None, runs: Path) -> Path | None:
+    """The directory of a recorded run that was named in place of a spec."""
+    if run is None or run.is_file():
+        return None
+    if run.is_dir() or (run == Path(run.name) and (runs / run).is_dir()):
+        return find_run(str(run), runs)
+    return None
+
+
+def prepare_replay(
+    recorded: Path | None,
+    run: Path | None,
+    cluster: Path | None,
+    overrides: list[str],
+    replay: Path | None,
+    resample: bool,
+) -> tuple[Resolved, ReplayPlan | None, str]:
+    """The run, its replay if any, and a note for the report's foot."""
+    if recorded is not None and replay is not None:
+        raise UsageError(f"{recorded} and --replay {replay} are recorded runs (rule: one is replayed)")
+    if resample and recorded is None and replay is None:
+        raise UsageError("--resample without a recorded run (rule: there is something to draw from)")
+    if recorded is not None:
+        found = prepare_from_run(recorded, cluster, overrides, resample=resample)
+        return found.resolved, found.replay, found.note
+    specs = read_specs(run, cluster, overrides, measure=measured_profiles)
+    if replay is not None:
+        found = prepare_from_spec(specs, replay, resample=resample)
+        return found.resolved, found.replay, found.note
+    resolved = forecast(specs)
+    return resolved, None, f"plan: {resolved.plan.binds}"
+
+
+def read_faults(path: Path, resolved: Resolved, replay: ReplayPlan | None) -> FaultPlanSpec:
+    """A fault plan whose names are parts and functions of this run."""
+    if resolved.problem is None:
+        functions = []  # the simulation fails with the reason
+    else:
+        functions = [b.spec.name for b in function_behaviours(resolved, None if replay is None else replay.recording)]
+    return load_faults(path, list(fault_targets(resolved)), functions)
+
+
+def check_run(recorded: Path, output: str) -> None:
+    with native_output_to_stderr():
+        found = prepare_from_run(recorded)
+    report = check_report(recorded.name, check_replay(found), (found.note,))
+    print_report(report, output)

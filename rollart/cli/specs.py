@@ -1,7 +1,5 @@
-"""`rollart validate` and `schema`: specs without running them.
-
-`rollart infra`: deployment files of a cluster, rendered from its spec.
-"""
+"""Commands about specs that run nothing: `rollart validate` checks them, `rollart schema` describes them, and
+`rollart infra` renders a cluster's deployment files from its spec."""
 
 from __future__ import annotations
 
@@ -22,6 +20,8 @@ from rollart.settings.resolve import SpecSources, read_specs
 from rollart.settings.run import RunSpec
 from rollart.tools.infra import NAMESPACE
 from rollart.tools.infra import render as rendered
+
+TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform")
 
 
 @click.command()
@@ -84,9 +84,6 @@ def _check_run(run: str, clusters: list[str]) -> None:
 def schema(kind: str) -> None:
     """Print the JSON Schema of a spec, for editors."""
     click.echo(json.dumps(json_schema(kind), indent=2))
-
-
-TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform")
 
 
 @click.group()
