@@ -7,23 +7,22 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.proxy import anthropic as messages
-from rollart.adapters.proxy import openai_chat as chat
-from rollart.adapters.proxy import openai_responses as responses
-from rollart.adapters.proxy.chat import ChatFormat, OutputDelta
-from rollart.adapters.proxy.messages import PolicyResponse, ResponseHeader
+from rollart.adapters.proxy.anthropic import Messages
+from rollart.adapters.proxy.api import ApiResponse
+from rollart.adapters.proxy.chat import ChatFormat
+from rollart.adapters.proxy.messages import OutputDelta, PolicyResponse, ResponseHeader
+from rollart.adapters.proxy.openai import ChatCompletions, Responses
 from rollart.adapters.proxy.sessions import ProxySession
 from rollart.model import Completion, FinishReason, VersionSpan
 from tests.proxy.scripted import spelling
-from tests.proxy.test_calling import answers
-from tests.proxy.test_unfolding import Telling
+from tests.proxy.test_decoding import Telling
+from tests.proxy.test_tool_calls import answers
 
 pytestmark = pytest.mark.slow  # imports both official clients
 
@@ -58,26 +57,24 @@ class Saying:
 
     def __call__(self, request: Any) -> Any:
         body, path = json.loads(request.content), request.url.path
-        if path.endswith("/responses"):
-            ask = responses.parse_request(body, lambda _: None)
-            api: ModuleType = responses
-        else:
-            api = messages if path.endswith("/messages") else chat
-            ask = api.parse_request(body)
+        api: type[ApiResponse] = next(a for a in (ChatCompletions, Responses, Messages) if path.endswith(a.path[3:]))
+        ask = api.request.read(body, lambda _: None).completion()
         drawn: list[tuple[ResponseHeader, OutputDelta]] = []
         tell = (lambda head, delta: drawn.append((head, delta))) if ask.stream else None
         answer = asyncio.run(self.session.answer(ask, created=0, streamed=tell))
         if not ask.stream:
-            return http.Response(200, json=api.response_body(ask, answer))
-        sent = b"".join(_events(api.EventWriter(ask, answer), drawn, answer))
+            return http.Response(200, json=api(ask, answer.head).body(answer))
+        sent = b"".join(_events(api(ask, answer.head), drawn, answer))
         return http.Response(200, content=sent, headers={"content-type": "text/event-stream"})
 
 
-def _events(events: Any, drawn: list[tuple[ResponseHeader, OutputDelta]], answer: PolicyResponse) -> Iterator[bytes]:
+def _events(
+    events: ApiResponse, drawn: list[tuple[ResponseHeader, OutputDelta]], answer: PolicyResponse
+) -> Iterator[bytes]:
     yield from events.begin()
     for _, delta in drawn:
         yield from events.add(delta)
-    yield from events.end(answer)
+    yield from events.finish(answer)
 
 
 drawn_answers = {

@@ -14,7 +14,7 @@ from rollart.adapters.proxy.capture import CapturedTurn, SessionCapture, TurnRel
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import BadRequest, Message, PromptInput, ToolCall
 from rollart.adapters.proxy.sessions import truncate_at_stops
-from rollart.adapters.proxy.tool_calls import parse_bare_json, parse_hermes
+from rollart.adapters.proxy.tool_calls import PARSERS
 from rollart.model import Completion, FinishReason, SegmentKind, VersionSpan
 from rollart.quickstart.tokenizer import write_tokenizer
 from tests.proxy.scripted import CALL, END, TEMPLATE, spelling
@@ -259,6 +259,6 @@ def test_it_renders_as_transformers_does(directory: Path, form: ChatFormat) -> N
 @pytest.mark.parametrize("odd", ['"\\ud83d"', "NaN", "1e999", "[" * 3000, "[" * 3000 + "]" * 3000])
 def test_what_only_python_takes_for_json_is_said_and_no_call(odd: str) -> None:
     said = f'{{"name": "f", "arguments": {{"x": {odd}}}}}'
-    assert parse_bare_json(said) == (said, ())
+    assert PARSERS["json"](said) == (said, ())
     called = f"<tool_call>{said}</tool_call>"
-    assert parse_hermes(called) == (called, ())
+    assert PARSERS["hermes"](called) == (called, ())

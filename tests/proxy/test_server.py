@@ -11,11 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from rollart.adapters.proxy import anthropic, openai_chat
 from rollart.adapters.proxy import server as module
+from rollart.adapters.proxy.anthropic import Messages
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import CompletionRequest as Ask_
-from rollart.adapters.proxy.messages import Message, PolicyResponse, PromptInput
+from rollart.adapters.proxy.messages import Message, PolicyResponse, PromptInput, ResponseHeader
+from rollart.adapters.proxy.openai import ChatCompletions
 from rollart.adapters.proxy.record import READ_BLOCK, SessionRecorder, read_sessions
 from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.sessions import SessionLimits
@@ -409,9 +410,10 @@ def test_a_line_that_was_torn_goes_before_the_next_is_written(tmp_path: Path, wh
 def test_an_answer_that_was_cached_twice_was_not_cached_more_than_it_is(form: ChatFormat) -> None:
     ids = form.encode("hi")
     twice = Completion(ids, (-0.1,) * len(ids), (VersionSpan(0, 0, len(ids)),), FinishReason.STOP, 200, 150)
-    answer = PolicyResponse((1,) * 100, "s", 0, "m", 0, Message("assistant", "hi"), twice, ("hi",), 0, ("hi",))
-    assert anthropic.response_body(Ask_(PromptInput()), answer)["usage"]["input_tokens"] == 0
-    assert openai_chat.usage(answer)["prompt_tokens_details"]["cached_tokens"] == 100
+    head, ask = ResponseHeader((1,) * 100, "s", 0, "m", 0), Ask_(PromptInput())
+    answer = PolicyResponse(head, Message("assistant", "hi"), twice, ("hi",), 0, ("hi",))
+    assert Messages(ask, head).body(answer)["usage"]["input_tokens"] == 0
+    assert ChatCompletions(ask, head).body(answer)["usage"]["prompt_tokens_details"]["cached_tokens"] == 100
 
 
 def test_wishes_that_are_not_enforced_are_named(form: ChatFormat) -> None:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any
 
-from rollart.adapters.proxy import fields
-from rollart.adapters.proxy.chat import OutputDelta
+from pydantic import Field, PlainValidator, ValidationInfo
+
+from rollart.adapters.proxy.api import (
+    ApiResponse,
+    Content,
+    Count,
+    RequestBody,
+    SamplingBody,
+    StopTexts,
+    conversation,
+    encode_event,
+    objects,
+    plain_text,
+    tool_call,
+)
 from rollart.adapters.proxy.messages import (
     ArgumentsDelta,
-    BadRequest,
     CompletionRequest,
     Message,
     OutputEvent,
@@ -19,9 +31,7 @@ from rollart.adapters.proxy.messages import (
     TextDelta,
     ToolCall,
     ToolCallStart,
-    require_messages,
 )
-from rollart.adapters.proxy.sse import encode_event, split_events
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -35,94 +45,129 @@ ERROR_TYPES = {
 """Anthropic's error type by HTTP status; other statuses are "api_error"."""
 
 
-def parse_request(body: Mapping[str, Any]) -> CompletionRequest:
-    """Parse a request body. BadRequest for options that are not supported."""
-    choice = body.get("tool_choice")
-    wish = choice.get("type") if isinstance(choice, Mapping) else None
-    limit = fields.whole(body, "max_tokens")
-    if limit is None:
-        raise BadRequest("max_tokens: field required", field="max_tokens")
-    return CompletionRequest(
-        prompt_of(body),
-        model=str(body.get("model") or ""),
-        max_tokens=limit,
-        temperature=fields.number(body, "temperature", 1.0),
-        top_p=fields.fraction(body, "top_p", 1.0),
-        stop=fields.texts(body, "stop_sequences"),
-        stream=bool(body.get("stream")),
-        unenforced=("tool_choice",) if wish in ("any", "tool") else (),
-    )
+def _messages(value: Any) -> list[Message]:
+    return [message for given in objects(value) for message in _split_blocks(given)]
 
 
-def prompt_of(body: Mapping[str, Any]) -> PromptInput:
-    """The conversation in the chat template's terms: system text first, each tool result as a separate message."""
-    choice = body.get("tool_choice")
-    silent = isinstance(choice, Mapping) and choice.get("type") == "none"
-    system = fields.plain_text(body.get("system"), "system")
-    messages = [Message("system", system)] if system else []
-    for given in fields.items(body, "messages"):
-        messages += _messages(given)
-    tools = () if silent else tuple(_tool(t) for t in fields.items(body, "tools"))
-    return PromptInput(require_messages(messages, field="messages"), tools)
+def _split_blocks(given: Mapping[str, Any]) -> list[Message]:
+    """The messages of one message: each tool result is a message of its own."""
+    role, content = given.get("role"), given.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise ValueError(f"has the role {role!r}")
+    if not isinstance(content, list):
+        return [Message(role, plain_text(content))]
+    texts: list[str] = []
+    calls: list[ToolCall] = []
+    results: list[Message] = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, Mapping) else None
+        if kind == "tool_use":
+            calls.append(tool_call(block.get("name"), block.get("input") or {}, block.get("id")))
+        elif kind == "tool_result":
+            result = plain_text(block.get("content"))
+            results.append(Message("tool", result, call_id=str(block.get("tool_use_id") or "")))
+        else:
+            texts.append(plain_text([block]))
+    rest = [Message(role, "".join(texts), tuple(calls))] if texts or calls or not results else []
+    return [*results, *rest]
 
 
-def response_body(ask: CompletionRequest, answer: PolicyResponse) -> dict[str, Any]:
-    blocks = [
-        {"type": "text", "text": part}
-        if isinstance(part, str)
-        else {"type": "tool_use", "id": part.id, "name": part.name, "input": dict(part.arguments)}
-        for part in answer.parts
-    ]
-    return {**_head(answer), "content": blocks, "stop_reason": STOP_REASONS[answer.finish], "usage": _usage(answer)}
+def _choice_type(choice: Any) -> Any:
+    return choice.get("type") if isinstance(choice, Mapping) else None
 
 
-class AnthropicEventWriter:
-    """Renders one streamed response: `begin`, `add` per delta, `end`. Cached prompt tokens are known, and reported,
-    only at the end."""
+def _tools(value: Any, info: ValidationInfo) -> list[Mapping[str, Any]]:
+    return [] if info.data.get("tool_choice") == "none" else [_function_tool(tool) for tool in objects(value)]
+
+
+def _function_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "input_schema" not in tool:
+        raise ValueError(
+            f": {tool.get('type') or tool.get('name')} is run by a server (rule: tools of the caller's, with an "
+            "input_schema)"
+        )
+    function = {
+        "name": tool.get("name"),
+        "description": tool.get("description") or "",
+        "parameters": tool["input_schema"],
+    }
+    return {"type": "function", "function": function}
+
+
+class PromptBody(RequestBody):
+    """The body of `/v1/messages/count_tokens`."""
+
+    tool_choice: Annotated[Any, PlainValidator(_choice_type)] = None
+    """The choice's type."""
+    system: Content = ""
+    messages: Annotated[Sequence[Message], PlainValidator(_messages)] = ()
+    tools: Annotated[Sequence[Mapping[str, Any]], PlainValidator(_tools)] = ()
+
+    def prompt(self) -> PromptInput:
+        """The conversation in the chat template's terms: system text first."""
+        system = [Message("system", self.system)] if self.system else []
+        return conversation([*system, *self.messages], self.tools, field="messages")
+
+
+class MessagesBody(SamplingBody, PromptBody):
+    """The body of `/v1/messages`."""
+
+    max_tokens: Count
+    stop: StopTexts = Field((), validation_alias="stop_sequences")
+
+    def completion(self) -> CompletionRequest:
+        unenforced = ("tool_choice",) if self.tool_choice in ("any", "tool") else ()
+        return self.sampled(self.prompt(), max_tokens=self.max_tokens, stop=self.stop, unenforced=unenforced)
+
+
+class Messages(ApiResponse):
+    """Cached prompt tokens are known, and reported, only at the end of a stream."""
+
+    path, request, error_event_name = "/v1/messages", MessagesBody, "error"
 
     def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
-        self._head = head
+        super().__init__(ask, head)
         self._blocks = 0
         self._open = ""
         """The type of the open content block; '' if none is open."""
 
-    def begin(self) -> Iterator[bytes]:
-        counts = {
-            "input_tokens": len(self._head.prompt_ids),
-            "cache_read_input_tokens": 0,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": 0,
-        }
-        message = {**_head(self._head), "content": [], "stop_reason": None, "usage": counts}
+    @staticmethod
+    def error_body(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+        return {"type": "error", "error": {"type": ERROR_TYPES.get(status, "api_error"), "message": message}}
+
+    def body(self, answer: PolicyResponse) -> dict[str, Any]:
+        blocks = [
+            {"type": "text", "text": part}
+            if isinstance(part, str)
+            else {"type": "tool_use", "id": part.id, "name": part.name, "input": dict(part.arguments)}
+            for part in answer.parts
+        ]
+        stop_reason = STOP_REASONS[answer.finish]
+        return {**self._fields(), "content": blocks, "stop_reason": stop_reason, "usage": _usage(answer)}
+
+    def begin(self, answer: PolicyResponse | None = None) -> Iterator[bytes]:
+        usage = _token_counts(len(self._head.prompt_ids), cached=0, sampled=0)
+        message = {**self._fields(), "content": [], "stop_reason": None, "usage": usage}
         yield _send("message_start", message=message)
 
-    def add(self, delta: OutputDelta) -> Iterator[bytes]:
-        for one in delta.events:
-            yield from self._event(one)
-
-    def end(self, answer: PolicyResponse) -> Iterator[bytes]:
-        for one in split_events(answer.rest):
-            yield from self._event(one)
-        yield from self._close_block()
-        yield _send(
-            "message_delta",
-            delta={"stop_reason": STOP_REASONS[answer.finish], "stop_sequence": None},
-            usage=_usage(answer),
-        )
-        yield _send("message_stop")
-
-    def _event(self, one: OutputEvent) -> Iterator[bytes]:
-        if isinstance(one, TextDelta):
+    def event(self, event: OutputEvent) -> Iterator[bytes]:
+        if isinstance(event, TextDelta):
             if self._open != "text":
                 yield from self._open_block({"type": "text", "text": ""})
-            yield self._delta(type="text_delta", text=one.text)
-        elif isinstance(one, ToolCallStart):
-            id = self._head.call_id(one.index)
-            yield from self._open_block({"type": "tool_use", "id": id, "name": one.name, "input": {}})
-        elif isinstance(one, ArgumentsDelta):
-            yield self._delta(type="input_json_delta", partial_json=one.text)
+            yield self._delta(type="text_delta", text=event.text)
+        elif isinstance(event, ToolCallStart):
+            id = self._head.call_id(event.index)
+            yield from self._open_block({"type": "tool_use", "id": id, "name": event.name, "input": {}})
+        elif isinstance(event, ArgumentsDelta):
+            yield self._delta(type="input_json_delta", partial_json=event.text)
         else:
             yield from self._close_block()
+
+    def end(self, answer: PolicyResponse) -> Iterator[bytes]:
+        yield from self._close_block()
+        delta = {"stop_reason": STOP_REASONS[answer.finish], "stop_sequence": None}
+        yield _send("message_delta", delta=delta, usage=_usage(answer))
+        yield _send("message_stop")
 
     def _open_block(self, block: Mapping[str, Any]) -> Iterator[bytes]:
         yield from self._close_block()
@@ -138,70 +183,25 @@ class AnthropicEventWriter:
     def _delta(self, **delta: str) -> bytes:
         return _send("content_block_delta", index=self._blocks - 1, delta=delta)
 
-
-EventWriter = AnthropicEventWriter
-"""The API's event writer, by the name that all API modules share."""
-
-
-def error_body(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
-    return {"type": "error", "error": {"type": ERROR_TYPES.get(status, "api_error"), "message": message}}
-
-
-def error_event(message: str, status: int) -> bytes:
-    """The event for an error after the stream has begun."""
-    return encode_event(error_body(message, status), "error")
+    def _fields(self) -> dict[str, Any]:
+        id, model = self._head.id("msg"), self._head.model
+        return {"id": id, "type": "message", "role": "assistant", "model": model, "stop_sequence": None}
 
 
 def _send(kind: str, **fields: Any) -> bytes:
     return encode_event({"type": kind, **fields}, kind)
 
 
-def _head(head: ResponseHeader) -> dict[str, Any]:
-    return {"id": head.id("msg"), "type": "message", "role": "assistant", "model": head.model, "stop_sequence": None}
-
-
 def _usage(answer: PolicyResponse) -> dict[str, int]:
+    prompt, sampled = len(answer.head.prompt_ids), len(answer.completion.token_ids)
+    return _token_counts(prompt - answer.cached, cached=answer.cached, sampled=sampled)
+
+
+def _token_counts(prompt: int, *, cached: int, sampled: int) -> dict[str, int]:
     """Token counts as the API defines them: `input_tokens` excludes cached tokens."""
     return {
-        "input_tokens": len(answer.prompt_ids) - answer.cached,
-        "cache_read_input_tokens": answer.cached,
+        "input_tokens": prompt,
+        "cache_read_input_tokens": cached,
         "cache_creation_input_tokens": 0,
-        "output_tokens": len(answer.completion.token_ids),
+        "output_tokens": sampled,
     }
-
-
-def _messages(given: Mapping[str, Any]) -> list[Message]:
-    role, content = given.get("role"), given.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise BadRequest(f"messages has the role {role!r}", field="messages")
-    if not isinstance(content, list):
-        return [Message(role, fields.plain_text(content, "messages"))]
-    texts: list[str] = []
-    calls: list[ToolCall] = []
-    results: list[Message] = []
-    for block in content:
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind == "tool_use":
-            calls.append(fields.call(block.get("name"), block.get("input") or {}, block.get("id"), "messages"))
-        elif kind == "tool_result":
-            shown = fields.plain_text(block.get("content"), "messages")
-            results.append(Message("tool", shown, call_id=str(block.get("tool_use_id") or "")))
-        else:
-            texts.append(fields.plain_text([block], "messages"))
-    spoken = [Message(role, "".join(texts), tuple(calls))] if texts or calls or not results else []
-    return [*results, *spoken]
-
-
-def _tool(given: Mapping[str, Any]) -> dict[str, Any]:
-    if "input_schema" not in given:
-        raise BadRequest(
-            f"tools: {given.get('type') or given.get('name')} is run by a server (rule: tools of the "
-            "caller's, with an input_schema)",
-            field="tools",
-        )
-    function = {
-        "name": given.get("name"),
-        "description": given.get("description") or "",
-        "parameters": given["input_schema"],
-    }
-    return {"type": "function", "function": function}

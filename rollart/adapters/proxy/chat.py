@@ -1,19 +1,16 @@
-"""The chat format of a model directory: chat template, special tokens, stop tokens.
-
-Incremental decoding of a response: emits text as soon as no later token can change it.
-"""
+"""The chat format of a model directory: chat template, special tokens, stop tokens; and the decoding of responses while
+they are generated."""
 
 from __future__ import annotations
 
 import datetime as dt
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollart.adapters.proxy.messages import BadRequest, Message, OutputEvent, OutputPart, TextDelta
+from rollart.adapters.proxy.messages import BadRequest, Message, OutputDelta, OutputEvent, OutputPart
 from rollart.adapters.proxy.tool_calls import (
     PARSERS,
     ToolCallParser,
@@ -29,6 +26,12 @@ PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor 
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
 """Tags around responses, which mark them for loss masks. Here the captured tokens define the mask instead."""
+
+REPLACEMENT_CHARACTER = "\ufffd"
+"""The last character of a decoded text whose final character is still incomplete."""
+
+MAX_CHARACTER_TOKENS = 64
+"""Maximum tokens of one character. Tokens that still decode to no text after that many are emitted at the end."""
 
 
 class ChatFormat:
@@ -104,76 +107,6 @@ class ChatFormat:
         return tuple(found)
 
 
-def _own_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text()
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
-
-
-def _compiled(source: str) -> Any:
-    """Compile in the same environment as transformers: sandboxed, blocks trimmed, JSON not escaped for HTML."""
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: dt.datetime.now().strftime(form)
-    try:
-        return environment.from_string(_GENERATION_TAG.sub("", source))
-    except TemplateError as error:
-        raise SpecError(
-            f"the chat template cannot be read: {error}", remedy="mend it, or give --chat-template"
-        ) from None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _text(token: object) -> str:
-    """A special token's text: a string, or an object with a `content` field."""
-    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token)
-
-
-REPLACEMENT_CHARACTER = "\ufffd"
-"""The last character of a decoded text whose final character is still incomplete."""
-
-MAX_CHARACTER_TOKENS = 64
-"""Maximum tokens of one character. Tokens that still decode to no text after that many are emitted at the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
-    """The next output events, and the tokens that became final with them."""
-
-    events: tuple[OutputEvent, ...]
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    tokens: tuple[str, ...]
-    """The texts of `token_ids`."""
-
-    @property
-    def text(self) -> str:
-        return "".join(one.text for one in self.events if isinstance(one, TextDelta))
-
-
 class IncrementalDecoder:
     """Decodes one response: `push` its tokens, then `finish` it. Invariant: whatever tokens follow, `text[: emitted]`
     is a prefix of the response's text, and the emitted events represent exactly that prefix.
@@ -181,9 +114,11 @@ class IncrementalDecoder:
     Incomplete characters, a possible start of a stop text or tool call, and the final stop token are held back;
     `finish` emits the rest."""
 
-    def __init__(self, form: ChatFormat, *, stops: Sequence[str], tools: bool) -> None:
+    def __init__(
+        self, form: ChatFormat, *, stops: Sequence[str], tools: bool, call_id: Callable[[int], str] = lambda number: ""
+    ) -> None:
         self._form, self._stops = form, [s for s in stops if s]
-        self._reader = ToolCallParser(form.spelling if tools else "none")
+        self._reader = ToolCallParser(form.spelling if tools else "none", call_id)
         self._events: list[OutputEvent] = []
         self._ids: list[int] = []
         self._logprobs: list[float] = []
@@ -250,3 +185,51 @@ class IncrementalDecoder:
         for stop in self._stops:
             limit = min(limit, len(self.text) - partial_match_length(self.text[self.emitted :], stop))
         return limit
+
+
+def _own_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text()
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several named templates
+        named = {entry.get("name"): entry.get("template") for entry in source}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _compiled(source: str) -> Any:
+    """Compile in the same environment as transformers: sandboxed, blocks trimmed, JSON not escaped for HTML."""
+    from jinja2 import TemplateError
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: dt.datetime.now().strftime(form)
+    try:
+        return environment.from_string(_GENERATION_TAG.sub("", source))
+    except TemplateError as error:
+        raise SpecError(
+            f"the chat template cannot be read: {error}", remedy="mend it, or give --chat-template"
+        ) from None
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _text(token: object) -> str:
+    """A special token's text: a string, or an object with a `content` field."""
+    return str(token.get("content", "")) if isinstance(token, Mapping) else str(token)

@@ -6,7 +6,7 @@ Each API has one module that translates between its request and response bodies 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,21 +163,32 @@ class ResponseHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyResponse(ResponseHeader):
+class OutputDelta:
+    """The next output events, and the tokens that became final with them."""
+
+    events: tuple[OutputEvent, ...] = ()
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    tokens: tuple[str, ...] = ()
+    """The texts of `token_ids`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyResponse:
     """The policy's response: the message and its tokens.
 
     `tokens` are the texts of the sampled ids; `turn` is the turn's number within the session. `parts` is the output
     sent to the harness. It equals `message`, except for truncated calls, which `message` keeps as content. `rest` is
-    the output that was not streamed during generation; the first `shown` tokens were streamed.
+    the output that was not streamed during generation.
     """
 
+    head: ResponseHeader
     message: Message
     completion: Completion
     tokens: tuple[str, ...]
     turn: int
     parts: tuple[OutputPart, ...]
-    rest: tuple[OutputEvent, ...] = ()
-    shown: int = 0
+    rest: OutputDelta = OutputDelta()
 
     @property
     def finish(self) -> str:
@@ -190,7 +201,7 @@ class PolicyResponse(ResponseHeader):
     def cached(self) -> int:
         """Cached prompt tokens. Capped at the prompt's length: a generation resumed on a second engine may count
         cache reads twice."""
-        return min(self.completion.cached_tokens, len(self.prompt_ids))
+        return min(self.completion.cached_tokens, len(self.head.prompt_ids))
 
     @property
     def content(self) -> str:
@@ -210,10 +221,3 @@ def read_json(text: str) -> Any:
     except RecursionError:
         raise ValueError("nested too deep") from None
     return value
-
-
-def require_messages(messages: Sequence[Message], *, field: str) -> tuple[Message, ...]:
-    """The messages as a tuple. BadRequest if there are none."""
-    if not messages:
-        raise BadRequest(f"{field} is empty: there is nothing to answer", field=field)
-    return tuple(messages)

@@ -47,29 +47,28 @@ class EnginePool:
         return any(f is True for f in found)
 
     def session(self, name: str) -> PooledSession:
-        engine = min(self._engines, key=lambda e: (self._sessions[e.id], e.id))
-        self._sessions[engine.id] += 1
+        engine = self.assign()
+        assert engine is not None
         return PooledSession(self, engine, name)
 
-    async def close(self) -> None:
-        for engine in self._engines:
-            await engine.close()
+    def assign(self, tried: Sequence[EngineId] = ()) -> HttpEngine | None:
+        """The engine with the fewest sessions, for one session more; None if all were tried."""
+        others = [e for e in self._engines if e.id not in tried]
+        engine = min(others, key=lambda e: (self._sessions[e.id], e.id), default=None)
+        if engine is not None:
+            self._sessions[engine.id] += 1
+        return engine
 
-    def release_slot(self, engine: HttpEngine) -> None:
+    def release(self, engine: HttpEngine) -> None:
         self._sessions[engine.id] -= 1
 
     def session_count(self, engine: HttpEngine) -> int:
         """Number of sessions on this engine."""
         return self._sessions[engine.id]
 
-    def move_to_untried(self, session: PooledSession, tried: Sequence[EngineId]) -> bool:
-        """Move a session to the untried engine with the fewest sessions; False if there is none."""
-        others = [e for e in self._engines if e.id not in tried]
-        if others:
-            self.release_slot(session.engine)
-            session.follow(min(others, key=lambda e: (self._sessions[e.id], e.id)))
-            self._sessions[session.engine.id] += 1
-        return bool(others)
+    async def close(self) -> None:
+        for engine in self._engines:
+            await engine.close()
 
 
 class PooledSession:
@@ -81,7 +80,7 @@ class PooledSession:
     be labelled, and they cannot be retracted."""
 
     def __init__(self, pool: EnginePool, engine: HttpEngine, name: str) -> None:
-        self._pool, self._engine, self._name = pool, engine, name
+        self._pool, self.engine, self._name = pool, engine, name
         self._requests = 0
 
     @property
@@ -96,15 +95,15 @@ class PooledSession:
         interrupted = 0
         while True:
             pieces: list[CompletionChunk] = []
-            asked = self._engine
+            asked = self.engine
             try:
                 part = await self._ask(token_ids, sampling, on_chunk, pieces)
             except EngineError as error:
                 tried.append(asked.id)
                 part = completion_from_chunks(pieces)
                 unknown = any(piece.version is None for piece in pieces)
-                moved = self._engine.id not in tried  # by another request of this session
-                if not error.retryable or not (moved or self._pool.move_to_untried(self, tried)) or unknown:
+                moved = self.engine.id not in tried  # by another request of this session
+                if not error.retryable or not (moved or self._move(tried)) or unknown:
                     raise
             else:
                 interrupted += 1
@@ -118,16 +117,17 @@ class PooledSession:
                 return join_completions(None, replace(kept or part, finish=FinishReason.LENGTH))
 
     async def release(self) -> None:
-        self._pool.release_slot(self._engine)
+        self._pool.release(self.engine)
         with contextlib.suppress(EngineError):
-            await self._engine.release(self._name)
+            await self.engine.release(self._name)
 
-    @property
-    def engine(self) -> HttpEngine:
-        return self._engine
-
-    def follow(self, engine: HttpEngine) -> None:
-        self._engine = engine
+    def _move(self, tried: Sequence[EngineId]) -> bool:
+        """Move the session to an untried engine; False if there is none."""
+        engine = self._pool.assign(tried)
+        if engine is not None:
+            self._pool.release(self.engine)
+            self.engine = engine
+        return engine is not None
 
     async def _ask(
         self,
@@ -137,7 +137,7 @@ class PooledSession:
         pieces: list[CompletionChunk],
     ) -> Completion:
         self._requests += 1
-        engine = self._engine
+        engine = self.engine
 
         def forward(piece: CompletionChunk) -> None:
             if wrong := wrong_tokens(piece.token_ids, piece.logprobs, self._pool.vocab):

@@ -35,7 +35,8 @@ class SessionRecorder:
                 raise UsageError(f"cannot write {path}: {error.strerror}", remedy="choose another --record") from None
 
     def turn(self, session: ProxySession, turn: CapturedTurn) -> None:
-        self._write({"session": session.name, **_turn_body(turn)})
+        segments, answer = [segment_body(s) for s in turn.segments], turn.answer.for_template()
+        self._write({"session": session.name, **_origin(turn), "segments": segments, "answer": answer})
 
     def ended(self, session: ProxySession) -> None:
         self._write(
@@ -90,16 +91,7 @@ def session_body(session: ProxySession) -> dict[str, Any]:
         "reward": session.ending.reward,
         "success": session.ending.success,
         "abandoned": session.abandoned,
-        "turns": [
-            {
-                "turn": t.number,
-                "after": t.planned.after,
-                "begun": t.planned.relation.value,
-                "reason": t.planned.reason,
-                "answer": t.answer.for_template(),
-            }
-            for t in session.capture.turns
-        ],
+        "turns": [{**_origin(t), "answer": t.answer.for_template()} for t in session.capture.turns],
         "branches": branches,
     }
 
@@ -142,15 +134,9 @@ def _branch_segments(turns: list[tuple[int | None, tuple[Segment, ...]]]) -> Ite
             yield tuple(s for segments in reversed(path) for s in segments)
 
 
-def _turn_body(turn: CapturedTurn) -> dict[str, Any]:
-    return {
-        "turn": turn.number,
-        "after": turn.planned.after,
-        "begun": turn.planned.relation.value,
-        "reason": turn.planned.reason,
-        "segments": [segment_body(s) for s in turn.segments],
-        "answer": turn.answer.for_template(),
-    }
+def _origin(turn: CapturedTurn) -> dict[str, Any]:
+    planned = turn.planned
+    return {"turn": turn.number, "after": planned.after, "begun": planned.relation.value, "reason": planned.reason}
 
 
 def _segment(value: dict[str, Any]) -> Segment:

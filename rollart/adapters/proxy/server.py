@@ -1,7 +1,4 @@
-"""The proxy's HTTP server: OpenAI's and Anthropic's APIs over captured sessions, and routes to read them back.
-
-Sends one streamed response of the proxy to its client.
-"""
+"""The proxy's HTTP server: OpenAI's and Anthropic's APIs over captured sessions, and routes to read them back."""
 
 from __future__ import annotations
 
@@ -12,17 +9,25 @@ import hmac
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from aiohttp import web
 
-from rollart.adapters.proxy import anthropic, openai_chat, openai_completions, openai_responses
+from rollart.adapters.proxy.anthropic import Messages, PromptBody
+from rollart.adapters.proxy.api import KEEPALIVE_COMMENT, ApiResponse
 from rollart.adapters.proxy.capture import CapturedTurn
-from rollart.adapters.proxy.chat import ChatFormat, OutputDelta
-from rollart.adapters.proxy.messages import BadRequest, CompletionRequest, PolicyResponse, ResponseHeader
+from rollart.adapters.proxy.chat import ChatFormat
+from rollart.adapters.proxy.messages import (
+    BadRequest,
+    CompletionRequest,
+    Message,
+    OutputDelta,
+    PolicyResponse,
+    ResponseHeader,
+)
+from rollart.adapters.proxy.openai import ChatCompletions, Responses, TextCompletions
 from rollart.adapters.proxy.record import SessionRecorder, session_body
 from rollart.adapters.proxy.sessions import (
     DeltaCallback,
@@ -32,95 +37,10 @@ from rollart.adapters.proxy.sessions import (
     SessionOutcome,
     SessionPolicy,
 )
-from rollart.adapters.proxy.sse import KEEPALIVE_COMMENT
 from rollart.errors import EngineError, RollartError
 
 SESSION_HEADER = "X-Rollart-Session"
 """Names the session of a request whose path names none."""
-
-KEEPALIVE_INTERVAL_S = 10.0
-"""Longest silence of a stream, seconds. A failure within the first such interval still gets its own HTTP status."""
-
-
-class StreamedResponse:
-    """The HTTP status is sent with the first byte: with the first text, at the end of the generation, or after
-    `KEEPALIVE_INTERVAL_S`.
-
-    Text queues here for a client that reads slower than the policy generates; the queue holds at most one response."""
-
-    def __init__(
-        self, request: web.Request, api: ModuleType, ask: CompletionRequest, headers: Mapping[str, str]
-    ) -> None:
-        self._request, self._api, self._ask = request, api, ask
-        self._answer = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
-        )
-        self._deltas: asyncio.Queue[tuple[ResponseHeader, OutputDelta] | None] = asyncio.Queue()
-        self._writer: Any = None
-
-    async def send(self, generate: Callable[[DeltaCallback], Awaitable[PolicyResponse]]) -> web.StreamResponse:
-        """Stream a generation. BadRequest or RollartError for a failure before the first byte; a later failure is sent
-        as an event. A disconnected client cancels the generation."""
-        failed: BadRequest | RollartError | None = None
-        answer: PolicyResponse | None = None
-        gone = False
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._forward(), name="stream")
-                try:
-                    answer = await generate(lambda head, delta: self._deltas.put_nowait((head, delta)))
-                except (BadRequest, RollartError) as error:
-                    failed = error
-                self._deltas.put_nowait(None)
-        except* ConnectionError:
-            gone = True
-        if failed is not None and not self._answer.prepared:
-            raise failed
-        if answer is not None and not self._answer.prepared:
-            self._answer.headers.update(response_headers(answer))
-        with contextlib.suppress(ConnectionError):
-            for chunk in () if gone else self._ending(answer, failed):
-                await self._write(chunk)
-            await self._answer.write_eof()
-        return self._answer
-
-    async def _forward(self) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(KEEPALIVE_INTERVAL_S):
-                    item = await self._deltas.get()
-            except TimeoutError:
-                await self._write(KEEPALIVE_COMMENT)
-                continue
-            if item is None:
-                return
-            head, delta = item
-            for chunk in self._begin_events(head):
-                await self._write(chunk)
-            for chunk in self._writer.add(delta):
-                await self._write(chunk)
-
-    def _ending(self, answer: PolicyResponse | None, failed: Exception | None) -> Iterator[bytes]:
-        if answer is None:
-            yield self._api.error_event(str(failed), 503)
-        else:
-            yield from self._begin_events(answer)
-            yield from self._writer.end(answer)
-
-    def _begin_events(self, head: ResponseHeader) -> Iterator[bytes]:
-        if self._writer is None:
-            self._writer = self._api.EventWriter(self._ask, head)
-            yield from self._writer.begin()
-
-    async def _write(self, chunk: bytes) -> None:
-        if not self._answer.prepared:
-            await self._answer.prepare(self._request)
-        await self._answer.write(chunk)
-
-
-def response_headers(answer: PolicyResponse) -> dict[str, str]:
-    return {SESSION_HEADER: answer.session, "X-Rollart-Turn": str(answer.turn)}
-
 
 ROUTER_SESSION_HEADER = "X-Session-ID"
 """The session header of routers that pin a rollout to an engine; verifiers sends it."""
@@ -133,6 +53,9 @@ MAX_BODY = 64 * 2**20
 
 RETRY_AFTER_S = 1
 """Value of `Retry-After` while the policy is paused. The clients of both APIs wait and retry by themselves."""
+
+KEEPALIVE_INTERVAL_S = 10.0
+"""Longest silence of a stream, seconds. A failure within the first such interval still gets its own HTTP status."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}")
 
@@ -171,13 +94,8 @@ class Proxy:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
         for prefix in ("", "/s/{session}", "/v1", "/s/{session}/v1"):  # with /v1: for clients that append another
-            for path, api in (
-                ("/v1/chat/completions", openai_chat),
-                ("/v1/completions", openai_completions),
-                ("/v1/responses", openai_responses),
-                ("/v1/messages", anthropic),
-            ):
-                app.router.add_post(prefix + path, partial(self._serve, api))
+            for api in (ChatCompletions, TextCompletions, Responses, Messages):
+                app.router.add_post(prefix + api.path, partial(self._serve, api))
             app.router.add_post(prefix + "/v1/messages/count_tokens", self._count)
             app.router.add_get(prefix + "/v1/models", self._models)
         app.add_routes(
@@ -213,32 +131,24 @@ class Proxy:
         if session is not None:
             await session.policy.release()
 
-    async def _serve(self, api: ModuleType, request: web.Request) -> web.StreamResponse:
+    async def _serve(self, api: type[ApiResponse], request: web.Request) -> web.StreamResponse:
         session = await self._session(request)
-        ask = self._ask(api, await _body(request), session)
+        ask = api.request.read(await _body(request), partial(_previous_conversation, session)).completion()
         if await self._policy_paused():
-            return self._failed(api, EngineError("the policy is paused for new weights", retryable=True))
+            raise EngineError("the policy is paused for new weights", retryable=True)
         session.ended = False
         created = int(dt.datetime.now(dt.UTC).timestamp())
         headers = {"X-Rollart-Unenforced": ", ".join(ask.unenforced)} if ask.unenforced else {}
         if not ask.stream:
             answer = await session.answer(ask, created=created)
-            return _json(api.response_body(ask, answer), headers={**headers, **response_headers(answer)})
+            return _json(api(ask, answer.head).body(answer), headers={**headers, **response_headers(answer)})
         return await StreamedResponse(request, api, ask, {**headers, SESSION_HEADER: session.name}).send(
             lambda sink: session.answer(ask, created=created, streamed=sink)
         )
 
-    def _ask(self, api: ModuleType, body: Mapping[str, Any], session: ProxySession) -> CompletionRequest:
-        ask: CompletionRequest
-        if api is openai_responses:
-            ask = openai_responses.parse_request(body, lambda id: _previous_conversation(session, id))
-        else:
-            ask = api.parse_request(body)
-        return ask
-
     async def _count(self, request: web.Request) -> web.Response:
         session = await self._session(request)
-        prompt = anthropic.prompt_of(await _body(request))
+        prompt = PromptBody.read(await _body(request)).prompt()
         return _json({"input_tokens": len(session.plan(prompt).token_ids)})
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -338,13 +248,10 @@ class Proxy:
             raise BadRequest(f"no session {name}", status=404)
         return session
 
-    def _failed(self, api: ModuleType, error: RollartError) -> web.Response:
-        return _error_response(api, error)
-
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the API key, and render errors in the format of the called API."""
-        api = anthropic if "/v1/messages" in request.path else openai_chat
+        api: type[ApiResponse] = Messages if "/v1/messages" in request.path else ChatCompletions
         if self._token and request.path != "/health":
             given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
             if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
@@ -363,6 +270,83 @@ class Proxy:
             return _json(api.error_body(error.reason, error.status), status=error.status)
 
 
+class StreamedResponse:
+    """The HTTP status is sent with the first byte: with the first text, at the end of the generation, or after
+    `KEEPALIVE_INTERVAL_S`.
+
+    Text queues here for a client that reads slower than the policy generates; the queue holds at most one response."""
+
+    def __init__(
+        self, request: web.Request, api: type[ApiResponse], ask: CompletionRequest, headers: Mapping[str, str]
+    ) -> None:
+        self._request, self._api, self._ask = request, api, ask
+        self._answer = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
+        )
+        self._deltas: asyncio.Queue[tuple[ResponseHeader, OutputDelta] | None] = asyncio.Queue()
+        self._writer: ApiResponse | None = None
+
+    async def send(self, generate: Callable[[DeltaCallback], Awaitable[PolicyResponse]]) -> web.StreamResponse:
+        """Stream a generation. BadRequest or RollartError for a failure before the first byte; a later failure is sent
+        as an event. A disconnected client cancels the generation."""
+        failed: BadRequest | RollartError | None = None
+        answer: PolicyResponse | None = None
+        gone = False
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._forward(), name="stream")
+                try:
+                    answer = await generate(lambda head, delta: self._deltas.put_nowait((head, delta)))
+                except (BadRequest, RollartError) as error:
+                    failed = error
+                self._deltas.put_nowait(None)
+        except* ConnectionError:
+            gone = True
+        if failed is not None and not self._answer.prepared:
+            raise failed
+        if answer is not None and not self._answer.prepared:
+            self._answer.headers.update(response_headers(answer))
+        with contextlib.suppress(ConnectionError):
+            for chunk in () if gone else self._ending(answer, failed):
+                await self._write(chunk)
+            await self._answer.write_eof()
+        return self._answer
+
+    async def _forward(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(KEEPALIVE_INTERVAL_S):
+                    item = await self._deltas.get()
+            except TimeoutError:
+                await self._write(KEEPALIVE_COMMENT)
+                continue
+            if item is None:
+                return
+            for chunk in self._events(*item):
+                await self._write(chunk)
+
+    def _ending(self, answer: PolicyResponse | None, failed: Exception | None) -> Iterator[bytes]:
+        if answer is None:
+            yield self._api.error_event(str(failed))
+        else:
+            yield from self._events(answer.head, answer)
+
+    def _events(self, head: ResponseHeader, part: OutputDelta | PolicyResponse) -> Iterator[bytes]:
+        if self._writer is None:
+            self._writer = self._api(self._ask, head)
+            yield from self._writer.begin(part if isinstance(part, PolicyResponse) else None)
+        yield from self._writer.add(part) if isinstance(part, OutputDelta) else self._writer.finish(part)
+
+    async def _write(self, chunk: bytes) -> None:
+        if not self._answer.prepared:
+            await self._answer.prepare(self._request)
+        await self._answer.write(chunk)
+
+
+def response_headers(answer: PolicyResponse) -> dict[str, str]:
+    return {SESSION_HEADER: answer.head.session, "X-Rollart-Turn": str(answer.turn)}
+
+
 def _base_urls_text(request: web.Request) -> str:
     """The base URLs for clients, as a text for error messages."""
     at, name = request.url.origin(), "SESSION"
@@ -372,7 +356,7 @@ def _base_urls_text(request: web.Request) -> str:
     return f"the base URL is {at}/s/{name}/v1 for clients of OpenAI's API, {at}/s/{name} for those of Anthropic's"
 
 
-def _error_response(api: ModuleType, error: RollartError) -> web.Response:
+def _error_response(api: type[ApiResponse], error: RollartError) -> web.Response:
     """503 if a retry may succeed, 400 if it never will; 500 if the proxy itself failed."""
     retryable = getattr(error, "retryable", None)
     status = 500 if retryable is None else 503 if retryable else 400
@@ -380,7 +364,7 @@ def _error_response(api: ModuleType, error: RollartError) -> web.Response:
     return _json(api.error_body(str(error), status), status=status, headers=headers)
 
 
-def _previous_conversation(session: ProxySession, id: str) -> Any:
+def _previous_conversation(session: ProxySession, id: str) -> Sequence[Message] | None:
     number = id.removeprefix(f"resp-{session.name}-")
     return session.conversation(int(number)) if number.isdecimal() else None
 

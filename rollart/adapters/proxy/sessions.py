@@ -1,33 +1,37 @@
-"""Sessions of the proxy: every response is captured token by token before its text is sent to the harness.
-
-The session cache of a standalone proxy: its limits and its eviction order.
-"""
+"""Sessions of the proxy: every response is captured token by token before its text is sent to the harness. The cache
+that holds them bounds their number and size, and evicts those that have ended or are idle."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rollart.adapters.proxy.capture import CapturedTurn, PlannedTurn, SessionCapture
-from rollart.adapters.proxy.chat import ChatFormat, IncrementalDecoder, OutputDelta
+from rollart.adapters.proxy.chat import ChatFormat, IncrementalDecoder
 from rollart.adapters.proxy.messages import (
     BadRequest,
     CompletionRequest,
     Message,
-    OutputEvent,
-    OutputPart,
+    OutputDelta,
     PolicyResponse,
     PromptInput,
     ResponseHeader,
     ToolCall,
-    ToolCallEnd,
 )
 from rollart.errors import EngineError
 from rollart.model import Completion, CompletionChunk, FinishReason, Sampling, VersionSpan
+
+RETRY_AFTER_S = 5
+"""Value of `Retry-After`, seconds, when the cache is full."""
+
+GROWTH_RESERVE = 1.25
+"""Existing sessions may grow to this multiple of the token and byte limits, so new sessions are refused first."""
+
+MAX_EVICTED_NAMES = 65_536
+"""Maximum remembered names of evicted sessions; a request for one gets an error that explains the eviction."""
 
 DeltaCallback = Callable[[ResponseHeader, OutputDelta], None]
 """Receives the final part of a response's text as it grows."""
@@ -111,7 +115,8 @@ class ProxySession:
             )
         head = ResponseHeader(planned.token_ids, self.name, self._asked, ask.model, created)
         self._asked += 1
-        decoder = IncrementalDecoder(self._form, stops=ask.stop, tools=bool(ask.prompt.tools))
+        tools = bool(ask.prompt.tools)
+        decoder = IncrementalDecoder(self._form, stops=ask.stop, tools=tools, call_id=head.call_id)
 
         def on_chunk(piece: CompletionChunk) -> None:
             delta = decoder.push(piece)
@@ -183,7 +188,7 @@ class ProxySession:
         emitted = decoder.text[: decoder.emitted]
         if not text.startswith(emitted):  # some decoders change earlier text as more tokens follow: it is already sent
             text = emitted + text[len(emitted) :]
-        parts, rest = _with_call_ids(head, *decoder.finish(text))
+        parts, rest = decoder.finish(text)
         content, _ = self._form.parse(text) if ask.prompt.tools else (text, ())
         calls = tuple(p for p in parts if isinstance(p, ToolCall))
         message = Message("assistant", content, tuple(c for c in calls if c.whole))
@@ -195,35 +200,19 @@ class ProxySession:
             raise
         self._turns[head.number] = turn.number
         tokens = tuple(map(self._form.token, ids))
+        n = decoder.shown
         answer = PolicyResponse(
-            head.prompt_ids,
-            head.session,
-            head.number,
-            head.model,
-            head.created,
+            head,
             message,
             completion,
             tokens,
             turn.number,
             parts,
-            rest,
-            min(decoder.shown, len(ids)),
+            OutputDelta(rest, ids[n:], completion.logprobs[n:], tokens[n:]),
         )
         if not all(c.whole for c in calls):
             self._truncated.update(dict.fromkeys((c.id for c in calls), answer))
         return answer
-
-
-def _with_call_ids(
-    head: ResponseHeader, parts: tuple[OutputPart, ...], rest: tuple[OutputEvent, ...]
-) -> tuple[tuple[OutputPart, ...], tuple[OutputEvent, ...]]:
-    """The output with the call ids that the harness receives."""
-    number = itertools.count()
-    named = tuple(replace(p, id=head.call_id(next(number))) if isinstance(p, ToolCall) else p for p in parts)
-    named_rest = (
-        replace(s, call=replace(s.call, id=head.call_id(s.index))) if isinstance(s, ToolCallEnd) else s for s in rest
-    )
-    return named, tuple(named_rest)
 
 
 def truncate_at_stops(completion: Completion, stops: Sequence[str], text: Callable[[Sequence[int]], str]) -> Completion:
@@ -245,16 +234,6 @@ def truncate_at_stops(completion: Completion, stops: Sequence[str], text: Callab
         spans=spans,
         finish=FinishReason.STOP,
     )
-
-
-RETRY_AFTER_S = 5
-"""Value of `Retry-After`, seconds, when the cache is full."""
-
-GROWTH_RESERVE = 1.25
-"""Existing sessions may grow to this multiple of the token and byte limits, so new sessions are refused first."""
-
-MAX_EVICTED_NAMES = 65_536
-"""Maximum remembered names of evicted sessions; a request for one gets an error that explains the eviction."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,7 @@
-"""Incremental parsing of a response's text into content and tool calls.
+"""Tool calls in a model's text, in the two formats that open models are trained on: read while they are written.
 
-The same parser reads streamed and complete responses, so both give the same result however the text was split.
-
-Incremental scanning of one JSON object: its certain prefix, its end, and where it becomes invalid.
-
-Parsers for tool calls in a model's text: the two formats that open models are trained on.
+The same parser reads streamed and complete responses, so both give the same result however the text was split. Text
+that is no valid call stays content, so no text is lost.
 """
 
 from __future__ import annotations
@@ -13,6 +10,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from rollart.adapters.proxy.messages import (
@@ -26,167 +25,57 @@ from rollart.adapters.proxy.messages import (
     read_json,
 )
 
+AnswerParser = Callable[[str], tuple[str, tuple[ToolCall, ...]]]
+"""Text in, content and calls out."""
+
+OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
+
+_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_TAIL = re.compile(r"\s*\}\s*(?:</tool_call>)?")
+
 MAX_DEPTH = 100
 """Maximum nesting of objects and lists; clients' parsers accept 200."""
 
 MAX_NUMBER_LENGTH = 1000
 """Maximum characters of a number: far below the length that Python refuses to parse."""
 
-WHITESPACE = " \t\n\r"
+_SPACE = re.compile(r"[ \t\n\r]*")
+_ATOM = re.compile(r"[^,\]} \t\n\r]*")
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?\Z")
-_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})\Z')
-_PARTIAL_ESCAPE = re.compile(r"\\u[0-9a-fA-F]{0,3}\Z")
-_PLAIN = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]+')
-"""Characters of a string that need no inspection."""
-
+_HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_STRING = re.compile(
+    rf'(?:[^"\\\x00-\x1f\ud800-\udfff]+|\\["\\/bfnrt]|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{{4}}|{_HIGH}{_LOW})*'
+)
+"""Characters of a string, in complete escapes and surrogate pairs."""
+_PARTIAL_ESCAPE = re.compile(rf"(?:{_HIGH})?(?:\\(?:u[0-9a-fA-F]{{0,3}})?)?\Z")
 _CLOSING = {"{": "}", "[": "]"}
 
 
-class PartialJsonScanner:
-    """`push` characters, the first one a `{`. Invariant: `written[: sure]` is a prefix of a JSON object that every
-    parser accepts; it ends inside a string or between values, never inside a number, a literal or an escape.
-
-    Python's extensions to JSON, lone surrogates and nesting deeper than `MAX_DEPTH` count as broken."""
-
-    def __init__(self) -> None:
-        self.written = ""
-        self.sure = 0
-        self.done = self.broken = False
-        self._read = 0
-        """Number of characters read."""
-        self._stack: list[str] = []
-        self._due = "value"
-        """The parser state: the next expected item ("value", "key", "colon", "comma"), or the current one ("string",
-        "escape", "atom"). A "?" suffix also permits the end of the innermost object or list."""
-        self._key = self._high = False
-        """True inside a key; true after the first escape of a surrogate pair."""
-        self._word = ""
-        """The characters so far of an atom (number or literal) or an escape."""
-        self._whole = (0, "")
-        """Length of the longest prefix whose values are all complete, and the brackets that close it."""
-
-    def push(self, text: str) -> int:
-        """Number of characters that belong to the object; less than all only where it ends or breaks."""
-        at = 0
-        while at < len(text) and not self.done:
-            plain = _PLAIN.match(text, at) if self._due == "string" and not self._high else None
-            if plain is not None:
-                self._read += plain.end() - at
-                self.sure, at = self._read, plain.end()
-            elif self.broken or not self._next(text[at]):
-                self.broken = True
-                break
-            else:
-                at += 1
-        self.written += text[:at]
-        return at
-
-    def value(self) -> dict[str, Any]:
-        """The object's complete values; of two equal keys the last counts."""
-        at, closing = self._whole
-        found: dict[str, Any] = json.loads(self.written[:at] + closing)
-        return found
-
-    def _next(self, character: str) -> bool:
-        self._read += 1
-        if self._due == "string":
-            return self._in_string(character)
-        if self._due == "escape":
-            return self._in_escape(character)
-        if self._due != "atom":
-            return self._between(character)
-        if character in ",]}" or character in WHITESPACE:
-            return self._atom() and self._between(character)
-        self._word += character
-        return len(self._word) <= MAX_NUMBER_LENGTH
-
-    def _between(self, character: str) -> bool:
-        """Read a character outside strings, numbers and literals."""
-        due = self._due
-        if character in WHITESPACE:
-            self.sure = self._read
-        elif character == '"' and due.startswith(("value", "key")):
-            self.sure = self._read
-            self._key, self._due = due.startswith("key"), "string"
-        elif character == ":" and due == "colon":
-            self.sure, self._due = self._read, "value"
-        elif character == "," and due == "comma":
-            self.sure, self._due = self._read, "key" if self._stack[-1] == "{" else "value"
-        elif character in _CLOSING and due.startswith("value"):
-            return self._open(character)
-        elif character in "}]" and (due.endswith("?") or due == "comma"):
-            return self._close(character)
-        elif character in "-0123456789tfn" and due.startswith("value") and self._stack:
-            self._word, self._due = character, "atom"
-        else:
-            return False
-        return True
-
-    def _open(self, character: str) -> bool:
-        if len(self._stack) == MAX_DEPTH or (not self._stack and character != "{"):
-            return False
-        self._stack.append(character)
-        self._note()
-        self._due = "key?" if character == "{" else "value?"
-        return True
-
-    def _close(self, character: str) -> bool:
-        if character != _CLOSING[self._stack.pop()]:
-            return False
-        self._ended()
-        self.done = not self._stack
-        return True
-
-    def _in_string(self, character: str) -> bool:
-        if character == "\\":
-            self._word, self._due = character, "escape"
-            return True
-        if self._high or character < " " or "\ud800" <= character <= "\udfff":
-            return False
-        self.sure = self._read
-        if character == '"' and self._key:
-            self._due = "colon"
-        elif character == '"':
-            self._ended()
-        return True
-
-    def _in_escape(self, character: str) -> bool:
-        self._word += character
-        if not _ESCAPE.match(self._word):
-            return _PARTIAL_ESCAPE.match(self._word) is not None
-        self._due = "string"
-        code = int(self._word[2:], 16) if self._word[1] == "u" else 0
-        if self._high != (0xDC00 <= code <= 0xDFFF):
-            return False
-        self._high = 0xD800 <= code <= 0xDBFF
-        if not self._high:
-            self.sure = self._read
-        return True
-
-    def _atom(self) -> bool:
-        """End the current atom before this character; False if it is no valid number or literal."""
-        word = self._word
-        if word not in ("true", "false", "null") and not (_NUMBER.match(word) and math.isfinite(float(word))):
-            return False
-        self._read -= 1
-        self._ended()
-        self._read += 1
-        return True
-
-    def _ended(self) -> None:
-        """A value is complete."""
-        self._due = "comma"
-        self._note()
-
-    def _note(self) -> None:
-        self.sure = self._read
-        self._whole = self._read, "".join(_CLOSING[opened] for opened in reversed(self._stack))
+def parser_name_for(template: str) -> str:
+    """The name of the format in which a chat template renders earlier calls."""
+    if "<tool_call>" in template:
+        return "hermes"
+    return "json" if '"parameters"' in template else "none"
 
 
-MARK, CLOSE = "<tool_call>", "</tool_call>"
+def parse_answer(spelling: str, text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """The content and the complete calls of a whole response."""
+    parser = ToolCallParser(spelling)
+    parser.feed(text)
+    parser.end()
+    if not parser.spans:
+        return text, ()
+    rest, end = [], 0
+    for start, stop, _ in parser.spans:
+        rest.append(text[end:start])
+        end = stop
+    rest.append(text[end:])
+    content = "".join(rest).rstrip()
+    return (content if rest[0].strip() else content.lstrip()), tuple(call for *_, call in parser.spans)
 
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*("(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
-_TAIL = re.compile(r"\s*\}\s*(?:</tool_call>)?")
+
+PARSERS: Mapping[str, AnswerParser] = {name: partial(parse_answer, name) for name in ("hermes", "json", "none")}
+"""By spelling; `ToolCallParser` describes them."""
 
 
 def merge_events(events: Sequence[OutputEvent]) -> tuple[OutputPart, ...]:
@@ -208,10 +97,12 @@ class ToolCallParser:
     `spelling`: "hermes" (`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them), "json" (the whole
     response is `{"name": …, "parameters": {…}}`) or "none". A call starts with the first character of its arguments,
     which are emitted as they are written. If they are truncated, or are not followed by a valid end of a call, the
-    call is not `whole`: the emitted text remains its arguments, and the rest is content. No text is lost."""
+    call is not `whole`: the emitted text remains its arguments, and the rest is content.
 
-    def __init__(self, spelling: str) -> None:
-        self._spelling = spelling
+    `call_id` gives the id of the response's call by its number."""
+
+    def __init__(self, spelling: str, call_id: Callable[[int], str] = lambda number: "") -> None:
+        self._spelling, self._call_id = spelling, call_id
         self._text = ""
         self._position = 0
         """Number of characters parsed."""
@@ -260,24 +151,22 @@ class ToolCallParser:
                 return
 
     def _outside(self) -> Iterator[OutputEvent]:
-        found = self._text.find(MARK, self._position) if self._spelling == "hermes" else -1
+        found = self._text.find(OPEN_TAG, self._position) if self._spelling == "hermes" else -1
         stop = found if found >= 0 else len(self._text)
         if found < 0 and self._spelling == "hermes" and not self._at_end:
-            stop -= partial_match_length(self._text[self._position :], MARK)
+            stop -= partial_match_length(self._text[self._position :], OPEN_TAG)
         yield from self._content(self._text[self._position : stop])
         self._position = stop
         if found >= 0:
-            self._call_start, self._position, self._state = found, found + len(MARK), self._inside
+            self._call_start, self._position, self._state = found, found + len(OPEN_TAG), self._inside
 
     def _inside(self) -> Iterator[OutputEvent]:
         """State after a call's opening tag, or at the start of a possible call."""
         head = _HEAD.match(self._text, self._position)
         if head is not None and (name := _name(head.group(1))) is not None:
             self._name, self._scan, self._emitted = name, PartialJsonScanner(), 0
-            self._strip_leading = self._strip_leading or (not self._texts and not self._calls)
-            self._calls += 1
             self._position, self._state = head.end(), self._arguments
-            yield ToolCallStart(self._calls - 1, name)
+            yield self._start_call(name)
             return
         body = self._body()
         if body is None and self._text[self._position :].lstrip()[:1] in ("", "{") and not self._at_end:
@@ -285,15 +174,11 @@ class ToolCallParser:
         call = None if body is None else _call(body[0])
         if call is None or body is None:  # no call: the text after the tag is parsed again, as content
             yield from self._content(self._text[self._call_start : self._position])
-            self._state = self._outside
-            if self._spelling == "json":
-                self._spelling = "none"
+            self._leave(self._position)
             return
-        self._strip_leading = self._strip_leading or (not self._texts and not self._calls)
-        self._calls += 1
-        yield ToolCallStart(self._calls - 1, call.name)
+        yield self._start_call(call.name)
         yield ArgumentsDelta(self._calls - 1, call.written)
-        yield from self._end_call(body[1], call)
+        yield self._end_call(body[1], call)
 
     def _arguments(self) -> Iterator[OutputEvent]:
         scan = self._scan
@@ -305,7 +190,7 @@ class ToolCallParser:
         if scan.done:
             self._state = self._tail
         elif scan.broken or self._at_end:
-            self._position -= len(scan.written) - scan.sure
+            self._leave(self._position - len(scan.written) + scan.sure)
             yield self._truncated_end()
 
     def _tail(self) -> Iterator[OutputEvent]:
@@ -313,39 +198,48 @@ class ToolCallParser:
         call = ToolCall(self._name, self._scan.value(), written=self._scan.written)
         tail = _TAIL.match(self._text, self._position)
         if tail is not None:
-            closed = tail.group().endswith(CLOSE)
+            closed = tail.group().endswith(CLOSE_TAG)
             last = self._at_end and tail.end() == len(self._text)
             if (closed or last) if self._spelling == "hermes" else (last and not closed):
-                yield from self._end_call(tail.end(), call)
+                yield self._end_call(tail.end(), call)
                 return
         body = self._body()
         if body is not None and _call(body[0]) == call:  # a call with more fields than name and arguments
-            yield from self._end_call(body[1], call)
+            yield self._end_call(body[1], call)
         elif body is not None:
+            self._leave(self._position)
             yield self._truncated_end()
 
     def _body(self) -> tuple[str, int] | None:
         """The text between the tags and the position after it; None until it is complete."""
-        begin = self._call_start + len(MARK) if self._spelling == "hermes" else 0
-        found = self._text.find(CLOSE, self._position) if self._spelling == "hermes" else -1
+        begin = self._call_start + len(OPEN_TAG) if self._spelling == "hermes" else 0
+        found = self._text.find(CLOSE_TAG, self._position) if self._spelling == "hermes" else -1
         if found >= 0:
-            return self._text[begin:found], found + len(CLOSE)
+            return self._text[begin:found], found + len(CLOSE_TAG)
         return (self._text[begin:], len(self._text)) if self._at_end else None
 
-    def _end_call(self, end: int, call: ToolCall) -> Iterator[OutputEvent]:
-        self.spans.append((self._call_start, end, call))
-        self._position, self._state = end, self._outside
-        if self._spelling == "json":
-            self._spelling = "none"
-        yield ToolCallEnd(self._calls - 1, call)
+    def _start_call(self, name: str) -> ToolCallStart:
+        self._strip_leading = self._strip_leading or (not self._texts and not self._calls)
+        self._calls += 1
+        return ToolCallStart(self._calls - 1, name)
 
-    def _truncated_end(self) -> OutputEvent:
-        """End the current call as truncated."""
-        self._state = self._outside
+    def _end_call(self, end: int, call: ToolCall) -> ToolCallEnd:
+        self.spans.append((self._call_start, end, call))
+        self._leave(end)
+        return self._call_end(call)
+
+    def _truncated_end(self) -> ToolCallEnd:
+        written = self._scan.written[: self._scan.sure]
+        return self._call_end(ToolCall(self._name, self._scan.value(), written=written, whole=False))
+
+    def _call_end(self, call: ToolCall) -> ToolCallEnd:
+        return ToolCallEnd(self._calls - 1, replace(call, id=self._call_id(self._calls - 1)))
+
+    def _leave(self, position: int) -> None:
+        """Go on with content after a call."""
+        self._position, self._state = position, self._outside
         if self._spelling == "json":
             self._spelling = "none"
-        written = self._scan.written[: self._scan.sure]
-        return ToolCallEnd(self._calls - 1, ToolCall(self._name, self._scan.value(), written=written, whole=False))
 
     def _content(self, text: str) -> Iterator[OutputEvent]:
         text = self._pending_space + text
@@ -382,45 +276,101 @@ def _call(text: str) -> ToolCall | None:
     return ToolCall(value["name"], arguments, written=json.dumps(arguments, ensure_ascii=False))
 
 
-AnswerParser = Callable[[str], tuple[str, tuple[ToolCall, ...]]]
-"""Text in, content and calls out. Text that is no valid call stays content, so no text is lost."""
+class PartialJsonScanner:
+    """`push` characters, the first one a `{`. Invariant: `written[: sure]` is a prefix of a JSON object that every
+    parser accepts; it ends inside a string or between values, never inside a number, a literal or an escape.
 
+    Python's extensions to JSON, lone surrogates and nesting deeper than `MAX_DEPTH` count as broken."""
 
-def parse_hermes(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`, any number of them (Hermes, Qwen)."""
-    return _parse_calls("hermes", text)
+    def __init__(self) -> None:
+        self.written = ""
+        self.sure = 0
+        self.done = self.broken = False
+        self._stack: list[str] = []
+        self._due = "value"
+        """What follows `sure`: "value", "key", "colon", "comma" or the rest of a "string". A "?" suffix also permits
+        the end of the innermost object or list."""
+        self._in_key = False
+        self._whole = (0, "")
+        """Length of the longest prefix whose values are all complete, and the brackets that close it."""
 
+    def push(self, text: str) -> int:
+        """Number of characters taken; less than all only where the object ends."""
+        before = len(self.written)
+        self.written += text
+        while not (self.done or self.broken) and (self._string() if self._due == "string" else self._token()):
+            pass
+        if self.done:
+            self.written = self.written[: self.sure]
+        return len(self.written) - before
 
-def parse_bare_json(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """The whole response is `{"name": …, "parameters": {…}}` (Llama 3)."""
-    return _parse_calls("json", text)
+    def value(self) -> dict[str, Any]:
+        """The object's complete values; of two equal keys the last counts."""
+        at, closing = self._whole
+        found: dict[str, Any] = json.loads(self.written[:at] + closing)
+        return found
 
+    def _token(self) -> bool:
+        """Read one token outside strings; False if it is incomplete or broken."""
+        due, at = self._due, self._end_of(_SPACE)
+        self.sure = at
+        if at == len(self.written):
+            return False
+        character = self.written[at]
+        if character in "-0123456789tfn" and due.startswith("value") and self._stack:
+            return self._atom()
+        self.sure += 1
+        if character == '"' and due.startswith(("value", "key")):
+            self._in_key, self._due = due.startswith("key"), "string"
+        elif character == ":" and due == "colon":
+            self._due = "value"
+        elif character == "," and due == "comma":
+            self._due = "key" if self._stack[-1] == "{" else "value"
+        elif character in _CLOSING and due.startswith("value") and len(self._stack) < MAX_DEPTH:
+            self._stack.append(character)
+            self._keep_whole("key?" if character == "{" else "value?")
+        elif character in "}]" and (due.endswith("?") or due == "comma") and character == _CLOSING[self._stack[-1]]:
+            self._stack.pop()
+            self._keep_whole("comma")
+            self.done = not self._stack
+        else:
+            self.sure, self.broken = at, True
+        return not self.broken
 
-def parse_none(text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    """Everything is content."""
-    return text, ()
+    def _string(self) -> bool:
+        self.sure = self._end_of(_STRING)
+        if self.sure == len(self.written):
+            return False
+        if self.written[self.sure] != '"':
+            self.broken = not _PARTIAL_ESCAPE.match(self.written, self.sure)
+            return False
+        self.sure += 1
+        if self._in_key:
+            self._due = "colon"
+        else:
+            self._keep_whole("comma")
+        return True
 
+    def _atom(self) -> bool:
+        """Read a number or a literal, which ends before the next character that belongs to neither."""
+        end = self._end_of(_ATOM)
+        word = self.written[self.sure : end]
+        if len(word) > MAX_NUMBER_LENGTH:
+            self.broken = True
+        elif end < len(self.written):
+            if word in ("true", "false", "null") or (_NUMBER.match(word) and math.isfinite(float(word))):
+                self.sure = end
+                self._keep_whole("comma")
+            else:
+                self.broken = True
+        return end < len(self.written) and not self.broken
 
-PARSERS: Mapping[str, AnswerParser] = {"hermes": parse_hermes, "json": parse_bare_json, "none": parse_none}
+    def _end_of(self, pattern: re.Pattern[str]) -> int:
+        match = pattern.match(self.written, self.sure)
+        assert match is not None
+        return match.end()
 
-
-def parser_name_for(template: str) -> str:
-    """The name of the format in which a chat template renders earlier calls."""
-    if "<tool_call>" in template:
-        return "hermes"
-    return "json" if '"parameters"' in template else "none"
-
-
-def _parse_calls(spelling: str, text: str) -> tuple[str, tuple[ToolCall, ...]]:
-    reader = ToolCallParser(spelling)
-    reader.feed(text)
-    reader.end()
-    if not reader.spans:
-        return text, ()
-    rest, end = [], 0
-    for start, stop, _ in reader.spans:
-        rest.append(text[end:start])
-        end = stop
-    rest.append(text[end:])
-    content = "".join(rest).rstrip()
-    return (content if rest[0].strip() else content.lstrip()), tuple(call for *_, call in reader.spans)
+    def _keep_whole(self, due: str) -> None:
+        """All values that were begun are complete, or may be closed here."""
+        self._due = due
+        self._whole = self.sure, "".join(_CLOSING[opened] for opened in reversed(self._stack))

@@ -10,13 +10,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.proxy.chat import ChatFormat, IncrementalDecoder, OutputDelta
+from rollart.adapters.proxy.chat import ChatFormat, IncrementalDecoder
 from rollart.adapters.proxy.messages import (
     CompletionRequest,
     Message,
+    OutputDelta,
     OutputPart,
     PolicyResponse,
     PromptInput,
+    TextDelta,
     ToolCall,
 )
 from rollart.adapters.proxy.sessions import ProxySession
@@ -116,10 +118,11 @@ def test_what_was_streamed_is_how_the_answer_begins(
     answer, deltas = answered(form, ask, Telling(completion, sizes), streamed=True)
     assert answer.completion == plain.completion, "captured is the same"
     assert (answer.message, answer.finish) == (plain.message, plain.finish)
-    said = [one for d in deltas for one in d.events] + list(answer.rest)
+    said = [one for d in deltas for one in d.events] + list(answer.rest.events)
     assert _unnamed(merge_events(said)) == _unnamed(plain.parts) == _unnamed(answer.parts)
+    deltas.append(answer.rest)
     shown = sum((d.token_ids for d in deltas), ()), sum((d.logprobs for d in deltas), ())
-    assert shown == (plain.completion.token_ids[: answer.shown], plain.completion.logprobs[: answer.shown])
+    assert shown == (plain.completion.token_ids, plain.completion.logprobs)
 
 
 def _unnamed(parts: Sequence[OutputPart]) -> list[OutputPart]:
@@ -130,7 +133,7 @@ def test_text_leaves_as_soon_as_it_is_certain() -> None:
     def seen(form: ChatFormat, text: str, *, stops: Sequence[str] = (), tools: bool = False) -> list[str]:
         unfolding = IncrementalDecoder(form, stops=stops, tools=tools)
         deltas = [unfolding.push(CompletionChunk((i,), (0.0,), 0)) for letter in text for i in form.encode(letter)]
-        return ["" if d is None else d.text for d in deltas]
+        return ["" if d is None else "".join(e.text for e in d.events if isinstance(e, TextDelta)) for d in deltas]
 
     hermes = _FORMS["hermes"]
     assert seen(hermes, "aé b") == ["a", "", "é", " ", "b"]
