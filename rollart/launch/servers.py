@@ -1,7 +1,5 @@
-"""The stand-alone proxy in front of running engines, and the run's own proxy for agent programs.
-
-AsyncFlow's service interface as a stand-alone program.
-"""
+"""HTTP servers of this process: the stand-alone proxy in front of running engines, the run's own proxy for agent
+programs, and AsyncFlow's service interface as a stand-alone program."""
 
 from __future__ import annotations
 

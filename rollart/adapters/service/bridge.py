@@ -4,12 +4,8 @@ To the run, the bridge is its trainer (the protocol of `rollart.train.server`). 
 service interface, as one group, and the versions that the external trainer announces there become the run's versions.
 So the run's rules hold: which samples form a batch, how stale they may be, and that a batch is trained once.
 
-Prints `ready http://host:port` for the run, and writes the service's address to `service.json` beside the config.
-
-The service state of the trainer bridge: one batch is offered at a time, and its version is accepted only from a
-trainer that took the batch.
-
-Files about the external trainer in a run's directory: the service's address and state, and the access token.
+Prints `ready http://host:port` for the run, and maintains `service.json` beside the config: the service's address and
+the state of the batch on offer.
 """
 
 from __future__ import annotations
@@ -39,107 +35,6 @@ from rollart.adapters.service.storage import ServiceStore
 from rollart.adapters.service.uploads import WeightUploads
 from rollart.errors import TrainerError, TrainerRefused, UsageError
 from rollart.settings.base import host_and_port, is_loopback
-
-
-class BridgeState(ServiceState):
-    """As `ServiceState`, but a version may be announced only if it is the one due for the offered batch, and only after
-    the batch was taken. A slow trainer that took an earlier batch gets an error, and a batch that no trainer took never
-    counts as trained."""
-
-    def __init__(self, setup: ServiceSetup, store: ServiceStore | None = None) -> None:
-        super().__init__(setup, store)
-        self.offered = ""
-        """The group of the offered batch; '' if there is none."""
-        self.due: int | None = None
-        """The version that training on the offered batch produces."""
-        self.taken = False
-        self.changed: Callable[[], None] = lambda: None
-        """Called when a batch is offered, taken or withdrawn, and when a version is announced."""
-
-    def offer(self, group: str, version: int) -> None:
-        self.offered, self.due, self.taken = group, version, False
-        self.changed()
-
-    def withdraw(self) -> None:
-        self.offered, self.due, self.taken = "", None, False
-        self.changed()
-
-    def permit(self, version: int, group: str) -> None:
-        if version <= self.version or (version == 0 and self.version < 0):
-            return
-        if self.due is None or version != self.due:
-            reason = "no batch is on offer" if self.due is None else f"the batch on offer makes v{self.due}"
-            raise RequestRefused(
-                f"v{version} is not due: {reason} (rule: take a batch, step, announce its version)", 409
-            )
-        if not self.taken or (group and group != self.offered):
-            raise RequestRefused(
-                f"v{version} was not made of the batch on offer: the run gave up the one before (rule: take it again)",
-                409,
-            )
-
-    async def notify(self, version: int, path: str, group: str = "") -> None:
-        await super().notify(version, path, group)
-        self.changed()
-
-    def _experience_row(self, row: str, columns: Sequence[str]) -> ExperienceRow:
-        experience = super()._experience_row(row, columns)
-        if experience.group == self.offered and not self.taken:
-            self.taken = True
-            self.changed()
-        return experience
-
-
-class TrainerStatusFile:
-    """Maintains `service.json`: replaced atomically at every change of the offered batch."""
-
-    def __init__(self, path: Path, state: BridgeState, url: str, listen: str) -> None:
-        self._path, self._bridge = path, state
-        self._about = {"schema_version": 1, "url": url, "listen": listen}
-        state.changed = self.write
-        self.write()
-
-    def write(self) -> None:
-        now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-        aside = self._path.with_name(f"{self._path.name}.part")
-        state = {"version": self._bridge.version, "state": self._state_text(), "since": now}
-        with contextlib.suppress(OSError):  # a full disk must not fail the caller's request
-            aside.write_text(json.dumps({**self._about, **state}))
-            aside.rename(self._path)
-
-    def _state_text(self) -> str:
-        state = self._bridge
-        if state.due is not None:
-            return f"batch {state.due} {'is being trained' if state.taken else 'waits to be taken'}"
-        return "waits for version 0" if state.version < 0 else "no batch on offer"
-
-
-def external_trainer_token(variable: str, file: Path | None) -> str:
-    """The access token of the external trainer; "" for none. A missing file is created. UsageError, one line."""
-    if variable:
-        token = os.environ.get(variable, "")
-        if not token:
-            raise UsageError(f"the variable {variable} is empty (rule: it holds the outside trainer's token)")
-        return token
-    if file is None:
-        return ""
-    try:
-        try:
-            made = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileExistsError:
-            if file.stat().st_mode & 0o077:
-                raise UsageError(f"{file} can be read by others (rule: mode 600)", remedy=f"chmod 600 {file}") from None
-            token = file.read_text().strip()
-        else:
-            token = secrets.token_urlsafe(32)
-            with os.fdopen(made, "w") as out:
-                out.write(token)
-    except OSError as error:
-        raise UsageError(f"cannot use {file}: {error.strerror}") from None
-    if not token:
-        raise UsageError(f"{file} is empty (rule: it holds the outside trainer's token)", remedy="delete it")
-    return token
-
 
 TASK = "train"
 COLUMNS = ("token_ids", "loss_mask", "logprobs", "versions", "score", "group", "domain", "batch")
@@ -246,6 +141,55 @@ class Bridge:
         return web.json_response({"status": "ok", "version": self.state.version, "queued": 0, "stream": False})
 
 
+class BridgeState(ServiceState):
+    """As `ServiceState`, but a version may be announced only if it is the one due for the offered batch, and only after
+    the batch was taken. A slow trainer that took an earlier batch gets an error, and a batch that no trainer took never
+    counts as trained."""
+
+    def __init__(self, setup: ServiceSetup, store: ServiceStore | None = None) -> None:
+        super().__init__(setup, store)
+        self.offered = ""
+        """The group of the offered batch; '' if there is none."""
+        self.due: int | None = None
+        """The version that training on the offered batch produces."""
+        self.taken = False
+        self.changed: Callable[[], None] = lambda: None
+        """Called when a batch is offered, taken or withdrawn, and when a version is announced."""
+
+    def offer(self, group: str, version: int) -> None:
+        self.offered, self.due, self.taken = group, version, False
+        self.changed()
+
+    def withdraw(self) -> None:
+        self.offered, self.due, self.taken = "", None, False
+        self.changed()
+
+    def permit(self, version: int, group: str) -> None:
+        if version <= self.version or (version == 0 and self.version < 0):
+            return
+        if self.due is None or version != self.due:
+            reason = "no batch is on offer" if self.due is None else f"the batch on offer makes v{self.due}"
+            raise RequestRefused(
+                f"v{version} is not due: {reason} (rule: take a batch, step, announce its version)", 409
+            )
+        if not self.taken or (group and group != self.offered):
+            raise RequestRefused(
+                f"v{version} was not made of the batch on offer: the run gave up the one before (rule: take it again)",
+                409,
+            )
+
+    async def notify(self, version: int, path: str, group: str = "") -> None:
+        await super().notify(version, path, group)
+        self.changed()
+
+    def _experience_row(self, row: str, columns: Sequence[str]) -> ExperienceRow:
+        experience = super()._experience_row(row, columns)
+        if experience.group == self.offered and not self.taken:
+            self.taken = True
+            self.changed()
+        return experience
+
+
 def _rows(samples: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     """The rows of a batch in the wire format of `rollart.train.batch`."""
     lengths, score = array("i", samples["lengths"]), array("d", samples["score"])
@@ -325,6 +269,57 @@ def _msgpack_handler(
         return web.Response(body=msgpack.packb(answer), status=status, content_type="application/msgpack")
 
     return handler
+
+
+class TrainerStatusFile:
+    """Maintains `service.json`: replaced atomically at every change of the offered batch."""
+
+    def __init__(self, path: Path, state: BridgeState, url: str, listen: str) -> None:
+        self._path, self._bridge = path, state
+        self._about = {"schema_version": 1, "url": url, "listen": listen}
+        state.changed = self.write
+        self.write()
+
+    def write(self) -> None:
+        now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+        aside = self._path.with_name(f"{self._path.name}.part")
+        state = {"version": self._bridge.version, "state": self._state_text(), "since": now}
+        with contextlib.suppress(OSError):  # a full disk must not fail the caller's request
+            aside.write_text(json.dumps({**self._about, **state}))
+            aside.rename(self._path)
+
+    def _state_text(self) -> str:
+        state = self._bridge
+        if state.due is not None:
+            return f"batch {state.due} {'is being trained' if state.taken else 'waits to be taken'}"
+        return "waits for version 0" if state.version < 0 else "no batch on offer"
+
+
+def external_trainer_token(variable: str, file: Path | None) -> str:
+    """The access token of the external trainer; "" for none. A missing file is created. UsageError, one line."""
+    if variable:
+        token = os.environ.get(variable, "")
+        if not token:
+            raise UsageError(f"the variable {variable} is empty (rule: it holds the outside trainer's token)")
+        return token
+    if file is None:
+        return ""
+    try:
+        try:
+            made = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            if file.stat().st_mode & 0o077:
+                raise UsageError(f"{file} can be read by others (rule: mode 600)", remedy=f"chmod 600 {file}") from None
+            token = file.read_text().strip()
+        else:
+            token = secrets.token_urlsafe(32)
+            with os.fdopen(made, "w") as out:
+                out.write(token)
+    except OSError as error:
+        raise UsageError(f"cannot use {file}: {error.strerror}") from None
+    if not token:
+        raise UsageError(f"{file} is empty (rule: it holds the outside trainer's token)", remedy="delete it")
+    return token
 
 
 async def _serve(config: Path, listen: str, token: str, host: str, port: int) -> None:

@@ -27,6 +27,8 @@ from rollart.adapters.service.storage import ServiceStore
 from rollart.adapters.service.uploads import BLOCK_BYTES, StoredFile, WeightUploads
 from rollart.errors import StorageFailed
 
+__all__ = ["ServiceServer"]
+
 MAX_BODY = 256 * 2**20
 """Longest request body, bytes."""
 
@@ -89,7 +91,7 @@ class ServiceServer:
         return _json(self._state.status())
 
     async def _put_prompts(self, request: web.Request) -> web.Response:
-        body, blob, state = await _body(request), await _blob(request), self._current_state()
+        (body, blob), state = await _packed_body(request), self._current_state()
         prompts = [_object(p, "prompts") for p in _list(body, "prompts")]
         if blob is not None:
             prompts = [_columns(p, blob) for p in prompts]
@@ -100,7 +102,7 @@ class ServiceServer:
         return _json({"ids": await state.put_prompts(prompts, size, tokens=_whole(body, "tokens", 0), key=key)})
 
     async def _put(self, request: web.Request) -> web.Response:
-        body, blob, state = await _body(request), await _blob(request), self._current_state()
+        (body, blob), state = await _packed_body(request), self._current_state()
         rows = []
         for entry in (_object(r, "rows") for r in _list(body, "rows")):
             version = entry.get("version")
@@ -226,11 +228,11 @@ class ServiceServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        row = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if (
             self._token
             and request.path != "/health"
-            and not hmac.compare_digest(row.encode(errors="replace"), self._token.encode())
+            and not hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
         ):
             return _json({"error": "the token is not this service's"}, status=401)
         try:
@@ -277,19 +279,17 @@ def _row(row: ExperienceRow) -> dict[str, Any]:
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
-    raw = await request.read()
+    return (await _packed_body(request))[0]
+
+
+async def _packed_body(request: web.Request) -> tuple[Mapping[str, Any], bytes | None]:
+    """The body, and the bytes of its packed columns; None: the body is JSON."""
+    raw, packed = await request.read(), request.content_type == KIND
     try:
-        value = decoded(raw)[0] if request.content_type == KIND else json.loads(raw or b"{}")
+        value, blob = decoded(raw) if packed else (json.loads(raw or b"{}"), None)
     except (ValueError, RecursionError) as error:
-        raise RequestRefused(
-            f"the body is not {'packed columns' if request.content_type == KIND else 'JSON'}: {error}"
-        ) from None
-    return _object(value, "the body")
-
-
-async def _blob(request: web.Request) -> bytes | None:
-    """The bytes of the packed columns; None: the body is JSON."""
-    return decoded(await request.read())[1] if request.content_type == KIND else None
+        raise RequestRefused(f"the body is not {'packed columns' if packed else 'JSON'}: {error}") from None
+    return _object(value, "the body"), blob
 
 
 def _columns(row: Mapping[str, Any], blob: bytes) -> dict[str, Any]:

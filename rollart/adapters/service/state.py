@@ -1,12 +1,7 @@
-"""The state behind the service: the sample table, the opaque payloads of its rows, and the current weights.
+"""The state behind the service: the sample table, the opaque payloads of its rows, the leases on rows that consumers
+have not finished, and the current weights.
 
 Only `get`, `lease_rows`, `room` and `weights` wait for a change of state; every other call awaits at most the disk.
-
-Leases on rows that consumers took and have not finished: the rows return to their task at the deadline.
-
-The service's request models: setup and experience request, and the error of a refused call.
-
-Waiting for a change of shared state.
 """
 
 from __future__ import annotations
@@ -15,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -27,9 +22,419 @@ from rollart.adapters.service.storage import (
     ServiceStore,
     StoredRow,
     StoredState,
+    VolatileStore,
 )
 from rollart.policy.sample_table import Balanced, Fifo, Sampler, SampleRow, SampleTable, Selection, WholeGroups
 from rollart.policy.staleness import StalenessBound
+
+Polled = TypeVar("Polled")
+
+DONE_KEY_PREFIX = "lease "
+"""Prefix of the stored keys of finished leases, beside the keys of answered requests."""
+
+
+class RequestRefused(Exception):
+    """A call that breaks a rule. The message is for the caller; `status` is the HTTP status."""
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceTask:
+    """A consuming task: the columns that it reads, and whether it takes whole groups."""
+
+    columns: tuple[str, ...]
+    whole_groups: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceSetup:
+    """The configuration shared by all clients of a service. `staleness`: publishes that a sample may outlive; None:
+    unlimited."""
+
+    columns: tuple[str, ...]
+    tasks: Mapping[str, ServiceTask]
+    capacity: int = 4096
+    staleness: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceRequest:
+    """A request for experience: `count` rows, or groups if the task takes whole groups, for each of `consumers`."""
+
+    task: str
+    count: int
+    at_least: int | None = None
+    consumers: int = 1
+    columns: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExperienceRow:
+    """A row as it is handed to a consumer."""
+
+    id: str
+    group: str
+    version: int | None
+    values: Mapping[str, Any]
+
+
+class ServiceState:
+    """Serves any number of clients; all calls on one loop. Invariants: those of `SampleTable`; a payload is held
+    exactly as long as its row; no row is handed out that was sampled more than `staleness` publishes ago."""
+
+    def __init__(self, setup: ServiceSetup, store: ServiceStore | None = None) -> None:
+        """RequestRefused for an invalid setup. With a `store`, changes are persisted; `recovered` loads them."""
+        self._store = store or VolatileStore()
+        self.setup = setup
+        self.version, self.path = 0, ""
+        self.counts: Counter[str] = Counter()
+        self._bound = None if setup.staleness is None else StalenessBound(setup.staleness)
+        self._values = RowValues(self._store)
+        self._rows: dict[str, SampleRow] = {}
+        self._sampled: dict[str, int] = {}
+        """Policy version by row, for rows that were sampled."""
+        self._groups = 0
+        self._changes = ChangeNotifier()
+        self._leases = RowLeases()
+        self._answered: OrderedDict[str, list[str]] = OrderedDict()
+        """Row ids by the key of the request that put the prompts."""
+        with refuse_value_errors():
+            self.table = SampleTable(setup.columns, capacity=setup.capacity)
+            for name, task in setup.tasks.items():
+                self.table.declare(name, task.columns, whole_groups=task.whole_groups)
+
+    @classmethod
+    def recovered(cls, store: ServiceStore) -> ServiceState | None:
+        """The state at the last answered call; leases start again with their full time. None before the first
+        setup."""
+        stored = store.load()
+        if "setup" not in stored.meta:
+            return None
+        state = cls(decode_setup(stored.meta["setup"]), store)
+        state.version, state.path = stored.meta.get("weights", (0, ""))
+        state._groups = stored.meta.get("groups", 0)
+        state.counts.update(stored.meta.get("counts", {}))
+        now = asyncio.get_running_loop().time()
+        for lease in stored.leases:
+            state._leases.put(replace(lease, until=now + lease.seconds))
+        # Group by group, in order of arrival: each fits once the earlier groups have their former progress.
+        for _, group in itertools.groupby(stored.rows, key=lambda held: held.row.group):
+            state._recover(list(group), stored)
+        for name, answer in stored.keys.items():
+            if name.startswith(DONE_KEY_PREFIX):
+                state._leases.mark_done(name.removeprefix(DONE_KEY_PREFIX))
+            else:
+                state._answered[name] = answer
+        return state
+
+    def _recover(self, group: Sequence[StoredRow], stored: StoredState) -> None:
+        for held in group:
+            values = dict(stored.cells.get(held.row.id, {}))
+            self.table.add(held.row, *(self.setup.columns if held.freed else values))
+            if not held.freed:
+                self._rows[held.row.id] = held.row
+                self._values.put(held.row.id, values)
+                if held.sampled is not None:
+                    self._sampled[held.row.id] = held.sampled
+        for task, rows in stored.consumed.items():
+            self.table.take(task, sampler_of_rows([h.row.id for h in group if h.row.id in rows]))
+        for lease in stored.leases:
+            consumed = set(lease.consumed)
+            self.table.take(lease.task, sampler_of_rows([h.row.id for h in group if h.row.id in consumed]), hold=True)
+
+    async def begin(self) -> None:
+        """Persist the setup."""
+        self._store.meta(setup=setup_body(self.setup))
+        await self._flush()
+
+    async def put_prompts(
+        self, prompts: Sequence[Mapping[str, Any]], size: int, *, tokens: int = 0, key: str = ""
+    ) -> list[str]:
+        """Add one group of `size` rows per prompt, with the prompt's columns written; returns the row ids in order.
+        All or none: RequestRefused (503) if they do not fit. A repeated `key` returns the earlier request's ids."""
+        if key and key in self._answered:
+            await self._flush()
+            return self._answered[key]
+        if size < 1:
+            raise RequestRefused(f"group_size {size} (rule: at least 1)")
+        if size * len(prompts) > self.table.room():
+            raise RequestRefused(f"{size * len(prompts)} rows do not fit: there is room for {self.table.room()}", 503)
+        ids: list[str] = []
+        for values in prompts:
+            self._check_columns(values)
+        for values in ({column: pack(value) for column, value in prompt.items()} for prompt in prompts):
+            group, self._groups = f"g{self._groups}", self._groups + 1
+            for member in range(size):
+                row = SampleRow(_row_id(group, member), group, size, tokens, self.version)
+                with refuse_value_errors():
+                    self.table.add(row, *values)
+                self._rows[row.id] = row
+                self._values.put(row.id, values)
+                ids.append(row.id)
+                self._store.row(row, values)
+        self.counts["put"] += len(ids)
+        if key:
+            self._answered[key] = ids
+            if len(self._answered) > MAX_REMEMBERED_KEYS:
+                self._answered.popitem(last=False)
+        self._store.meta(groups=self._groups)
+        if key:
+            self._store.key(key, ids)
+        await self._notify_and_flush()
+        return ids
+
+    def answered(self, key: str) -> bool:
+        """True if a request with this key has put its prompts."""
+        return key in self._answered
+
+    async def put(self, row: str, values: Mapping[str, Any], version: int | None) -> bool:
+        """Write columns of a row, and the version that it was sampled with. False if the row is gone; its data is then
+        dropped. Idempotent."""
+        return (await self.put_all([(row, values, version)]))[row]
+
+    async def put_all(self, rows: Sequence[tuple[str, Mapping[str, Any], int | None]]) -> dict[str, bool]:
+        """As `put`, for several rows, persisted together. On RequestRefused, the rows before the refused one stay
+        written."""
+        try:
+            stored = {row: self._put(row, values, version) for row, values, version in rows}
+        finally:
+            self._drop_stale()
+            self._changes.wake()
+        await self._flush()
+        return {row: was and row in self._values for row, was in stored.items()}
+
+    def _put(self, row: str, values: Mapping[str, Any], version: int | None) -> bool:
+        self._check_columns(values)
+        if self._values.holds(row, values):
+            return True
+        if version is not None and version > self.version:
+            raise RequestRefused(f"row {row} was sampled with version {version}, the service knows {self.version}")
+        with refuse_value_errors():
+            if not self.table.put(row, *values):
+                self.counts["late"] += 1
+                return False
+        values = {column: pack(value) for column, value in values.items()}
+        self._values.put(row, values)
+        if version is not None:
+            self._sampled[row] = min(version, self._sampled.get(row, version))
+        self._store.cells(row, values, self._sampled.get(row))
+        return True
+
+    async def get(self, request: ExperienceRequest, seconds: float) -> list[list[ExperienceRow]]:
+        """Take rows that are ready for the task: one batch per consumer, about equal in tokens, marked as consumed.
+        Empty if too few rows are ready within `seconds`."""
+        columns = self._columns(request)
+        sampler = sampler_of(request, self.setup.tasks[request.task])
+        with refuse_value_errors():
+            taken = await self._until(lambda: self.table.take(request.task, sampler), seconds)
+        if taken is None:
+            return []
+        batches = [[self._experience_row(p.row.id, columns) for p in batch] for batch in taken.batches]
+        self.counts[f"taken.{request.task}"] += len(taken.consumed)
+        await self._finish_consumed(request.task, taken.consumed, taken.freed)
+        return batches
+
+    async def lease_rows(
+        self, request: ExperienceRequest, seconds: float, *, lease_s: float, key: str = ""
+    ) -> tuple[str, list[list[ExperienceRow]]]:
+        """As `get`, but the rows are consumed only when the consumer calls `done`: `lease_s` later they are ready for
+        the task again. Returns the lease's id and its batches; the `key` of an open lease returns that lease again."""
+        require_positive_lease(lease_s)
+        columns = self._columns(request)
+        sampler = sampler_of(request, self.setup.tasks[request.task])
+
+        def poll() -> RowLease | None:
+            lease = self._leases.by_key(key) if key else None  # includes a lease granted while this request waited
+            if lease is not None and any(row in self._values for row in lease.consumed):
+                return lease
+            if lease is not None:  # all of its rows were dropped
+                self._return_lease(lease.id)
+            return self._grant_lease(request.task, sampler, lease_s, key)
+
+        with refuse_value_errors():
+            lease = await self._until(poll, seconds)
+        if lease is None:
+            return "", []
+        await self._flush()
+        rows = [[self._experience_row(row, columns) for row in batch if row in self._values] for batch in lease.batches]
+        return lease.id, rows
+
+    async def done(self, lease_id: str) -> bool:
+        """Consume the rows of a lease. False if the lease had expired, so that other consumers may have its rows."""
+        self._expire()
+        lease = self._leases.end(lease_id, done=True)
+        if lease is None:
+            await self._flush()
+            return self._leases.done(lease_id)
+        held = [row for row in lease.consumed if row in self._values]
+        self.counts[f"taken.{lease.task}"] += len(held)
+        self._store.end_lease(lease_id)
+        self._store.key(DONE_KEY_PREFIX + lease_id, True)
+        await self._finish_consumed(lease.task, held, self.table.settle(lease.task, held))
+        return True
+
+    async def renew(self, lease_id: str, seconds: float) -> bool:
+        """Extend a lease; False if it is over."""
+        require_positive_lease(seconds)
+        self._expire()
+        renewed = self._leases.renew(lease_id, seconds, asyncio.get_running_loop().time()) is not None
+        self._changes.wake()
+        return renewed
+
+    async def return_lease(self, lease_id: str) -> bool:
+        """Make the rows of a lease ready for its task again; False if the lease is over."""
+        found = self._return_lease(lease_id)
+        await self._notify_and_flush()
+        return found
+
+    def _grant_lease(self, task: str, sampler: Sampler, lease_s: float, key: str) -> RowLease | None:
+        taken = self.table.take(task, sampler, hold=True)
+        if taken is None:
+            return None
+        batches = [[p.row.id for p in batch] for batch in taken.batches]
+        now = asyncio.get_running_loop().time()
+        lease = self._leases.grant(task, batches, taken.consumed, lease_s, now, key)
+        self._store.lease(lease)
+        self._changes.wake()  # waiting callers must consider the new lease's deadline
+        return lease
+
+    def _columns(self, request: ExperienceRequest) -> Sequence[str]:
+        task = self.setup.tasks.get(request.task)
+        if task is None:
+            raise RequestRefused(f"unknown task {request.task!r} (rule: {', '.join(self.setup.tasks)})", 404)
+        columns = task.columns if request.columns is None else request.columns
+        self._check_columns(columns)
+        return columns
+
+    async def room(self, rows: int, seconds: float) -> int:
+        """Free capacity in rows, as soon as `rows` fit or after `seconds`. RequestRefused (400) for more rows than the
+        capacity."""
+        if rows > self.setup.capacity:
+            raise RequestRefused(f"{rows} rows do not fit (rule: at most the capacity at once, {self.setup.capacity})")
+        await self._until(lambda: self.table.room() if self.table.room() >= rows else None, seconds)
+        return self.table.room()
+
+    async def drop(self, group: str, reason: str) -> list[str]:
+        """Drop a group for all tasks; returns its rows that were still held."""
+        held = self._drop(group, reason)
+        await self._notify_and_flush()
+        return held
+
+    def _drop(self, group: str, reason: str) -> list[str]:
+        held = self.table.drop(group)
+        for row in held:
+            self._forget(row)
+        self.counts[f"dropped.{reason}"] += len(held)
+        self._store.group_gone(group)
+        return list(held)
+
+    def permit(self, version: int, group: str) -> None:
+        """RequestRefused (409) for a version that may not be announced now. `group`: a batch that it was trained on."""
+
+    async def notify(self, version: int, path: str, group: str = "") -> None:
+        """Announce new weights. Groups with a row that is now too stale are dropped. Idempotent."""
+        if (version, path) == (self.version, self.path):
+            return await self._flush()
+        self.permit(version, group)
+        if version <= self.version:
+            raise RequestRefused(f"version {version} after {self.version} (rule: versions grow)", 409)
+        self.version, self.path = version, path
+        self._store.meta(weights=[version, path])
+        self._drop_stale()
+        await self._notify_and_flush()
+        return None
+
+    async def reset(self, version: int, path: str) -> None:
+        """Go back to a version, whatever was published since."""
+        self.version, self.path = version, path
+        await self._notify_and_flush()
+
+    async def weights(self, after: int, seconds: float) -> tuple[int, str]:
+        """The current version and its path, as soon as it is above `after`, or after `seconds`."""
+        await self._until(lambda: True if self.version > after else None, seconds)
+        await self._flush()
+        return self.version, self.path
+
+    def status(self) -> dict[str, Any]:
+        ready = {name: len(self.table.ready(name).rows) for name in self.setup.tasks}
+        return {
+            "version": self.version,
+            "path": self.path,
+            "rows": len(self.table),
+            "room": self.table.room(),
+            "ready": ready,
+            "leases": len(self._leases.open),
+            "counts": dict(sorted(self.counts.items())),
+        }
+
+    def _drop_stale(self) -> None:
+        if self._bound is not None:
+            old = [r for r, v in self._sampled.items() if self._bound.stale(v, self.version)]
+            for group in dict.fromkeys(self._rows[r].group for r in old):
+                self._drop(group, "stale")
+
+    async def _finish_consumed(self, task: str, consumed: Sequence[str], freed: Sequence[str]) -> None:
+        sizes = {self._rows[row].group: self._rows[row].group_size for row in freed}
+        for row in freed:
+            self._forget(row)
+        self._store.consumed(task, consumed)
+        self._store.freed(freed)
+        for group, size in sizes.items():
+            if not any(_row_id(group, member) in self._rows for member in range(size)):
+                self._store.group_gone(group)
+        await (self._notify_and_flush() if freed else self._flush())
+
+    def _return_lease(self, lease_id: str) -> bool:
+        lease = self._leases.end(lease_id, done=False)
+        if lease is None:
+            return False
+        self.table.restore(lease.task, lease.consumed)
+        self.counts[f"returned.{lease.task}"] += len(lease.consumed)
+        self._store.end_lease(lease_id)
+        return True
+
+    def _expire(self) -> None:
+        """Return the rows of expired leases."""
+        for lease in self._leases.due(asyncio.get_running_loop().time()):
+            self._return_lease(lease.id)
+
+    async def _flush(self) -> None:
+        if self._store.changed:
+            self._store.meta(counts=dict(self.counts))
+        await self._store.flush()
+        self._values.drop_written()
+
+    def _forget(self, row: str) -> None:
+        self._values.forget(row)
+        del self._rows[row]
+        self._sampled.pop(row, None)
+
+    def _experience_row(self, row: str, columns: Sequence[str]) -> ExperienceRow:
+        return ExperienceRow(row, self._rows[row].group, self._sampled.get(row), self._values.select(row, columns))
+
+    def _check_columns(self, columns: Mapping[str, Any] | Sequence[str]) -> None:
+        unknown = [c for c in columns if c not in self.setup.columns]
+        if unknown:
+            raise RequestRefused(f"unknown column {unknown[0]!r} (rule: {', '.join(self.setup.columns)})")
+
+    async def _notify_and_flush(self) -> None:
+        """Wake the waiting callers, then wait for the disk. In this order, a caller that is cancelled during the
+        flush, or whose flush fails, delays no other. The woken callers answer only after their own flush."""
+        self._changes.wake()
+        await self._flush()
+
+    async def _until(self, poll: Callable[[], Polled | None], seconds: float) -> Polled | None:
+        """The first result of `poll` that is not None, polled at every change and at every lease's expiry; None after
+        `seconds`."""
+
+        def expire_and_poll() -> Polled | None:
+            self._expire()
+            return poll()
+
+        return await self._changes.until(expire_and_poll, seconds, self._leases.next_due)
 
 
 class RowLeases:
@@ -93,52 +498,36 @@ class RowLeases:
         return min((lease.until for lease in self.open.values()), default=None)
 
 
-class RequestRefused(Exception):
-    """A call that breaks a rule. The message is for the caller; `status` is the HTTP status."""
+class ChangeNotifier:
+    """Serves any number of callers on one loop; each polls again after every `wake`, which never waits."""
 
-    def __init__(self, message: str, status: int = 400) -> None:
-        super().__init__(message)
-        self.status = status
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+        """Set at the next change, and then replaced."""
 
+    def wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
-@dataclass(frozen=True, slots=True)
-class ServiceTask:
-    """A consuming task: the columns that it reads, and whether it takes whole groups."""
-
-    columns: tuple[str, ...]
-    whole_groups: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceSetup:
-    """The configuration shared by all clients of a service. `staleness`: publishes that a sample may outlive; None:
-    unlimited."""
-
-    columns: tuple[str, ...]
-    tasks: Mapping[str, ServiceTask]
-    capacity: int = 4096
-    staleness: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class ExperienceRequest:
-    """A request for experience: `count` rows, or groups if the task takes whole groups, for each of `consumers`."""
-
-    task: str
-    count: int
-    at_least: int | None = None
-    consumers: int = 1
-    columns: tuple[str, ...] | None = None
+    async def until(
+        self, poll: Callable[[], Polled | None], seconds: float, due: Callable[[], float | None]
+    ) -> Polled | None:
+        """The first result of `poll` that is not None; None after `seconds`. `poll` is called at once, at every change
+        and at the loop time that `due` returns."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while True:
+            found = poll()
+            if found is not None or loop.time() >= end:
+                return found
+            next_due, changed = due(), self._changed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(end if next_due is None else min(end, next_due)):
+                    await changed.wait()
 
 
-@dataclass(frozen=True, slots=True)
-class ExperienceRow:
-    """A row as it is handed to a consumer."""
-
-    id: str
-    group: str
-    version: int | None
-    values: Mapping[str, Any]
+def _row_id(group: str, member: int) -> str:
+    return f"{group}.{member}"
 
 
 def setup_body(setup: ServiceSetup) -> dict[str, Any]:
@@ -173,417 +562,10 @@ def require_positive_lease(lease_s: float) -> None:
         raise RequestRefused(f"lease_s {lease_s} (rule: above 0)")
 
 
-class refuse_value_errors:
-    """Context manager that turns the table's ValueErrors into RequestRefused."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ValueError):
-            raise RequestRefused(str(error)) from None
-
-
-Polled = TypeVar("Polled")
-
-
-class ChangeNotifier:
-    """Serves any number of callers on one loop; each polls again after every `wake`, which never waits."""
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Event()
-        """Set at the next change, and then replaced."""
-
-    def wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def until(
-        self, poll: Callable[[], Polled | None], seconds: float, due: Callable[[], float | None]
-    ) -> Polled | None:
-        """The first result of `poll` that is not None; None after `seconds`. `poll` is called at once, at every change
-        and at the loop time that `due` returns."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
-        while True:
-            found = poll()
-            if found is not None or loop.time() >= end:
-                return found
-            next_due, changed = due(), self._changed
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(end if next_due is None else min(end, next_due)):
-                    await changed.wait()
-
-
-T = TypeVar("T")
-
-DONE_KEY_PREFIX = "lease "
-"""Prefix of the stored keys of finished leases, beside the keys of answered requests."""
-
-
-class ServiceState:
-    """Serves any number of clients; all calls on one loop. Invariants: those of `SampleTable`; a payload is held
-    exactly as long as its row; no row is handed out that was sampled more than `staleness` publishes ago."""
-
-    def __init__(self, setup: ServiceSetup, store: ServiceStore | None = None) -> None:
-        """RequestRefused for an invalid setup. With a `store`, changes are persisted; `recovered` loads them."""
-        self.setup = setup
-        self.version, self.path = 0, ""
-        self.counts: Counter[str] = Counter()
-        self._bound = None if setup.staleness is None else StalenessBound(setup.staleness)
-        self._values = RowValues(store)
-        self._rows: dict[str, SampleRow] = {}
-        self._sampled: dict[str, int] = {}
-        """Policy version by row, for rows that were sampled."""
-        self._groups = 0
-        self._changes = ChangeNotifier()
-        self._store = store
-        self._leases = RowLeases()
-        self._answered: OrderedDict[str, list[str]] = OrderedDict()
-        """Row ids by the key of the request that put the prompts."""
-        with refuse_value_errors():
-            self.table = SampleTable(setup.columns, capacity=setup.capacity)
-            for name, task in setup.tasks.items():
-                self.table.declare(name, task.columns, whole_groups=task.whole_groups)
-
-    @classmethod
-    def recovered(cls, store: ServiceStore) -> ServiceState | None:
-        """The state at the last answered call; leases start again with their full time. None before the first
-        setup."""
-        stored = store.load()
-        if "setup" not in stored.meta:
-            return None
-        state = cls(decode_setup(stored.meta["setup"]), store)
-        state.version, state.path = stored.meta.get("weights", (0, ""))
-        state._groups = stored.meta.get("groups", 0)
-        state.counts.update(stored.meta.get("counts", {}))
-        now = asyncio.get_running_loop().time()
-        for lease in stored.loans:
-            state._leases.put(replace(lease, until=now + lease.seconds))
-        # Group by group, in order of arrival: each fits once the earlier groups have their former progress.
-        for _, group in itertools.groupby(stored.rows, key=lambda held: held.row.group):
-            state._recover(list(group), stored)
-        for name, answer in stored.keys.items():
-            if name.startswith(DONE_KEY_PREFIX):
-                state._leases.mark_done(name.removeprefix(DONE_KEY_PREFIX))
-            else:
-                state._answered[name] = answer
-        return state
-
-    def _recover(self, group: Sequence[StoredRow], stored: StoredState) -> None:
-        for held in group:
-            values = dict(stored.cells.get(held.row.id, {}))
-            self.table.add(held.row, *(self.setup.columns if held.freed else values))
-            if not held.freed:
-                self._rows[held.row.id] = held.row
-                self._values.put(held.row.id, values)
-                if held.sampled is not None:
-                    self._sampled[held.row.id] = held.sampled
-        for task, rows in stored.consumed.items():
-            self.table.take(task, sampler_of_rows([h.row.id for h in group if h.row.id in rows]))
-        for lease in stored.loans:
-            consumed = set(lease.consumed)
-            self.table.take(lease.task, sampler_of_rows([h.row.id for h in group if h.row.id in consumed]), hold=True)
-
-    async def begin(self) -> None:
-        """Persist the setup."""
-        if self._store is not None:
-            self._store.meta(setup=setup_body(self.setup))
-        await self._flush()
-
-    async def put_prompts(
-        self, prompts: Sequence[Mapping[str, Any]], size: int, *, tokens: int = 0, key: str = ""
-    ) -> list[str]:
-        """Add one group of `size` rows per prompt, with the prompt's columns written; returns the row ids in order.
-        All or none: RequestRefused (503) if they do not fit. A repeated `key` returns the earlier request's ids."""
-        if key and key in self._answered:
-            await self._flush()
-            return self._answered[key]
-        if size < 1:
-            raise RequestRefused(f"group_size {size} (rule: at least 1)")
-        if size * len(prompts) > self.table.room():
-            raise RequestRefused(f"{size * len(prompts)} rows do not fit: there is room for {self.table.room()}", 503)
-        ids: list[str] = []
-        for values in prompts:
-            self._check_columns(values)
-        for values in ({column: pack(value) for column, value in prompt.items()} for prompt in prompts):
-            group, self._groups = f"g{self._groups}", self._groups + 1
-            for member in range(size):
-                row = SampleRow(f"{group}.{member}", group, size, tokens, self.version)
-                with refuse_value_errors():
-                    self.table.add(row, *values)
-                self._rows[row.id] = row
-                self._values.put(row.id, values)
-                ids.append(row.id)
-                if self._store is not None:
-                    self._store.row(row, values)
-        self.counts["put"] += len(ids)
-        if key:
-            self._answered[key] = ids
-            if len(self._answered) > MAX_REMEMBERED_KEYS:
-                self._answered.popitem(last=False)
-        if self._store is not None:
-            self._store.meta(groups=self._groups)
-            if key:
-                self._store.key(key, ids)
-        await self._notify_and_flush()
-        return ids
-
-    def answered(self, key: str) -> bool:
-        """True if a request with this key has put its prompts."""
-        return key in self._answered
-
-    async def put(self, row: str, values: Mapping[str, Any], version: int | None) -> bool:
-        """Write columns of a row, and the version that it was sampled with. False if the row is gone; its data is then
-        dropped. Idempotent."""
-        return (await self.put_all([(row, values, version)]))[row]
-
-    async def put_all(self, rows: Sequence[tuple[str, Mapping[str, Any], int | None]]) -> dict[str, bool]:
-        """As `put`, for several rows, persisted together. On RequestRefused, the rows before the refused one stay
-        written."""
-        try:
-            stored = {row: self._put(row, values, version) for row, values, version in rows}
-        finally:
-            self._drop_stale()
-            self._changes.wake()
-        await self._flush()
-        return {row: was and row in self._values for row, was in stored.items()}
-
-    def _put(self, row: str, values: Mapping[str, Any], version: int | None) -> bool:
-        self._check_columns(values)
-        if self._values.holds(row, values):
-            return True
-        if version is not None and version > self.version:
-            raise RequestRefused(f"row {row} was sampled with version {version}, the service knows {self.version}")
-        with refuse_value_errors():
-            if not self.table.put(row, *values):
-                self.counts["late"] += 1
-                return False
-        values = {column: pack(value) for column, value in values.items()}
-        self._values.put(row, values)
-        if version is not None:
-            self._sampled[row] = min(version, self._sampled.get(row, version))
-        if self._store is not None:
-            self._store.cells(row, values, self._sampled.get(row))
-        return True
-
-    async def get(self, request: ExperienceRequest, seconds: float) -> list[list[ExperienceRow]]:
-        """Take rows that are ready for the task: one batch per consumer, about equal in tokens, marked as consumed.
-        Empty if too few rows are ready within `seconds`."""
-        columns = self._columns(request)
-        sampler = sampler_of(request, self.setup.tasks[request.task])
-        with refuse_value_errors():
-            taken = await self._until(lambda: self.table.take(request.task, sampler), seconds)
-        if taken is None:
-            return []
-        batches = [[self._experience_row(p.row.id, columns) for p in batch] for batch in taken.batches]
-        self.counts[f"taken.{request.task}"] += len(taken.consumed)
-        await self._finish_consumed(request.task, taken.consumed, taken.freed)
-        return batches
-
-    async def lease_rows(
-        self, request: ExperienceRequest, seconds: float, *, lease_s: float, key: str = ""
-    ) -> tuple[str, list[list[ExperienceRow]]]:
-        """As `get`, but the rows are consumed only when the consumer calls `done`: `lease_s` later they are ready for
-        the task again. Returns the lease's id and its batches; the `key` of an open lease returns that lease again."""
-        require_positive_lease(lease_s)
-        columns = self._columns(request)
-        sampler = sampler_of(request, self.setup.tasks[request.task])
-
-        def poll() -> RowLease | None:
-            lease = self._leases.by_key(key) if key else None  # includes a lease granted while this request waited
-            if lease is not None and any(row in self._values for row in lease.consumed):
-                return lease
-            if lease is not None:  # all of its rows were dropped
-                self._return_lease(lease.id)
-            return self._grant_lease(request.task, sampler, lease_s, key)
-
-        with refuse_value_errors():
-            lease = await self._until(poll, seconds)
-        if lease is None:
-            return "", []
-        await self._flush()
-        rows = [[self._experience_row(row, columns) for row in batch if row in self._values] for batch in lease.batches]
-        return lease.id, rows
-
-    async def done(self, lease_id: str) -> bool:
-        """Consume the rows of a lease. False if the lease had expired, so that other consumers may have its rows."""
-        self._expire()
-        lease = self._leases.end(lease_id, done=True)
-        if lease is None:
-            await self._flush()
-            return self._leases.done(lease_id)
-        held = [row for row in lease.consumed if row in self._values]
-        self.counts[f"taken.{lease.task}"] += len(held)
-        if self._store is not None:
-            self._store.end_lease(lease_id)
-            self._store.key(DONE_KEY_PREFIX + lease_id, True)
-        await self._finish_consumed(lease.task, held, self.table.settle(lease.task, held))
-        return True
-
-    async def renew(self, lease_id: str, seconds: float) -> bool:
-        """Extend a lease; False if it is over."""
-        require_positive_lease(seconds)
-        self._expire()
-        renewed = self._leases.renew(lease_id, seconds, asyncio.get_running_loop().time()) is not None
-        self._changes.wake()
-        return renewed
-
-    async def return_lease(self, lease_id: str) -> bool:
-        """Make the rows of a lease ready for its task again; False if the lease is over."""
-        found = self._return_lease(lease_id)
-        await self._notify_and_flush()
-        return found
-
-    def _grant_lease(self, task: str, sampler: Sampler, lease_s: float, key: str) -> RowLease | None:
-        taken = self.table.take(task, sampler, hold=True)
-        if taken is None:
-            return None
-        batches = [[p.row.id for p in batch] for batch in taken.batches]
-        now = asyncio.get_running_loop().time()
-        lease = self._leases.grant(task, batches, taken.consumed, lease_s, now, key)
-        if self._store is not None:
-            self._store.lease(lease)
-        self._changes.wake()  # waiting callers must consider the new lease's deadline
-        return lease
-
-    def _columns(self, request: ExperienceRequest) -> Sequence[str]:
-        task = self.setup.tasks.get(request.task)
-        if task is None:
-            raise RequestRefused(f"unknown task {request.task!r} (rule: {', '.join(self.setup.tasks)})", 404)
-        columns = task.columns if request.columns is None else request.columns
-        self._check_columns(columns)
-        return columns
-
-    async def room(self, rows: int, seconds: float) -> int:
-        """Free capacity in rows, as soon as `rows` fit or after `seconds`. RequestRefused (400) for more rows than the
-        capacity."""
-        if rows > self.setup.capacity:
-            raise RequestRefused(f"{rows} rows do not fit (rule: at most the capacity at once, {self.setup.capacity})")
-        await self._until(lambda: self.table.room() if self.table.room() >= rows else None, seconds)
-        return self.table.room()
-
-    async def drop(self, group: str, reason: str) -> list[str]:
-        """Drop a group for all tasks; returns its rows that were still held."""
-        held = self._drop(group, reason)
-        await self._notify_and_flush()
-        return held
-
-    def _drop(self, group: str, reason: str) -> list[str]:
-        held = self.table.drop(group)
-        for row in held:
-            self._forget(row)
-        self.counts[f"dropped.{reason}"] += len(held)
-        if self._store is not None:
-            self._store.group_gone(group)
-        return list(held)
-
-    def permit(self, version: int, group: str) -> None:
-        """RequestRefused (409) for a version that may not be announced now. `group`: a batch that it was trained on."""
-
-    async def notify(self, version: int, path: str, group: str = "") -> None:
-        """Announce new weights. Groups with a row that is now too stale are dropped. Idempotent."""
-        if (version, path) == (self.version, self.path):
-            return await self._flush()
-        self.permit(version, group)
-        if version <= self.version:
-            raise RequestRefused(f"version {version} after {self.version} (rule: versions grow)", 409)
-        self.version, self.path = version, path
-        if self._store is not None:
-            self._store.meta(weights=[version, path])
-        self._drop_stale()
-        await self._notify_and_flush()
-        return None
-
-    async def reset(self, version: int, path: str) -> None:
-        """Go back to a version, whatever was published since."""
-        self.version, self.path = version, path
-        await self._notify_and_flush()
-
-    async def weights(self, after: int, seconds: float) -> tuple[int, str]:
-        """The current version and its path, as soon as it is above `after`, or after `seconds`."""
-        await self._until(lambda: True if self.version > after else None, seconds)
-        await self._flush()
-        return self.version, self.path
-
-    def status(self) -> dict[str, Any]:
-        ready = {name: len(self.table.ready(name).rows) for name in self.setup.tasks}
-        return {
-            "version": self.version,
-            "path": self.path,
-            "rows": len(self.table),
-            "room": self.table.room(),
-            "ready": ready,
-            "leases": len(self._leases.open),
-            "counts": dict(sorted(self.counts.items())),
-        }
-
-    def _drop_stale(self) -> None:
-        if self._bound is not None:
-            old = [r for r, v in self._sampled.items() if self._bound.stale(v, self.version)]
-            for group in dict.fromkeys(self._rows[r].group for r in old):
-                self._drop(group, "stale")
-
-    async def _finish_consumed(self, task: str, consumed: Sequence[str], freed: Sequence[str]) -> None:
-        groups = dict.fromkeys(self._rows[row].group for row in freed)
-        for row in freed:
-            self._forget(row)
-        if self._store is not None:
-            self._store.consumed(task, consumed)
-            self._store.freed(freed)
-            remaining = {r.group for r in self._rows.values()} if groups else set()
-            for group in groups:
-                if group not in remaining:
-                    self._store.group_gone(group)
-        await (self._notify_and_flush() if freed else self._flush())
-
-    def _return_lease(self, lease_id: str) -> bool:
-        lease = self._leases.end(lease_id, done=False)
-        if lease is None:
-            return False
-        self.table.restore(lease.task, lease.consumed)
-        self.counts[f"returned.{lease.task}"] += len(lease.consumed)
-        if self._store is not None:
-            self._store.end_lease(lease_id)
-        return True
-
-    def _expire(self) -> None:
-        """Return the rows of expired leases."""
-        for lease in self._leases.due(asyncio.get_running_loop().time()):
-            self._return_lease(lease.id)
-
-    async def _flush(self) -> None:
-        if self._store is not None:
-            if self._store.changed:
-                self._store.meta(counts=dict(self.counts))
-            await self._store.flush()
-            self._values.drop_written()
-
-    def _forget(self, row: str) -> None:
-        self._values.forget(row)
-        del self._rows[row]
-        self._sampled.pop(row, None)
-
-    def _experience_row(self, row: str, columns: Sequence[str]) -> ExperienceRow:
-        return ExperienceRow(row, self._rows[row].group, self._sampled.get(row), self._values.select(row, columns))
-
-    def _check_columns(self, columns: Mapping[str, Any] | Sequence[str]) -> None:
-        unknown = [c for c in columns if c not in self.setup.columns]
-        if unknown:
-            raise RequestRefused(f"unknown column {unknown[0]!r} (rule: {', '.join(self.setup.columns)})")
-
-    async def _notify_and_flush(self) -> None:
-        """Wake the waiting callers, then wait for the disk. In this order, a caller that is cancelled during the
-        flush, or whose flush fails, delays no other. The woken callers answer only after their own flush."""
-        self._changes.wake()
-        await self._flush()
-
-    async def _until(self, poll: Callable[[], T | None], seconds: float) -> T | None:
-        """The first result of `poll` that is not None, polled at every change and at every lease's expiry; None after
-        `seconds`."""
-
-        def expire_and_poll() -> T | None:
-            self._expire()
-            return poll()
-
-        return await self._changes.until(expire_and_poll, seconds, self._leases.next_due)
+@contextlib.contextmanager
+def refuse_value_errors() -> Iterator[None]:
+    """Turn the table's ValueErrors into RequestRefused."""
+    try:
+        yield
+    except ValueError as error:
+        raise RequestRefused(str(error)) from None

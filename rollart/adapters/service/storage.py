@@ -1,7 +1,5 @@
-"""Persistence of a service: SQLite, with large values in segment files beside it, as in a run's ledger.
-
-The values of a table's rows: numbers are packed, and large values are kept on disk only, if there is a store.
-"""
+"""The values of a service's rows, and its persistence: SQLite, with large values in segment files beside it, as in a
+run's ledger."""
 
 from __future__ import annotations
 
@@ -79,7 +77,7 @@ class StoredState:
     rows: Sequence[StoredRow]
     cells: Mapping[str, Mapping[str, Any]]
     consumed: Mapping[str, set[str]]
-    loans: Sequence[RowLease]
+    leases: Sequence[RowLease]
     keys: Mapping[str, Any]
 
 
@@ -259,27 +257,43 @@ class ServiceStore:
         return statement, values
 
 
-def _encode_value(value: Any) -> str | bytes:
-    """JSON; or for packed numbers a zero byte (which starts no JSON), the type code, and the data."""
-    return b"\0" + value.code.encode() + value.data if isinstance(value, PackedColumn) else json.dumps(value)
+class VolatileStore(ServiceStore):
+    """Keeps nothing: the state is in memory alone."""
 
+    def __init__(self) -> None:
+        pass
 
-def _decode_value(written: str | bytes) -> Any:
-    if isinstance(written, bytes) and written[:1] == b"\0":
-        return PackedColumn(chr(written[1]), written[2:])
-    return pack(json.loads(written))
+    def load(self) -> StoredState:
+        return StoredState({}, (), {}, {}, (), {})
 
+    def row(self, row: SampleRow, values: Mapping[str, Any]) -> None:
+        pass
 
-def _decode_lease(body: list[Any]) -> RowLease:
-    id, task, batches, consumed, seconds, key = body
-    return RowLease(id, task, tuple(map(tuple, batches)), tuple(consumed), seconds, 0.0, key)
+    def cells(self, row: str, values: Mapping[str, Any], sampled: int | None = None) -> None:
+        pass
+
+    def written_locations(self) -> Iterator[tuple[str, str, SegmentLocation]]:
+        return iter(())
+
+    @property
+    def changed(self) -> bool:
+        return False
+
+    async def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    def _queue(self, statement: str, *values: Any) -> None:
+        pass
 
 
 class RowValues:
     """Values by row and column. A value above `INLINE_LIMIT` is held in memory only until the store has written it to
     a segment; afterwards it is read from there (usually from the page cache) when it is handed out."""
 
-    def __init__(self, store: ServiceStore | None) -> None:
+    def __init__(self, store: ServiceStore) -> None:
         self._store = store
         self._rows: dict[str, dict[str, Any]] = {}
 
@@ -310,13 +324,25 @@ class RowValues:
 
     def drop_written(self) -> None:
         """Drop values from memory that are on disk by now."""
-        if self._store is not None:
-            for row, column, location in self._store.written_locations():
-                if row in self._rows and column in self._rows[row]:
-                    self._rows[row][column] = location
+        for row, column, location in self._store.written_locations():
+            if row in self._rows and column in self._rows[row]:
+                self._rows[row][column] = location
 
     def _read(self, value: Any) -> Any:
-        if isinstance(value, SegmentLocation):
-            assert self._store is not None
-            return self._store.read(value)
-        return value
+        return self._store.read(value) if isinstance(value, SegmentLocation) else value
+
+
+def _encode_value(value: Any) -> str | bytes:
+    """JSON; or for packed numbers a zero byte (which starts no JSON), the type code, and the data."""
+    return b"\0" + value.code.encode() + value.data if isinstance(value, PackedColumn) else json.dumps(value)
+
+
+def _decode_value(written: str | bytes) -> Any:
+    if isinstance(written, bytes) and written[:1] == b"\0":
+        return PackedColumn(chr(written[1]), written[2:])
+    return pack(json.loads(written))
+
+
+def _decode_lease(body: list[Any]) -> RowLease:
+    id, task, batches, consumed, seconds, key = body
+    return RowLease(id, task, tuple(map(tuple, batches)), tuple(consumed), seconds, 0.0, key)

@@ -18,6 +18,8 @@ from typing import BinaryIO, TypeVar
 from rollart.adapters.service.state import RequestRefused
 from rollart.errors import StorageFailed
 
+__all__ = ["StoredFile", "WeightUploads"]
+
 T = TypeVar("T")
 
 BLOCK_BYTES = 4 * 2**20
