@@ -25,6 +25,7 @@ from rollart.policy.routing import PREFILL_RULES, RoutingPolicy
 from rollart.policy.schedules import resolve
 from rollart.ports import Charge
 from rollart.serving.engine_registry import GatewayLimits
+from rollart.settings.rollout import TailBatchingSpec
 from rollart.sim import loop as virtual
 from rollart.sim.engine import DisaggregatedEngine, EngineLimits, KvFabric, ModelledEngine, SimulatedJob
 from rollart.sim.environments import ResetFaults, SimulatedDomain, SimulatedHost
@@ -34,7 +35,6 @@ from rollart.sim.site import BilledDevices, PlacedEngine
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer
 from rollart.sim.workload import GeneratedWorkload, WorkloadShape, mass_of
-from rollart.strategies.tail_batching import TailSettings
 from rollart.testing.ledger import MemoryRecorder
 
 __all__ = ["Bed", "Played", "Serving", "Task", "mean", "play"]
@@ -190,7 +190,7 @@ def _settings(bed: Bed) -> ControlSettings:
             steps=bed.steps,
             rules=resolve(bed.schedule, bed.alpha),
             max_fault_rate=1.0,
-            tail=None if bed.tail is None else TailSettings(bed.tail, bed.tail),
+            tail=None if bed.tail is None else TailBatchingSpec(eta_prompts=bed.tail, eta_responses=bed.tail),
         ),
         token_budget=bed.token_budget,
         overlap=bed.overlap,

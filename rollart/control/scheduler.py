@@ -28,12 +28,13 @@ from rollart.policy.schedules import Admission, Schedule
 from rollart.policy.schedules import RewardTiming as RewardStage
 from rollart.ports import FINISHED, Charge, Journal, Recorder, Recovered, RunEvent
 from rollart.serving.group_colocation import GroupColocation
+from rollart.settings.rollout import FilterSpec, TailBatchingSpec
 from rollart.strategies.fairness import DomainShareTracker, FairnessSettings
-from rollart.strategies.filtering import FilterSettings, GroupFilter, additional_prompts
+from rollart.strategies.filtering import GroupFilter, additional_prompts
 from rollart.strategies.pacing import StartPace
 from rollart.strategies.prefetch import Prefetcher, PrefetchSettings
 from rollart.strategies.redundancy import Redundancy, RedundancyController, SelectionBiasReport
-from rollart.strategies.tail_batching import RELAUNCH_MARK, GroupLaunch, PendingPrompt, TailBatchRounds, TailSettings
+from rollart.strategies.tail_batching import RELAUNCH_MARK, GroupLaunch, PendingPrompt, TailBatchRounds
 
 
 class PromptAdmission:
@@ -54,7 +55,7 @@ class PromptAdmission:
         steps: int,
         redundancy: Redundancy,
         additional: Mapping[str, int],
-        tail: TailSettings | None,
+        tail: TailBatchingSpec | None,
         shares: DomainShareTracker | None = None,
         pace: StartPace | None = None,
     ) -> None:
@@ -425,9 +426,9 @@ class SchedulerSettings:
     max_fault_rate: float = 0.05
     min_faults: int = 20
     redundancy: Redundancy = field(default_factory=Redundancy)
-    tail: TailSettings | None = None
+    tail: TailBatchingSpec | None = None
     """Tail batching, under a schedule of one batch at a time."""
-    filter: FilterSettings = field(default_factory=FilterSettings)
+    filter: FilterSpec = field(default_factory=FilterSpec)
     fairness: FairnessSettings | None = None
     """Shares of domains instead of quotas."""
     prefetch: PrefetchSettings | None = None
@@ -474,7 +475,7 @@ class Scheduler:
             seed=settings.seed,
             steps=settings.steps,
             redundancy=settings.redundancy,
-            additional=additional_prompts(domains, settings.filter.additional),
+            additional=additional_prompts(domains, settings.filter.max_additional_running_prompts),
             tail=settings.tail,
             shares=shares,
             pace=self._pace,

@@ -11,7 +11,7 @@ from placement.roofline import transfer_s
 from placement.types import Assignment, Deployment, Device, InstanceModel, Performance, Placement, Role
 from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
 from rollart.policy.routing import HardwareAffinity, RoutingPolicy, prefill_rule
-from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings, TrajectoryDispatch
+from rollart.serving.kv_admission import ConcurrencySettings, TrajectoryDispatch
 from rollart.settings.planning import device_name
 from rollart.settings.resolve import Resolved
 from rollart.strategies.skew_aware import SkewAwareDispatcher
@@ -65,7 +65,7 @@ def concurrency_settings(resolved: Resolved) -> ConcurrencySettings | None:
     context = float(resolved.run.model.context)
     known = () if resolved.problem is None else resolved.problem.domains
     return ConcurrencySettings(
-        AimdSettings(**spec.model_dump(exclude={"mode"})),
+        spec,
         {d.name: min(d.total_tokens, context) for d in known},
         SkewAwareDispatcher if skew_aware else TrajectoryDispatch,
     )

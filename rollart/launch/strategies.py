@@ -20,11 +20,10 @@ from rollart.launch.routing import SERVING_ROLES
 from rollart.launch.start_limits import engine_start_limits
 from rollart.policy.parallelism import TensorParallelRule
 from rollart.settings.resolve import Resolved
-from rollart.settings.rollout import FairnessSpec, FilterSpec, ParallelismSpec
+from rollart.settings.rollout import FairnessSpec, ParallelismSpec
 from rollart.settings.run import RunSpec
 from rollart.shares import DomainShare
-from rollart.strategies.fairness import DriftSettings, FairnessSettings
-from rollart.strategies.filtering import FilterSettings
+from rollart.strategies.fairness import FairnessSettings
 from rollart.strategies.lending import LendingSettings
 from rollart.strategies.rolling_update import Delayed, OnDivergence, Staggered, UpdatePolicy, VersionProbe
 from rollart.strategies.tp_change import ReshardSettings
@@ -187,12 +186,4 @@ def fairness_settings(run: RunSpec) -> FairnessSettings | None:
     spec = run.rollout.fairness or FairnessSpec()
     shares = tuple(DomainShare(d.name, d.weight, d.floor, d.cap) for d in run.domains)
     units = run.batch.trajectories // run.domains[0].group_size
-    follow = None if spec.follow is None else DriftSettings(**spec.follow.model_dump())
-    return FairnessSettings(shares, int(spec.slack * units + 1e-9), follow)
-
-
-def filter_settings(spec: FilterSpec) -> FilterSettings:
-    """The filter of groups, and the number of additional groups in their place."""
-    return FilterSettings(
-        spec.zero_variance, spec.max_additional_running_prompts, spec.max_refills, keep=spec.exhausted == "keep"
-    )
+    return FairnessSettings(shares, int(spec.slack * units + 1e-9), spec.follow)

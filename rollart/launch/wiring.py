@@ -57,7 +57,6 @@ from rollart.launch.start_limits import engine_start_limits, trainer_start_s
 from rollart.launch.strategies import (
     engine_wait_s,
     fairness_settings,
-    filter_settings,
     launch_reshard_settings,
     lending_settings,
     node_wait_s,
@@ -80,7 +79,6 @@ from rollart.settings.rollout import RolloutSpec
 from rollart.settings.run import BatchSpec
 from rollart.strategies.prefetch import PrefetchSettings
 from rollart.strategies.redundancy import Redundancy
-from rollart.strategies.tail_batching import TailSettings
 from rollart.supervise.engines import EngineSupervisor, Watchdog
 from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
 from rollart.supervise.fleet import EngineFleet
@@ -419,7 +417,6 @@ def control_settings(
 ) -> ControlSettings:
     """The run spec as control plane settings. `roles`: see `engine_placements`; `vocab`: see `GatewayLimits`."""
     run, leases = resolved.run, resolved.run.leases
-    tail = run.rollout.tail_batching
     return ControlSettings(
         SchedulerSettings(
             seed=run.seed,
@@ -429,8 +426,8 @@ def control_settings(
             max_fault_rate=run.faults.max_rate,
             min_faults=run.faults.min_count,
             redundancy=Redundancy(**run.rollout.redundancy.model_dump()),
-            tail=None if tail is None else TailSettings(tail.eta_prompts, tail.eta_responses),
-            filter=filter_settings(run.rollout.filter),
+            tail=run.rollout.tail_batching,
+            filter=run.rollout.filter,
             fairness=fairness_settings(run),
             prefetch=prefetch_settings(run.rollout),
         ),

@@ -35,6 +35,7 @@ from rollart.leases import Expiry, Leases
 from rollart.model import EngineStats
 from rollart.serving.engine_registry import EmitEvent, EngineRegistry, RegisteredEngine, SessionKv, TurnRequest
 from rollart.serving.group_colocation import ColocatedGroup, GroupColocation
+from rollart.settings.rollout import ConcurrencySpec
 
 CONCURRENCY = "concurrency"
 """Event of a publish. `engines`, and the `least`, `median` and `most` of their limits; since the last such event:
@@ -58,36 +59,6 @@ class LimitChange(enum.StrEnum):
     queue there."""
     HOLD_SETTLING = "hold_settling"
     """The effect of the last decision is not visible yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class AimdSettings:
-    """Limits are trajectories in flight per engine; times are seconds of the caller's clock."""
-
-    start: int = 32
-    least: int = 1
-    most: int = 1024
-    increase: int = 4
-    decrease: float = 0.75
-    low: float = 0.80
-    high: float = 0.95
-    """KV use below `low` raises the limit, use from `high` on lowers it; between them nothing changes."""
-    interval_s: float = 5.0
-    """Between increases: a few turns, so that KV use reflects the last increase."""
-    settle_s: float = 30.0
-    """After a decrease: trajectories in flight are not aborted, so use falls only as they end."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.least <= self.start <= self.most:
-            raise ValueError(f"1 <= least {self.least} <= start {self.start} <= most {self.most} does not hold")
-        if self.increase < 1 or not 0 < self.decrease < 1:
-            raise ValueError(f"increase {self.increase} must be at least 1 and decrease {self.decrease} within (0, 1)")
-        if not 0 <= self.low < self.high <= 1:
-            raise ValueError(f"0 <= low {self.low} < high {self.high} <= 1 does not hold")
-        if self.interval_s < 0 or self.settle_s < self.interval_s:
-            raise ValueError(
-                f"settle_s {self.settle_s} must be at least interval_s {self.interval_s}, neither negative"
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +93,11 @@ class ConcurrencyLimits:
 
     Bound: `least` <= limit <= `most`, always. Lowering a limit aborts nothing: the caller admits no trajectory until
     fewer are in flight. An engine whose preemption count falls has restarted: it keeps its limit, and counting
-    restarts.
+    restarts. Between increases pass a few turns, so that KV use reflects the last one; after a decrease use falls only
+    as trajectories end.
     """
 
-    settings: AimdSettings = field(default_factory=AimdSettings)
+    settings: ConcurrencySpec = field(default_factory=ConcurrencySpec)
     _engines: dict[str, _Engine] = field(default_factory=dict)
 
     def limit(self, engine: str) -> int:
@@ -303,7 +275,7 @@ class ConcurrencySettings:
     """`aimd`: the search for each engine's limit. `expected`: initial estimates of final trajectory lengths in tokens,
     by domain. `dispatch` makes the order of waiting trajectories."""
 
-    aimd: AimdSettings = field(default_factory=AimdSettings)
+    aimd: ConcurrencySpec = field(default_factory=ConcurrencySpec)
     expected: Mapping[str, float] = field(default_factory=dict)
     dispatch: Callable[[], TrajectoryDispatch] = TrajectoryDispatch
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from rollart.control.domain import Domain
 from rollart.model import Group
 from rollart.ports import Recorder, RunEvent
+from rollart.settings.rollout import FollowSpec
 from rollart.shares import DomainShare, bounded_shares
 
 DOMAIN_SHARE = "domain_share"
@@ -124,15 +125,6 @@ class DriftQuota:
             moved = max(g / drift, 1e-3) if drift > 0 else 1.0
             factors[name] = (moved * cost / c) ** self.sensitivity
         return {n: w * factors.get(n, 1.0) for n, w in base.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class DriftSettings:
-    """How shares follow measurements: see `DriftQuota`."""
-
-    sensitivity: float = 1.0
-    memory: float = 10.0
-    max_step: float = 0.05
 
 
 @dataclass(slots=True)
@@ -298,7 +290,7 @@ class FairnessSettings:
 
     domains: tuple[DomainShare, ...]
     slack: int = 0
-    follow: DriftSettings | None = None
+    follow: FollowSpec | None = None
 
 
 @dataclass(slots=True)

@@ -20,6 +20,7 @@ from rollart.control.groups import GroupRun
 from rollart.errors import RunFailed
 from rollart.model import Group
 from rollart.ports import Recorder, RunEvent
+from rollart.settings.rollout import FilterSpec
 from rollart.shares import DomainShare
 from rollart.strategies.fairness import Apportionment
 from rollart.strategies.redundancy import SelectionBiasReport
@@ -49,22 +50,6 @@ def classify_rewards(rewards: Sequence[float | None], tolerance: float = TOLERAN
     if len(known) < len(rewards) or not known:
         return GroupVerdict.FAULTY
     return GroupVerdict.QUALIFIED if max(known) - min(known) > tolerance else GroupVerdict.ALIKE
-
-
-@dataclass(frozen=True, slots=True)
-class FilterSettings:
-    """The filter of a run. `additional` prompts run beyond the need of a step. Before one of a domain's batches is
-    trained, at most `most` times the groups of a step are filtered; then the run fails, or (`keep`) trains the
-    remaining groups as they are."""
-
-    zero_variance: bool = False
-    additional: int = 0
-    most: float = 10.0
-    keep: bool = False
-
-    def __post_init__(self) -> None:
-        if self.additional < 0 or not (self.most >= 0 and math.isfinite(self.most)):
-            raise ValueError(f"additional {self.additional} and most {self.most} must not be negative, nor infinite")
 
 
 @dataclass(slots=True)
@@ -167,18 +152,18 @@ class GroupFilter:
     depends on the rewards alone.
     """
 
-    def __init__(self, domains: Sequence[Domain], settings: FilterSettings, recorder: Recorder) -> None:
+    def __init__(self, domains: Sequence[Domain], settings: FilterSpec, recorder: Recorder) -> None:
         self._settings = settings
         self._recorder = recorder
         self._refills = {
-            d.name: RefillBudget(math.floor(settings.most * d.quota / d.group_size + 1e-9)) for d in domains
+            d.name: RefillBudget(math.floor(settings.max_refills * d.quota / d.group_size + 1e-9)) for d in domains
         }
         self._against = SelectionBiasReport(recorder, FILTERED_AGAINST_KEPT, on=settings.zero_variance)
         self._said: set[str] = set()
 
     def leaves_out(self, run: GroupRun) -> bool:
         """True if the group is excluded from training. `RunFailed` if the refill budget of its domain is exhausted,
-        unless the settings `keep` further groups."""
+        unless further groups are kept."""
         if not self._settings.zero_variance:
             return False
         refills = self._refills[run.domain.name]
@@ -204,7 +189,7 @@ class GroupFilter:
         seen = refills.filtered + refills.qualified
         share = f"all {seen}" if not refills.qualified else f"{refills.filtered} of {seen}"
         said = f"{share} groups of domain {domain} since its last step had members of the same reward"
-        if not self._settings.keep:
+        if self._settings.exhausted == "fail":
             raise RunFailed(
                 f"{said}, and were filtered (limit {refills.limit})",
                 remedy="use prompts that the policy solves now and then, a larger group_size or "

@@ -26,6 +26,7 @@ from typing import Any
 
 from rollart.control.domain import Domain
 from rollart.model import GroupId, TrainSample
+from rollart.settings.rollout import TailBatchingSpec
 from rollart.shares import DomainShare
 from rollart.strategies.fairness import Apportionment
 
@@ -43,14 +44,6 @@ class Response:
     prompt: str
     launch: int
     index: int
-
-
-@dataclass(frozen=True, slots=True)
-class TailSettings:
-    """The factors by which a short round launches more prompts and responses than a step needs."""
-
-    eta_prompts: float = 1.25
-    eta_responses: float = 1.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +390,7 @@ class TailBatchRounds:
     """
 
     domains: Mapping[str, Domain]
-    settings: TailSettings
+    settings: TailBatchingSpec
     draw: Callable[[Domain, int], list[PendingPrompt]]
     replacements: list[GroupLaunch] = field(default_factory=list)
     """Prompts that replace dropped prompts in the round."""

@@ -24,15 +24,14 @@ from rollart.policy.schedules import SCHEDULES
 from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenizer
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.kv_admission import ConcurrencySettings
+from rollart.settings.rollout import FilterSpec, TailBatchingSpec
 from rollart.sim.environments import ModelledHosts
 from rollart.sim.run import MemoryWeights
 from rollart.strategies.fairness import FairnessSettings
-from rollart.strategies.filtering import FilterSettings
 from rollart.strategies.lending import LendingSettings
 from rollart.strategies.prefetch import PrefetchSettings
 from rollart.strategies.redundancy import Redundancy
 from rollart.strategies.rolling_update import UpdatePolicy
-from rollart.strategies.tail_batching import TailSettings
 from rollart.strategies.tp_change import ReshardSettings
 from rollart.supervise.engines import EnginePart, EngineSupervisor
 from rollart.supervise.fleet import EngineFleet
@@ -75,8 +74,8 @@ class SimulatedRun:
     pace_s: float = 1e9
     updates: UpdatePolicy | None = None
     redundancy: Redundancy = field(default_factory=Redundancy)
-    tail: TailSettings | None = None
-    filter: FilterSettings = field(default_factory=FilterSettings)
+    tail: TailBatchingSpec | None = None
+    filter: FilterSpec = field(default_factory=FilterSpec)
     fairness: FairnessSettings | None = None
     prefetch: PrefetchSettings | None = None
     waits: WaitLimits = field(default_factory=WaitLimits)

@@ -15,11 +15,10 @@ from rollart.control.buffer import MAX_ROWS_PER_CALL, BatchDeadline, SampleColum
 from rollart.control.training import StepDone
 from rollart.errors import TrainerError
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
+from rollart.settings.rollout import FilterSpec, TailBatchingSpec
 from rollart.sim import loop
 from rollart.sim.trainers import group_mean_advantages
-from rollart.strategies.filtering import FilterSettings
 from rollart.strategies.redundancy import Redundancy
-from rollart.strategies.tail_batching import TailSettings
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.run import SimulatedRun, make_simulated_run
 
@@ -33,9 +32,13 @@ def worlds(draw: st.DrawFn, *, faults: bool = True) -> SimulatedRun:
     if kind == "redundancy":
         policy = {"redundancy": Redundancy(1.5, 1.5)}
     elif kind == "tail" and schedule in ("sync", "sync_plus"):
-        policy = {"tail": TailSettings(1.5, 1.5)}
+        policy = {"tail": TailBatchingSpec(eta_prompts=1.5, eta_responses=1.5)}
     elif kind == "filter":
-        policy = {"filter": FilterSettings(zero_variance=True, additional=2, most=5.0, keep=True)}
+        policy = {
+            "filter": FilterSpec(
+                zero_variance=True, max_additional_running_prompts=2, max_refills=5.0, exhausted="keep"
+            )
+        }
         policy["reward_of"] = lambda r: float(r.getrandbits(1))
     elif kind == "due" and schedule not in FIXED_LAG:
         policy = {"due": BatchDeadline(2.0)}

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
+from rollart.settings.rollout import FilterSpec, FollowSpec
 from rollart.shares import DomainShare, bounded_shares
 from rollart.sim import loop
-from rollart.strategies.fairness import DOMAIN_SHARE, DriftSettings, FairnessSettings
-from rollart.strategies.filtering import FilterSettings
+from rollart.strategies.fairness import DOMAIN_SHARE, FairnessSettings
 from rollart.strategies.redundancy import Redundancy
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedEnvironment
@@ -47,7 +47,7 @@ def worlds(draw: st.DrawFn) -> SimulatedRun:
     floors = [draw(st.sampled_from([0.0, 0.1, 0.3])) for _ in range(count)]
     caps = [draw(st.sampled_from([1.0, 0.8])) if count > 1 else 1.0 for _ in range(count)]
     shares = tuple(DomainShare(NAMES[i], draw(st.floats(0.1, 10.0)), floors[i], caps[i]) for i in range(count))
-    follow = draw(st.sampled_from([None, DriftSettings(memory=2.0, max_step=0.2)]))
+    follow = draw(st.sampled_from([None, FollowSpec(memory=2.0, max_step=0.2)]))
     seed = draw(st.integers(0, 10_000))
     filtering = size > 1 and draw(st.booleans())
     run = make_simulated_run(
@@ -63,7 +63,12 @@ def worlds(draw: st.DrawFn) -> SimulatedRun:
         max_attempts=draw(st.integers(1, 3)),
         schedule=schedule,
         redundancy=Redundancy(draw(st.sampled_from([1.0, 1.5])), draw(st.sampled_from([1.0, 1.5]))),
-        filter=FilterSettings(filtering, draw(st.integers(0, 2)) if filtering else 0, 100.0, keep=True),
+        filter=FilterSpec(
+            zero_variance=filtering,
+            max_additional_running_prompts=draw(st.integers(0, 2)) if filtering else 0,
+            max_refills=100.0,
+            exhausted="keep",
+        ),
         fairness=FairnessSettings(shares, draw(st.integers(0, 3)), follow),
     )
     run.trainer.refuse_steps = draw(st.sampled_from([frozenset(), frozenset({1}), frozenset({2})]))
@@ -102,7 +107,9 @@ def test_shares_hold_at_every_step_and_nothing_wedges(world: SimulatedRun, fuzz:
     extra = sum(
         int((world.redundancy.groups - 1) * d.quota / d.group_size + 1e-9) * d.group_size for d in world.domains
     )
-    bound = (world.alpha + 1) * units + extra + world.filter.additional * world.domains[0].group_size
+    bound = (
+        (world.alpha + 1) * units + extra + world.filter.max_additional_running_prompts * world.domains[0].group_size
+    )
     seen: list[int] = []
 
     class Watched(MemoryRecorder):
@@ -178,7 +185,7 @@ def test_shares_that_move_while_a_batch_grows_are_those_of_the_next(seed: int) -
         overlap=True,
         reward_of=lambda r: float(r.random() < 0.4),
         fairness=FairnessSettings(
-            (DomainShare("a", 1.0), DomainShare("b", 1.0)), 0, DriftSettings(memory=1.0, max_step=1.0, sensitivity=2.0)
+            (DomainShare("a", 1.0), DomainShare("b", 1.0)), 0, FollowSpec(memory=1.0, max_step=1.0, sensitivity=2.0)
         ),
     )
     world.trainer.streams = True

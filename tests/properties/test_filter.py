@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from rollart.errors import RunFailed
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
+from rollart.settings.rollout import FilterSpec, TailBatchingSpec
 from rollart.sim import loop
-from rollart.strategies.filtering import FilterSettings
 from rollart.strategies.redundancy import Redundancy
-from rollart.strategies.tail_batching import RELAUNCH_MARK, TailSettings
+from rollart.strategies.tail_batching import RELAUNCH_MARK
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_rollout import Killed
@@ -30,7 +30,9 @@ def coin(rng: Any) -> float:
 def worlds(draw: st.DrawFn, *, tail: bool = False, keep: bool | None = None) -> SimulatedRun:
     schedule = draw(st.sampled_from(("sync", "sync_plus") if tail else tuple(SCHEDULES)))
     sizes = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(2, 4)), min_size=1, max_size=2))
-    policy: dict[str, Any] = {"tail": TailSettings(1.5, draw(st.sampled_from([1.0, 1.5])))} if tail else {}
+    policy: dict[str, Any] = (
+        {"tail": TailBatchingSpec(eta_prompts=1.5, eta_responses=draw(st.sampled_from([1.0, 1.5])))} if tail else {}
+    )
     if not tail:
         policy["redundancy"] = Redundancy(draw(st.sampled_from([1.0, 1.5])), draw(st.sampled_from([1.0, 1.5])))
     return make_simulated_run(
@@ -48,11 +50,11 @@ def worlds(draw: st.DrawFn, *, tail: bool = False, keep: bool | None = None) -> 
         env_faults=draw(st.sampled_from([0.0, 0.05])),
         max_attempts=draw(st.integers(1, 4)),
         schedule=schedule,
-        filter=FilterSettings(
+        filter=FilterSpec(
             zero_variance=True,
-            additional=0 if tail else draw(st.integers(0, 6)),
-            most=draw(st.sampled_from([0.0, 1.0, 100.0])),
-            keep=draw(st.booleans()) if keep is None else keep,
+            max_additional_running_prompts=0 if tail else draw(st.integers(0, 6)),
+            max_refills=draw(st.sampled_from([0.0, 1.0, 100.0])),
+            exhausted="keep" if (draw(st.booleans()) if keep is None else keep) else "fail",
         ),
         **policy,
     )
@@ -92,14 +94,14 @@ def first(group: BaseExceptionGroup[BaseException]) -> RunFailed:
 @settings(max_examples=100, deadline=None)
 @given(st.booleans().flatmap(lambda tail: worlds(tail=tail)), st.integers(0, 2**32))
 def test_every_prompt_is_trained_filtered_or_dropped_and_nothing_wedges(world: SimulatedRun, fuzz: int) -> None:
-    limit = {d.name: int(world.filter.most * d.quota / d.group_size) for d in world.domains}
+    limit = {d.name: int(world.filter.max_refills * d.quota / d.group_size) for d in world.domains}
     failed: BaseExceptionGroup[BaseException] | None = None
     try:
         loop.run(world.run(), seed=fuzz)
     except BaseExceptionGroup as group:
         failed = group
     if failed is not None:
-        assert not world.filter.keep
+        assert world.filter.exhausted == "fail"
         assert "had members of the same reward" in first(failed).message
         return
     assert len(world.trainer.batches) == world.steps
@@ -110,7 +112,7 @@ def test_every_prompt_is_trained_filtered_or_dropped_and_nothing_wedges(world: S
             assert all(counts[name] >= quota for name, quota in quotas.items()), "and groups whose last chance it is"
         else:
             assert counts == quotas
-    if not world.filter.keep:
+    if world.filter.exhausted == "fail":
         assert not any(alike(batch) for _, batch in world.trainer.batches), "none of them teaches nothing"
     filtered = Counter(g.split("-")[0] for g, why in world.journal.dropped.items() if why == "filtered")
     assert all(filtered[d] <= n * (world.steps + 1) for d, n in limit.items()), "bounded per step"
@@ -193,7 +195,7 @@ def test_a_resume_trains_no_filtered_group_and_doubles_none(world: SimulatedRun,
 
 def test_a_domain_that_always_earns_the_same_ends_the_run_and_says_so() -> None:
     world = make_simulated_run(
-        quotas={"sums": (8, 4), "lake": (4, 2)}, steps=3, filter=FilterSettings(zero_variance=True, most=5.0)
+        quotas={"sums": (8, 4), "lake": (4, 2)}, steps=3, filter=FilterSpec(zero_variance=True, max_refills=5.0)
     )
     with pytest.raises(BaseExceptionGroup) as caught:
         loop.run(world.run(), seed=1)

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings, TrajectoryDispatch
+from rollart.serving.kv_admission import ConcurrencySettings, TrajectoryDispatch
+from rollart.settings.rollout import ConcurrencySpec
 from rollart.sim import loop
 from rollart.strategies.skew_aware import SkewAwareDispatcher
 from rollart.testing.ledger import MemoryRecorder
@@ -56,7 +57,9 @@ def entrances(draw: st.DrawFn) -> ConcurrencySettings | None:
     if draw(st.booleans()):
         return None
     start, interval = draw(st.integers(1, 4)), draw(st.sampled_from([0.5, 5.0]))
-    aimd = AimdSettings(start=start, most=8, increase=draw(st.integers(1, 2)), interval_s=interval, settle_s=interval)
+    aimd = ConcurrencySpec(
+        start=start, most=8, increase=draw(st.integers(1, 2)), interval_s=interval, settle_s=interval
+    )
     return ConcurrencySettings(
         aimd,
         {"d0": 8.0} if draw(st.booleans()) else {},

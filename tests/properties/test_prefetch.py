@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from rollart.control.domain import training_seed
 from rollart.model import Observation, Step, TrajectoryId
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
+from rollart.settings.rollout import TailBatchingSpec
 from rollart.sim import loop
 from rollart.strategies.prefetch import Prefetcher, PrefetchSettings
 from rollart.strategies.redundancy import Redundancy
-from rollart.strategies.tail_batching import TailSettings
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedEnvironment
 from rollart.testing.run import SimulatedRun, make_simulated_run
@@ -76,7 +76,7 @@ def worlds(draw: st.DrawFn, schedules: tuple[str, ...] = tuple(SCHEDULES), *, fa
         engine_s=lambda r: r.expovariate(1.0),
         train_s=lambda r: r.expovariate(0.5),
         schedule=schedule,
-        tail=TailSettings(1.5, 1.5) if tail else None,
+        tail=TailBatchingSpec(eta_prompts=1.5, eta_responses=1.5) if tail else None,
         redundancy=redundant,
     )
     reset = draw(st.sampled_from([0.1, 3.0, 30.0]))

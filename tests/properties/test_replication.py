@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings, TrajectoryDispatch
+from rollart.serving.kv_admission import ConcurrencySettings, TrajectoryDispatch
+from rollart.settings.rollout import ConcurrencySpec, TailBatchingSpec
 from rollart.sim import loop
 from rollart.strategies.redundancy import Redundancy
 from rollart.strategies.skew_aware import SkewAwareDispatcher
-from rollart.strategies.tail_batching import TailSettings
 from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_filter import died
 from tests.properties.test_updating import POLICIES
@@ -29,13 +29,13 @@ def worlds(draw: st.DrawFn, *, faults: bool = False) -> SimulatedRun:
         "redundancy": Redundancy(draw(st.sampled_from([1.0, 1.5])), draw(st.sampled_from([1.0, 2])))
     }
     if schedule in ("sync", "sync_plus") and draw(st.booleans()):
-        policy = {"tail": TailSettings(1.5, 1.5)}
+        policy = {"tail": TailBatchingSpec(eta_prompts=1.5, eta_responses=1.5)}
     if faults:
         policy["updates"] = POLICIES[draw(st.sampled_from(tuple(POLICIES)))]()
         policy["load_s"] = lambda r: r.expovariate(1.0)
     limit = draw(st.sampled_from([None, 1, 3, 8]))
     if limit is not None:
-        aimd = AimdSettings(start=limit, most=limit)
+        aimd = ConcurrencySpec(start=limit, most=limit)
         policy["concurrency"] = ConcurrencySettings(
             aimd, dispatch=draw(st.sampled_from([TrajectoryDispatch, SkewAwareDispatcher]))
         )
@@ -198,7 +198,7 @@ def rollout_s(*, together: bool, seed: int) -> tuple[float, int]:
         schedule="sync_plus",
         engine_s=lambda r: r.lognormvariate(0.0, 1.2),
         together=together,
-        concurrency=ConcurrencySettings(AimdSettings(start=8, most=8)),
+        concurrency=ConcurrencySettings(ConcurrencySpec(start=8, most=8)),
     )
     most = 0
 

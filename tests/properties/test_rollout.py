@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
+from rollart.settings.rollout import TailBatchingSpec
 from rollart.sim import loop
 from rollart.strategies.redundancy import Redundancy
-from rollart.strategies.tail_batching import RELAUNCH_MARK, TailSettings
+from rollart.strategies.tail_batching import RELAUNCH_MARK
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.run import SimulatedRun, make_simulated_run
 
@@ -27,7 +28,7 @@ def worlds(draw: st.DrawFn, *, tail: bool = False) -> SimulatedRun:
     scale = draw(st.sampled_from([0.1, 1.0, 5.0]))
     policy: dict[str, Any]
     if tail:
-        policy = {"tail": TailSettings(draw(FACTORS), draw(FACTORS))}
+        policy = {"tail": TailBatchingSpec(eta_prompts=draw(FACTORS), eta_responses=draw(FACTORS))}
     else:
         policy = {"redundancy": Redundancy(draw(FACTORS), draw(FACTORS), draw(st.booleans()))}
     return make_simulated_run(

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.serving.kv_admission import AimdSettings, ConcurrencyLimits, KvPressure, LimitChange
+from rollart.serving.kv_admission import ConcurrencyLimits, KvPressure, LimitChange
+from rollart.settings.rollout import ConcurrencySpec
 
 pressures = st.builds(KvPressure, st.floats(0, 1), st.integers(0, 50), st.integers(0, 200), st.integers(0, 20))
 
@@ -14,7 +14,7 @@ pressures = st.builds(KvPressure, st.floats(0, 1), st.integers(0, 50), st.intege
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.floats(0, 20), st.sampled_from("xy"), pressures), max_size=60))
 def test_limits_stay_within_bounds_and_steps(reports: list[tuple[float, str, KvPressure]]) -> None:
-    settings = AimdSettings(start=8, least=2, most=40)
+    settings = ConcurrencySpec(start=8, least=2, most=40)
     limits, now = ConcurrencyLimits(settings), 0.0
     for seconds, engine, pressure in reports:
         now += seconds
@@ -36,7 +36,7 @@ def test_limits_stay_within_bounds_and_steps(reports: list[tuple[float, str, KvP
 def test_it_finds_what_the_kv_cache_holds(fits: int, start: int) -> None:
     """An engine whose KV holds `fits` trajectories and that always has work: the limit ends in the band and stays
     there, with no preemption after the first search."""
-    settings = AimdSettings(start=start, most=1000, interval_s=5.0, settle_s=30.0)
+    settings = ConcurrencySpec(start=start, most=1000, interval_s=5.0, settle_s=30.0)
     limits, preempted, now = ConcurrencyLimits(settings), 0, 0.0
     seen, late = [], 0
     for step in range(600):
@@ -56,7 +56,7 @@ def test_it_finds_what_the_kv_cache_holds(fits: int, start: int) -> None:
 
 
 def test_lasting_pressure_ends_at_the_least_and_lasting_room_at_the_most() -> None:
-    settings_ = AimdSettings(start=30, least=7, most=45, increase=4)
+    settings_ = ConcurrencySpec(start=30, least=7, most=45, increase=4)
     limits = ConcurrencyLimits(settings_)
     for now in range(0, 1000, 40):
         limits.observe("full", KvPressure(1.0, 0, limits.limit("full"), 3), now=now)
@@ -65,7 +65,7 @@ def test_lasting_pressure_ends_at_the_least_and_lasting_room_at_the_most() -> No
 
 
 def test_each_reason() -> None:
-    limits = ConcurrencyLimits(AimdSettings(start=8, increase=2, interval_s=5, settle_s=30))
+    limits = ConcurrencyLimits(ConcurrencySpec(start=8, increase=2, interval_s=5, settle_s=30))
 
     def see(now: float, kv: float, preemptions: int = 0, running: int = 8, waiting: int = 0) -> tuple[int, LimitChange]:
         decision = limits.observe("e", KvPressure(kv, preemptions, running, waiting), now=now)
@@ -88,14 +88,3 @@ def test_each_reason() -> None:
     assert see(80, 0.9, preemptions=0) == (6, LimitChange.HOLD_BAND), "a restarted engine counts anew"
     limits.forget("e")
     assert limits.limit("e") == 8
-
-
-def test_settings_that_cannot_work_are_refused() -> None:
-    with pytest.raises(ValueError, match="least 9 <= start 8"):
-        AimdSettings(start=8, least=9)
-    with pytest.raises(ValueError, match=r"low 0.95 < high 0.95"):
-        AimdSettings(low=0.95)
-    with pytest.raises(ValueError, match="decrease 1"):
-        AimdSettings(decrease=1.0)
-    with pytest.raises(ValueError, match="settle_s 1"):
-        AimdSettings(settle_s=1.0)

@@ -15,7 +15,8 @@ from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import EngineStats, Sampling, WeightsRef
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.gateway import Gateway
-from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings
+from rollart.serving.kv_admission import ConcurrencySettings
+from rollart.settings.rollout import ConcurrencySpec
 from rollart.sim import loop
 from rollart.sim.engine import EngineLimits, ModelledEngine
 from rollart.testing.ledger import MemoryRecorder
@@ -130,7 +131,7 @@ class Silent(ModelledEngine):
 
 
 FINAL = PROMPT + 5 * (OUTPUT + NEW) + OUTPUT
-ON = ConcurrencySettings(AimdSettings(interval_s=1.0, settle_s=5.0), {"d": FINAL})
+ON = ConcurrencySettings(ConcurrencySpec(interval_s=1.0, settle_s=5.0), {"d": FINAL})
 
 
 def test_prefixes_stay_where_memory_is_short() -> None:
@@ -158,7 +159,7 @@ def test_homes_follow_memory_over_engines_of_all_sizes() -> None:
 
 
 def test_preemptions_lower_the_limit_of_an_engine_that_does_not_say_what_fits() -> None:
-    aimd = AimdSettings(start=30, interval_s=1.0, settle_s=5.0)
+    aimd = ConcurrencySpec(start=30, interval_s=1.0, settle_s=5.0)
     drive = Drive((12_000,), 60, ConcurrencySettings(aimd), silent=True)
     loop.run(drive.run())
     assert len(drive.ended) == 60
@@ -201,7 +202,7 @@ def test_nobody_is_lost_or_starved(
 ) -> None:
     """Whatever fits, and while weights change and an engine is away: every trajectory ends, and what is held is given
     back. A wedge would be a deadlock, which the loop reports."""
-    aimd = AimdSettings(start=start, interval_s=1.0, settle_s=5.0)
+    aimd = ConcurrencySpec(start=start, interval_s=1.0, settle_s=5.0)
     drive = Drive(tuple(rooms), count, ConcurrencySettings(aimd, {"d": FINAL}), turns=3, silent=silent)
     loop.run(drive.run(meddle=meddle), seed=seed)
     assert sorted(drive.ended) == sorted(f"t{n}" for n in range(count))

@@ -21,9 +21,10 @@ from rollart.ledger.database import FILE
 from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.model import Observation, Step
+from rollart.settings.rollout import TailBatchingSpec
 from rollart.sim import loop
 from rollart.strategies.redundancy import CANCELLED_AGAINST_KEPT, Redundancy
-from rollart.strategies.tail_batching import RELAUNCH_MARK, TailSettings
+from rollart.strategies.tail_batching import RELAUNCH_MARK
 from rollart.testing.run import SimulatedRun, make_simulated_run
 
 THEORY = 0.15
@@ -166,7 +167,7 @@ def test_what_was_cancelled_is_reported_beside_what_was_kept() -> None:
 
 def test_tail_batching_defers_the_tail_to_every_fifth_round() -> None:
     """Four rounds wait for the 8th of 10 prompts, the fifth for the longest of the 40 that they began."""
-    run = sleeping(8, 1, by_prompt(), tail=TailSettings(eta_responses=1.0))
+    run = sleeping(8, 1, by_prompt(), tail=TailBatchingSpec(eta_responses=1.0))
     took = steps(run)
     rounds = [e.subject for e in run.recorder.events if e.kind == "tail_round"]
     assert rounds == ["short", "short", "short", "short", "long"] * 16
@@ -179,7 +180,7 @@ def test_tail_batching_defers_the_tail_to_every_fifth_round() -> None:
 
 
 def test_a_deferred_prompt_is_the_same_prompt_generated_again() -> None:
-    run = sleeping(8, 2, by_prompt(), tail=TailSettings(), steps=5)
+    run = sleeping(8, 2, by_prompt(), tail=TailBatchingSpec(), steps=5)
     steps(run)
     again = {g: s for g, s in run.journal._groups.items() if RELAUNCH_MARK in g}
     assert len(again) == 8, "two are put off in each of four short rounds"
@@ -195,7 +196,7 @@ def test_a_deferred_prompt_is_the_same_prompt_generated_again() -> None:
     [
         (1, 8, {"redundancy": Redundancy(size=1.25)}, harmonic(10) - harmonic(2)),
         (8, 1, {"redundancy": Redundancy(groups=1.25)}, harmonic(10) - harmonic(2)),
-        (8, 1, {"tail": TailSettings(eta_responses=1.0)}, (4 * (harmonic(10) - harmonic(2)) + harmonic(40)) / 5),
+        (8, 1, {"tail": TailBatchingSpec(eta_responses=1.0)}, (4 * (harmonic(10) - harmonic(2)) + harmonic(40)) / 5),
     ],
 )
 def test_on_the_real_loop_as_well(groups: int, size: int, policy: dict[str, Any], seconds: float) -> None:
@@ -245,7 +246,7 @@ def test_the_ledger_tells_the_fates_apart_and_a_resume_goes_on_with_what_was_put
             recovered = await ledger.recover()
             version = 0 if recovered is None else recovered.version
             run = sleeping(
-                8, 2, by_prompt(), tail=TailSettings(), steps=5, journal=ledger, recorder=ledger, version=version
+                8, 2, by_prompt(), tail=TailBatchingSpec(), steps=5, journal=ledger, recorder=ledger, version=version
             )
             run.on_step = die if first else lambda _: None
             await run.run(recovered)

@@ -17,7 +17,8 @@ from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import Sampling
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.gateway import Gateway
-from rollart.serving.kv_admission import AimdSettings, ConcurrencySettings, TrajectoryDispatch
+from rollart.serving.kv_admission import ConcurrencySettings, TrajectoryDispatch
+from rollart.settings.rollout import ConcurrencySpec
 from rollart.sim import loop
 from rollart.sim.engine import EngineLimits, ModelledEngine
 from rollart.strategies.skew_aware import SkewAwareDispatcher, lpt_order
@@ -45,7 +46,7 @@ class Rollout:
 
     async def run(self) -> None:
         now, recorder = asyncio.get_running_loop().time, MemoryRecorder()
-        aimd = AimdSettings(start=self.slots, most=self.slots, interval_s=1.0, settle_s=5.0)
+        aimd = ConcurrencySpec(start=self.slots, most=self.slots, interval_s=1.0, settle_s=5.0)
         self.gateway = Gateway(
             Leases(recorder),
             limits=GatewayLimits(generate_s=1e5),
@@ -164,7 +165,7 @@ def test_a_trajectory_that_loses_its_home_counts_once_among_those_it_is_compared
             version=0,
             on_suspect=lambda _: None,
             recorder=recorder,
-            concurrency=ConcurrencySettings(AimdSettings(start=8, most=8), dispatch=lambda: dispatcher),
+            concurrency=ConcurrencySettings(ConcurrencySpec(start=8, most=8), dispatch=lambda: dispatcher),
         )
         for n in range(2):
             engine = ModelledEngine(f"e{n}", steps(), limits=EngineLimits(kv_tokens=200_000))
