@@ -30,33 +30,19 @@ from dataclasses import replace
 # This file has the name of the package it measures, and a script's own directory comes first on the path.
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PATH = [ROOT, *sys.path]
-sys.path[:] = [p for p in sys.path if os.path.abspath(p) != os.path.dirname(os.path.abspath(__file__))]
+sys.path[:] = [ROOT, *(p for p in sys.path if os.path.abspath(p) != os.path.dirname(os.path.abspath(__file__)))]
 if __name__ == "placement":  # another benchmark meant the package and found this file first: step aside for it
     del sys.modules["placement"]
     importlib.import_module("placement")
     sys.path[:] = _PATH
 
-from placement.architecture import shape_of
+from benchmarks.papers.models import shape
 from placement.explain import baselines, best_baseline, gain
 from placement.hardware import device
 from placement.problem import DomainProfile, EnvironmentCost, Problem, Quantity
 from placement.roofline import RooflinePerformance
 from placement.solve import solve
 from placement.types import Link, Placement, Pool
-
-QWEN3_32B: Mapping[str, object] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 5120,
-    "intermediate_size": 25600,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "tie_word_embeddings": False,
-}
-"""`config.json` of Qwen/Qwen3-32B, only the keys that matter here."""
 
 MIXES = {"agentic": (1, 0), "3:1": (3, 1), "1:1": (1, 1), "1:3": (1, 3), "math": (0, 1)}
 """Trajectories of agentic : math."""
@@ -100,7 +86,7 @@ def two_pools(h800: int, h20: int, domains: tuple[DomainProfile, ...], *, rented
             Link("h800", "h20", CROSS_GB_PER_S * min(hosts_a, hosts_b)),
         ),
         domains=domains,
-        performance=RooflinePerformance(shape_of(QWEN3_32B, name="Qwen3-32B")),
+        performance=RooflinePerformance(shape("Qwen3-32B")),
         gap=GAP,
     )
 
@@ -184,7 +170,7 @@ def large() -> Problem:
         )
         for i in range(16)
     )
-    performance = RooflinePerformance(shape_of(QWEN3_32B, name="Qwen3-32B"))
+    performance = RooflinePerformance(shape("Qwen3-32B"))
     return Problem(pools=pools, links=tuple(links), domains=domains, performance=performance, in_flight=8192, gap=GAP)
 
 

@@ -10,15 +10,12 @@ import datetime as dt
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from types import MappingProxyType
 
-from placement.types import Device
-
-FIGURES = tuple(f.name for f in fields(Device) if f.name not in ("name", "source", "generation"))
-"""The figures that a device may state, besides its generation."""
+from placement.types import FIGURES, Device
 
 _MAX_FIGURE = 1e15
 """An upper limit of any figure in these units."""

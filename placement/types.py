@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Protocol
 
 
@@ -100,17 +100,12 @@ class Device:
         return self.name == "cpu" or self.generation == "cpu"
 
     def __post_init__(self) -> None:
-        for figure in (
-            "tflops_bf16",
-            "memory_gb",
-            "memory_tb_per_s",
-            "tflops_fp8",
-            "nvlink_gb_per_s",
-            "link_gb_per_s",
-            "watts",
-            "devices_per_host",
-        ):
+        for figure in FIGURES:
             require_positive(f"device {self.name}: {figure}", getattr(self, figure), optional=True)
+
+
+FIGURES = tuple(f.name for f in fields(Device) if f.name not in ("name", "source", "generation"))
+"""The figures that a device may state, besides its generation."""
 
 
 @dataclass(frozen=True, slots=True)

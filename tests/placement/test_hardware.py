@@ -11,8 +11,8 @@ from importlib.resources import files
 import pytest
 import yaml
 
-from placement.hardware import FIGURES, canonical, catalogue, device, override
-from placement.types import Device
+from placement.hardware import canonical, catalogue, device, override
+from placement.types import FIGURES, Device
 
 NAMES = ["H100", "H200", "H800", "H20", "B200", "A100-80", "A100-40", "A10G", "L40S", "L4", "MI300X", "cpu"]
 
