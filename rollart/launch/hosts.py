@@ -1,8 +1,7 @@
-"""Environment hosts as programs on the cluster, and the run's fleet of them.
+"""Hosts as programs on the cluster: of environments, and of the workers of reward functions.
 
-Location of reward function workers: on the controller's machine, or on hosts that the runtime starts.
-
-Host autoscaling: fleets whose number of hosts follows the cluster's nodes.
+Either kind may be absent: environments then live in the controller, and workers on the controller's machine. On an
+elastic cluster the number of hosts follows the nodes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from rollart.ledger.intervals import ResourceClock
 from rollart.policy.hosts import BUSY, MemoryRules, hosts_for
 from rollart.ports import EnvironmentFactory, Handle, Recorder, Runtime
 from rollart.resident import machine_bytes, resident_bytes
-from rollart.settings.cluster import UNLESS_QUICK, EnvironmentsSpec, PoolSpec
+from rollart.settings.cluster import UNLESS_QUICK, EnvironmentsSpec
 from rollart.settings.resolve import Resolved, Specs, concurrent_episodes
 from rollart.settings.run import DomainSpec, RunSpec
 from rollart.supervise.autoscaling import HostAutoscaler
@@ -51,12 +50,22 @@ from serverless.workers.host import FUNCTION_HOST_TOKEN
 from serverless.workers.remote import WorkerHosts
 
 ENVIRONMENT_ROLE = "environment"
+
+
+FUNCTION_ROLE = "reward"
+
+
 ENVIRONMENT_HOST_MODULE = "rollart.adapters.env_hosts.host"
+
+
+FUNCTION_HOST_MODULE = "serverless.workers.host"
+
 
 MEMORY_POLL_S = 5.0
 """Seconds between checks of the controller's memory."""
 
-ENVIRONMENT_PROGRAM_CALLS = 4
+
+PROGRAM_CALLS = 4
 """Concurrent calls of a host's actor: its start, the wait for its exit, a kill, a stop."""
 
 
@@ -109,64 +118,53 @@ def environment_fleet(
     return fleet
 
 
-def memory_rules(spec: EnvironmentsSpec) -> MemoryRules:
-    return MemoryRules() if spec.memory_gb == "auto" else MemoryRules(spec.memory_gb * 1e9)
+def function_fleet(
+    resolved: Resolved, directory: Path, runtime: Runtime, leases: Leases, recorder: Recorder, *, used: frozenset[str]
+) -> tuple[FunctionHostSupervisor, WorkerHosts] | tuple[None, None]:
+    """The fleet of the run's function hosts, not started, and the registry that starts workers on them; none if workers
+    run on the controller's machine. `used`: part names of earlier lives of the run, which later hosts do not reuse."""
+    count, local, waits = len(initial_function_hosts(resolved)), resolved.cluster.functions.local, resolved.run.leases
+    if not count:
+        return None, None
+    hosts, token = WorkerHosts(), secrets.token_hex(16)
+
+    async def make(name: str) -> FunctionProgram:
+        program = await place_actor(resolved, runtime, function_actor(resolved, directory, name, token))
+        given = _assignment(resolved, name)
+        clock, cores = (
+            host_clock(resolved, FUNCTION_ROLE, name, recorder, given),
+            float(len(given.devices)) if given else 1.0,
+        )
+        return FunctionProgram(name, program, runtime, clock, token, hosts=hosts, cores=cores)
+
+    limits = HostLimits(
+        health_s=local.health_s,
+        start_s=local.start_s,
+        call_s=waits.reward_s,
+        patience_s=node_wait_s(resolved),
+    )
+    fleet = FunctionHostSupervisor(
+        make, function_host_names(resolved, used), count, leases=leases, recorder=recorder, limits=limits
+    )
+    return fleet, hosts
 
 
-async def watch_memory(spec: EnvironmentsSpec, emit: Callable[..., None]) -> None:
-    """For environments in the controller: report when its memory has grown by a host's bound, and at each doubling."""
-    rules, machine, before = memory_rules(spec), machine_bytes(), resident_bytes(below=False)
-    bound = rules.bound(machine, 1)
-    while True:
-        await asyncio.sleep(MEMORY_POLL_S)
-        grown = resident_bytes(below=False) - before
-        if grown > bound:
-            emit(
-                "controller_memory",
-                "controller",
-                grown_gb=round(grown / 1e9, 2),
-                bound_gb=round(bound / 1e9, 2),
-                cause=f"environments live in the controller and may leak ({rules.describe(machine, 1)}): on hosts "
-                "(environments.workers) they are started again",
-            )
-            bound = 2 * grown
-
-
-class HostAssignments:
-    """Assigns the plan's environment devices to hosts as they start: each host has one assignment of its own, or
-    none."""
-
-    def __init__(self, resolved: Resolved, wanted: Resolved) -> None:
-        """`wanted`: the run with its whole plan; `resolved`: the part that fits on the initial nodes."""
-        self._wanted = wanted
-        self._plan = wanted.plan.of(Role.ENVIRONMENT)
-        begun, count = {a.name for a in resolved.plan.of(Role.ENVIRONMENT)}, host_count(resolved)
-        self._available = [a for a in self._plan if a.replica < count or a.name not in begun]
-        self._host_of: dict[str, str] = {}
-        self._starting: set[str] = set()
-
-    @property
-    def first_unplanned(self) -> int:
-        """The first number that no part of the plan has."""
-        return max((a.replica for a in self._plan), default=-1) + 1
-
-    @contextlib.contextmanager
-    def assigned(
-        self, name: str, staying: Collection[str], devices: Mapping[str, int] | None
-    ) -> Iterator[Assignment | None]:
-        """The host's assignment while the host is being placed, out of the assignments that fit on the `devices` by
-        pool and belong to no host in `staying`; preferably the one of the host's own name. None if none is free."""
-        excluded = self._starting.union(staying)
-        free = [a for a in self._available if self._host_of.get(a.name, "") not in excluded]
-        found = None
-        if free and len(self._plan) - len(free) < fitting_hosts(self._wanted, devices):
-            found = next((a for a in free if a.name == name), free[0])
-            self._host_of[found.name] = name
-        self._starting.add(name)
-        try:
-            yield found
-        finally:
-            self._starting.discard(name)
+def host_count_keepers(
+    wanted: Resolved,
+    nodes: NodeTracker | None,
+    environments: EnvironmentHostSupervisor | None,
+    functions: FunctionHostSupervisor | None,
+    recorder: Recorder,
+) -> list[HostAutoscaler]:
+    """One keeper per fleet; none for a static cluster. `wanted`: the run with its whole plan."""
+    found = []
+    if nodes is not None and environments is not None:
+        count = functools.partial(host_count, wanted)
+        found.append(HostAutoscaler(environments, nodes, count, recorder, what="environments"))
+    if nodes is not None and functions is not None:
+        count = functools.partial(function_host_count, wanted)
+        found.append(HostAutoscaler(functions, nodes, count, recorder, what="function workers"))
+    return found
 
 
 def host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:
@@ -178,7 +176,7 @@ def host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> 
     here = given if devices is None else fitting_hosts(resolved, devices)
     if spec.workers != "auto":  # without the hosts whose planned cores are absent
         return min(spec.workers, max(1, spec.workers - max(0, min(given, spec.workers) - here)))
-    pool = _environment_pool(resolved)
+    pool = cpu_pool(resolved, spec.pool)
     cores = pool.count if devices is None else devices.get(pool.name, 0)
     return hosts_for(
         cores=here * BUSY if given else _expected_busy_cores(resolved),
@@ -186,6 +184,23 @@ def host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> 
         episodes=concurrent_episodes(run).most,
         per_host=spec.per_worker,
     )
+
+
+def function_host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:
+    """Hosts at the start of a run, or for the given devices by pool."""
+    functions = resolved.cluster.functions
+    if "local" not in functions.chain:
+        return 0
+    wanted = functions.local.hosts
+    if wanted != "auto":
+        return wanted
+    if resolved.cluster.runtime.backend == "local":
+        return 0
+    pool = cpu_pool(resolved, functions.local.pool)
+    present = pool.count if devices is None else devices.get(pool.name, 0)
+    machines = math.ceil(present / (pool.devices_per_host or pool.count))
+    workers = sum(spec.concurrency for spec in resolved.functions.values()) or machines
+    return len(_reward_assignments(resolved)) or max(1, min(machines, workers))
 
 
 def fitting_hosts(resolved: Resolved, devices: Mapping[str, int] | None) -> int:
@@ -211,16 +226,25 @@ def environment_host_names(resolved: Resolved) -> frozenset[str]:
     return frozenset(a.name for a in resolved.plan.of(Role.ENVIRONMENT) if a.replica < count)
 
 
-def _expected_busy_cores(resolved: Resolved) -> float:
-    """Cores that environments keep busy at the predicted rate; 0 without a prediction."""
-    rate = (resolved.plan.rates or {}).get("trajectories", 0.0)
-    if resolved.problem is None:
-        return 0.0
-    batch = resolved.run.batch.trajectories
-    return sum(
-        rate * resolved.quotas.get(d.name, 0) / batch * d.turns.mean * d.environment.core_s
-        for d in resolved.problem.domains
-    )
+def initial_function_hosts(resolved: Resolved, *, profiled: bool = False) -> tuple[str, ...]:
+    """Names of the initial hosts; none if workers run on the controller's machine, or if the run has no function.
+    `profiled`: functions exist that only a profile describes."""
+    count = function_host_count(resolved) if profiled or resolved.run.functions else 0
+    return tuple(itertools.islice(function_host_names(resolved, frozenset()), count))
+
+
+def function_host_names(resolved: Resolved, used: frozenset[str]) -> Iterator[str]:
+    """Names of the plan's parts first, then new names that no earlier part had."""
+    given = [a.name for a in _reward_assignments(resolved)]
+    planned = {a.name for a in resolved.plan.of(Role.REWARD)}
+    fresh = (name for name in (f"{FUNCTION_ROLE}-{n}" for n in itertools.count()) if name not in planned)
+    first = list(itertools.islice(fresh, max(0, function_host_count(resolved) - len(given))))
+    return itertools.chain(given, first, (name for name in fresh if name not in used))
+
+
+def planned_function_hosts(resolved: Resolved) -> frozenset[str]:
+    """Names of the plan's parts that run as function hosts, which keep their own billing clocks."""
+    return frozenset(initial_function_hosts(resolved)) & {a.name for a in _reward_assignments(resolved)}
 
 
 def worked_example_factory(
@@ -272,6 +296,29 @@ def image_hook_config(spec: EnvironmentsSpec) -> dict[str, Any] | None:
     return {"hook": spec.images, "arguments": spec.images_args, "bytes": most}
 
 
+def memory_rules(spec: EnvironmentsSpec) -> MemoryRules:
+    return MemoryRules() if spec.memory_gb == "auto" else MemoryRules(spec.memory_gb * 1e9)
+
+
+async def watch_memory(spec: EnvironmentsSpec, emit: Callable[..., None]) -> None:
+    """For environments in the controller: report when its memory has grown by a host's bound, and at each doubling."""
+    rules, machine, before = memory_rules(spec), machine_bytes(), resident_bytes(below=False)
+    bound = rules.bound(machine, 1)
+    while True:
+        await asyncio.sleep(MEMORY_POLL_S)
+        grown = resident_bytes(below=False) - before
+        if grown > bound:
+            emit(
+                "controller_memory",
+                "controller",
+                grown_gb=round(grown / 1e9, 2),
+                bound_gb=round(bound / 1e9, 2),
+                cause=f"environments live in the controller and may leak ({rules.describe(machine, 1)}): on hosts "
+                "(environments.workers) they are started again",
+            )
+            bound = 2 * grown
+
+
 def import_paths(specs: Resolved | Specs) -> list[str]:
     """Import paths of environments on hosts: the run spec's directory and, under the controller's own interpreter, the
     controller's import paths (the directory of a launching script, PYTHONPATH) without installed packages."""
@@ -280,6 +327,48 @@ def import_paths(specs: Resolved | Specs) -> list[str]:
     packages = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
     own = (os.path.abspath(path) for path in sys.path)
     return list(dict.fromkeys([specs.base, *(p for p in own if os.path.isdir(p) and not p.startswith(packages))]))
+
+
+def provider_run_id(directory: Path) -> str:
+    """The run's id at function providers: its name and a suffix that is unique in the account. A resume keeps it."""
+    return run_id(directory, directory / "functions" / "run")
+
+
+class HostAssignments:
+    """Assigns the plan's environment devices to hosts as they start: each host has one assignment of its own, or
+    none."""
+
+    def __init__(self, resolved: Resolved, wanted: Resolved) -> None:
+        """`wanted`: the run with its whole plan; `resolved`: the part that fits on the initial nodes."""
+        self._wanted = wanted
+        self._plan = wanted.plan.of(Role.ENVIRONMENT)
+        begun, count = {a.name for a in resolved.plan.of(Role.ENVIRONMENT)}, host_count(resolved)
+        self._available = [a for a in self._plan if a.replica < count or a.name not in begun]
+        self._host_of: dict[str, str] = {}
+        self._starting: set[str] = set()
+
+    @property
+    def first_unplanned(self) -> int:
+        """The first number that no part of the plan has."""
+        return max((a.replica for a in self._plan), default=-1) + 1
+
+    @contextlib.contextmanager
+    def assigned(
+        self, name: str, staying: Collection[str], devices: Mapping[str, int] | None
+    ) -> Iterator[Assignment | None]:
+        """The host's assignment while the host is being placed, out of the assignments that fit on the `devices` by
+        pool and belong to no host in `staying`; preferably the one of the host's own name. None if none is free."""
+        excluded = self._starting.union(staying)
+        free = [a for a in self._available if self._host_of.get(a.name, "") not in excluded]
+        found = None
+        if free and len(self._plan) - len(free) < fitting_hosts(self._wanted, devices):
+            found = next((a for a in free if a.name == name), free[0])
+            self._host_of[found.name] = name
+        self._starting.add(name)
+        try:
+            yield found
+        finally:
+            self._starting.discard(name)
 
 
 def host_actor(
@@ -297,6 +386,23 @@ def host_actor(
         given=given,
         environment={ENVIRONMENT_HOST_TOKEN: token, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         python=resolved.cluster.environments.python,
+    )
+
+
+def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -> ActorSpec:
+    """The actor of a function host: on the resources planned for rewards while these last, else without any, beside
+    other parts."""
+    functions = resolved.cluster.functions
+    unsafe = ["--allow-unsafe"] if functions.allow_unsafe else []
+    return host_program_actor(
+        resolved,
+        directory,
+        name,
+        FUNCTION_HOST_MODULE,
+        ["--logs", str(directory / "functions" / "logs"), "--runtime", functions.local.runtime, *unsafe],
+        pool=functions.local.pool,
+        given=_assignment(resolved, name),
+        environment={FUNCTION_HOST_TOKEN: token},
     )
 
 
@@ -326,7 +432,7 @@ def host_program_actor(
         resources=resources,
         labels=labels,
         max_restarts=-1 if on_ray else 0,
-        max_concurrency=ENVIRONMENT_PROGRAM_CALLS if on_ray else 1000,
+        max_concurrency=PROGRAM_CALLS if on_ray else 1000,
     )
 
 
@@ -387,91 +493,6 @@ class HostProgram(HostActor):
         return connection
 
 
-def _warm_arguments(resolved: Resolved) -> list[str]:
-    spec = resolved.cluster.environments
-    warm = ["--warm", str(spec.warm), "--reuse", str(spec.reuse)] if spec.warm else []
-    images = image_hook_config(spec)
-    return warm if images is None else [*warm, "--images", json.dumps(images)]
-
-
-def _environment_pool(resolved: Resolved) -> PoolSpec:
-    """The pool of hosts without planned devices."""
-    return cpu_pool(resolved, resolved.cluster.environments.pool)
-
-
-FUNCTION_ROLE = "reward"
-FUNCTION_HOST_MODULE = "serverless.workers.host"
-
-
-def function_fleet(
-    resolved: Resolved, directory: Path, runtime: Runtime, leases: Leases, recorder: Recorder, *, used: frozenset[str]
-) -> tuple[FunctionHostSupervisor, WorkerHosts] | tuple[None, None]:
-    """The fleet of the run's function hosts, not started, and the registry that starts workers on them; none if workers
-    run on the controller's machine. `used`: part names of earlier lives of the run, which later hosts do not reuse."""
-    count, local, waits = len(initial_function_hosts(resolved)), resolved.cluster.functions.local, resolved.run.leases
-    if not count:
-        return None, None
-    hosts, token = WorkerHosts(), secrets.token_hex(16)
-
-    async def make(name: str) -> FunctionProgram:
-        program = await place_actor(resolved, runtime, function_actor(resolved, directory, name, token))
-        given = _assignment(resolved, name)
-        clock, cores = (
-            host_clock(resolved, FUNCTION_ROLE, name, recorder, given),
-            float(len(given.devices)) if given else 1.0,
-        )
-        return FunctionProgram(name, program, runtime, clock, token, hosts=hosts, cores=cores)
-
-    limits = HostLimits(
-        health_s=local.health_s,
-        start_s=local.start_s,
-        call_s=waits.reward_s,
-        patience_s=node_wait_s(resolved),
-    )
-    fleet = FunctionHostSupervisor(
-        make, function_host_names(resolved, used), count, leases=leases, recorder=recorder, limits=limits
-    )
-    return fleet, hosts
-
-
-def initial_function_hosts(resolved: Resolved, *, profiled: bool = False) -> tuple[str, ...]:
-    """Names of the initial hosts; none if workers run on the controller's machine, or if the run has no function.
-    `profiled`: functions exist that only a profile describes."""
-    count = function_host_count(resolved) if profiled or resolved.run.functions else 0
-    return tuple(itertools.islice(function_host_names(resolved, frozenset()), count))
-
-
-def function_host_names(resolved: Resolved, used: frozenset[str]) -> Iterator[str]:
-    """Names of the plan's parts first, then new names that no earlier part had."""
-    given = [a.name for a in _reward_assignments(resolved)]
-    planned = {a.name for a in resolved.plan.of(Role.REWARD)}
-    fresh = (name for name in (f"{FUNCTION_ROLE}-{n}" for n in itertools.count()) if name not in planned)
-    first = list(itertools.islice(fresh, max(0, function_host_count(resolved) - len(given))))
-    return itertools.chain(given, first, (name for name in fresh if name not in used))
-
-
-def planned_function_hosts(resolved: Resolved) -> frozenset[str]:
-    """Names of the plan's parts that run as function hosts, which keep their own billing clocks."""
-    return frozenset(initial_function_hosts(resolved)) & {a.name for a in _reward_assignments(resolved)}
-
-
-def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -> ActorSpec:
-    """The actor of a function host: on the resources planned for rewards while these last, else without any, beside
-    other parts."""
-    functions = resolved.cluster.functions
-    unsafe = ["--allow-unsafe"] if functions.allow_unsafe else []
-    return host_program_actor(
-        resolved,
-        directory,
-        name,
-        FUNCTION_HOST_MODULE,
-        ["--logs", str(directory / "functions" / "logs"), "--runtime", functions.local.runtime, *unsafe],
-        pool=functions.local.pool,
-        given=_assignment(resolved, name),
-        environment={FUNCTION_HOST_TOKEN: token},
-    )
-
-
 class FunctionProgram(HostActor):
     """Implements `FunctionPart`."""
 
@@ -498,26 +519,23 @@ class FunctionProgram(HostActor):
         )
 
 
-def function_host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:
-    """Hosts at the start of a run, or for the given devices by pool."""
-    functions = resolved.cluster.functions
-    if "local" not in functions.chain:
-        return 0
-    wanted = functions.local.hosts
-    if wanted != "auto":
-        return wanted
-    if resolved.cluster.runtime.backend == "local":
-        return 0
-    pool = _function_pool(resolved)
-    present = pool.count if devices is None else devices.get(pool.name, 0)
-    machines = math.ceil(present / (pool.devices_per_host or pool.count))
-    workers = sum(spec.concurrency for spec in resolved.functions.values()) or machines
-    return len(_reward_assignments(resolved)) or max(1, min(machines, workers))
+def _expected_busy_cores(resolved: Resolved) -> float:
+    """Cores that environments keep busy at the predicted rate; 0 without a prediction."""
+    rate = (resolved.plan.rates or {}).get("trajectories", 0.0)
+    if resolved.problem is None:
+        return 0.0
+    batch = resolved.run.batch.trajectories
+    return sum(
+        rate * resolved.quotas.get(d.name, 0) / batch * d.turns.mean * d.environment.core_s
+        for d in resolved.problem.domains
+    )
 
 
-def provider_run_id(directory: Path) -> str:
-    """The run's id at function providers: its name and a suffix that is unique in the account. A resume keeps it."""
-    return run_id(directory, directory / "functions" / "run")
+def _warm_arguments(resolved: Resolved) -> list[str]:
+    spec = resolved.cluster.environments
+    warm = ["--warm", str(spec.warm), "--reuse", str(spec.reuse)] if spec.warm else []
+    images = image_hook_config(spec)
+    return warm if images is None else [*warm, "--images", json.dumps(images)]
 
 
 def _reward_assignments(resolved: Resolved) -> list[Assignment]:
@@ -528,26 +546,3 @@ def _reward_assignments(resolved: Resolved) -> list[Assignment]:
 
 def _assignment(resolved: Resolved, name: str) -> Assignment | None:
     return next((a for a in _reward_assignments(resolved) if a.name == name), None)
-
-
-def _function_pool(resolved: Resolved) -> PoolSpec:
-    """The pool of hosts without planned cores."""
-    return cpu_pool(resolved, resolved.cluster.functions.local.pool)
-
-
-def host_count_keepers(
-    wanted: Resolved,
-    nodes: NodeTracker | None,
-    environments: EnvironmentHostSupervisor | None,
-    functions: FunctionHostSupervisor | None,
-    recorder: Recorder,
-) -> list[HostAutoscaler]:
-    """One keeper per fleet; none for a static cluster. `wanted`: the run with its whole plan."""
-    found = []
-    if nodes is not None and environments is not None:
-        count = functools.partial(host_count, wanted)
-        found.append(HostAutoscaler(environments, nodes, count, recorder, what="environments"))
-    if nodes is not None and functions is not None:
-        count = functools.partial(function_host_count, wanted)
-        found.append(HostAutoscaler(functions, nodes, count, recorder, what="function workers"))
-    return found

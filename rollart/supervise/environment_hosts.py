@@ -1,10 +1,7 @@
 """Environments on hosts: supervision of the hosts, and assignment of each episode to a healthy host.
 
-One episode on an environment host, behind the same port as an environment in the controller.
-
-Container images that an episode needs: the environment hosts name them, once per prompt.
-
-Preparation of an episode before its reset: the wait for a slot on a host, separate from the wait for the reset.
+An episode on a host is behind the same port as an environment in the controller (`HostedEnvironment`). Before its reset
+it waits for a slot on a host, and for the container images that it needs: the hosts name these, once per prompt.
 """
 
 from __future__ import annotations
@@ -34,162 +31,6 @@ from rollart.policy.incidents import IncidentTracker
 from rollart.ports import Environment, EnvironmentFactory, Recorder
 from rollart.supervise.host_slots import EnvironmentHostState, HostPart, HostSlot, HostSlotPool
 from rollart.supervise.supervisor import HostLimits, HostSupervisor
-
-R = TypeVar("R")
-
-DEFAULT_PLACEMENT_REQUEST = PlacementRequest()
-"""The request of an environment that is reset without `prepare`."""
-
-
-class HostedEnvironment:
-    """Implements `ports.Environment`: one episode on one host, chosen before its first reset and kept until its
-    close."""
-
-    __slots__ = ("_domain", "_episode", "_fault", "_fleet", "_place")
-
-    def __init__(self, fleet: EnvironmentHostSupervisor, domain: str, episode: str) -> None:
-        self._fleet, self._domain, self._episode = fleet, domain, episode
-        self._place: HostSlot | None = None
-        self._fault = False
-
-    @property
-    def host(self) -> str:
-        """The host of the episode; '' before it has a slot and after its close."""
-        return "" if self._place is None else self._place.host.id
-
-    async def prepare(
-        self,
-        seed: int,
-        owner: str,
-        wish: PlacementRequest = DEFAULT_PLACEMENT_REQUEST,
-        give_up: Callable[[], None] | None = None,
-    ) -> None:
-        """Wait for a slot on a host, and for the episode's images there, if it needs any. This precedes the reset and
-        is not part of its time. `give_up` is for prefetched episodes: it is called, at most once and not after `keep`,
-        when the episode must close to free its slot for another."""
-        if self._place is not None:
-            return
-        wanted = await self._fleet.wanted(self._domain, seed, owner)
-        place = self._place = await self._fleet.places.take(wish, owner, wanted=wanted, give_up=give_up)
-        if not wanted and not await self._fleet.wanted(self._domain, seed, owner):  # first: perhaps no host was up
-            return
-        try:
-            await self._fleet.pull(place.host, place.link, self._episode, self._domain, seed, owner)
-        except Exception:
-            self._fault = True
-            raise
-
-    def keep(self) -> None:
-        """Mark the episode in use: its trajectory runs."""
-        if self._place is not None:
-            self._fleet.places.keep(self._place)
-
-    async def reset(self, seed: int) -> Observation:
-        if self._place is None:
-            self._place = await self._fleet.places.take(DEFAULT_PLACEMENT_REQUEST, self._episode)
-        place = self._place
-        shown, made = await self._call(place, place.link.reset(self._episode, self._domain, seed))
-        self._fleet.made(place.host, self._domain, made)
-        return shown
-
-    async def step(self, action: str) -> Step:
-        if self._place is None:
-            raise RuntimeError("step before reset")
-        return await self._call(self._place, self._place.link.step(self._episode, action))
-
-    async def close(self) -> None:
-        place, self._place = self._place, None
-        if place is None:
-            return
-        try:
-            await place.link.close(self._episode)
-        except EnvironmentFault as fault:
-            if not fault.incident:  # with an incident, the episode ended with its host
-                raise
-        finally:
-            self._fleet.leave(place, fault=self._fault)
-
-    async def _call(self, place: HostSlot, work: Awaitable[tuple[R, float]]) -> R:
-        began = _episode_now()
-        try:
-            return await self._fleet.call(place.host, place.link, work)
-        except EnvironmentFault:
-            self._fault = True
-            raise
-        except asyncio.CancelledError:
-            self._fault = self._fault or self._fleet.hangs(began)
-            raise
-
-
-def host_of(environment: object) -> str:
-    """The host of an environment; '' for an environment in the controller."""
-    return environment.host if isinstance(environment, HostedEnvironment) else ""
-
-
-def _episode_now() -> float:
-    return asyncio.get_running_loop().time()
-
-
-REMEMBERED_PROMPTS = 4096
-"""Number of prompts whose images are cached: those of a few batches."""
-
-MAX_CONCURRENT_QUERIES = 16
-"""Maximum concurrent queries, over all hosts. An environment names its images on its host's event loop, and blocks the
-host's other episodes meanwhile."""
-
-
-class ImageResolver:
-    """Any task may call `wanted`. It waits for a host's response, or for a pending query of the same prompt, under a
-    lease of the calling episode. Queries rotate over the hosts; if a host ends, the next one is queried. Invariant: a
-    prompt has at most one query at a time, and none while it is cached."""
-
-    def __init__(self, leases: Leases, pull_s: float, seen: Callable[[EnvironmentHost, EpisodeImages], None]) -> None:
-        """`seen` is called with each host and its answer, which includes the images that it has."""
-        self._leases = leases
-        self._pull_s = pull_s
-        self._seen = seen
-        self._known: OrderedDict[tuple[str, int], frozenset[str]] = OrderedDict()
-        self._asking: dict[tuple[str, int], asyncio.Event] = {}
-        self._room = asyncio.Semaphore(MAX_CONCURRENT_QUERIES)
-        self._turn = 0
-
-    async def wanted(self, links: Sequence[EnvironmentHost], domain: str, seed: int, owner: str) -> frozenset[str]:
-        """Images that an episode needs; none if no host can pull images for its domain. `links`: serving hosts."""
-        able = [link for link in links if domain in link.image_domains]
-        if not able:
-            return frozenset()
-        key = domain, seed
-        with self._leases.hold(owner, "a host to name the images of its environment", self._pull_s, Expiry.GAP_FILL):
-            while (event := self._asking.get(key)) is not None:
-                await event.wait()
-            if (found := self._known.get(key)) is not None:
-                self._known.move_to_end(key)
-                return found
-            event = self._asking[key] = asyncio.Event()
-            try:
-                async with self._room:
-                    found = self._known[key] = await self._ask(able, domain, seed)
-            finally:
-                del self._asking[key]
-                event.set()
-            while len(self._known) > REMEMBERED_PROMPTS:
-                self._known.popitem(last=False)
-            return found
-
-    async def _ask(self, links: Sequence[EnvironmentHost], domain: str, seed: int) -> frozenset[str]:
-        self._turn += 1
-        for number in range(len(links)):
-            link = links[(self._turn + number) % len(links)]
-            try:
-                (said, _) = await link.images("", domain, seed, pull=False)
-            except EnvironmentFault as fault:
-                if not fault.incident or number == len(links) - 1:
-                    raise
-            else:
-                self._seen(link, said)
-                return frozenset(said.wanted)
-        raise AssertionError("somebody was asked")
-
 
 T = TypeVar("T")
 
@@ -391,8 +232,93 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
         return ""
 
 
-def _now() -> float:
-    return asyncio.get_running_loop().time()
+DEFAULT_PLACEMENT_REQUEST = PlacementRequest()
+"""The request of an environment that is reset without `prepare`."""
+
+
+class HostedEnvironment:
+    """Implements `ports.Environment`: one episode on one host, chosen before its first reset and kept until its
+    close."""
+
+    __slots__ = ("_domain", "_episode", "_fault", "_fleet", "_place")
+
+    def __init__(self, fleet: EnvironmentHostSupervisor, domain: str, episode: str) -> None:
+        self._fleet, self._domain, self._episode = fleet, domain, episode
+        self._place: HostSlot | None = None
+        self._fault = False
+
+    @property
+    def host(self) -> str:
+        """The host of the episode; '' before it has a slot and after its close."""
+        return "" if self._place is None else self._place.host.id
+
+    async def prepare(
+        self,
+        seed: int,
+        owner: str,
+        wish: PlacementRequest = DEFAULT_PLACEMENT_REQUEST,
+        give_up: Callable[[], None] | None = None,
+    ) -> None:
+        """Wait for a slot on a host, and for the episode's images there, if it needs any. This precedes the reset and
+        is not part of its time. `give_up` is for prefetched episodes: it is called, at most once and not after `keep`,
+        when the episode must close to free its slot for another."""
+        if self._place is not None:
+            return
+        wanted = await self._fleet.wanted(self._domain, seed, owner)
+        place = self._place = await self._fleet.places.take(wish, owner, wanted=wanted, give_up=give_up)
+        if not wanted and not await self._fleet.wanted(self._domain, seed, owner):  # first: perhaps no host was up
+            return
+        try:
+            await self._fleet.pull(place.host, place.link, self._episode, self._domain, seed, owner)
+        except Exception:
+            self._fault = True
+            raise
+
+    def keep(self) -> None:
+        """Mark the episode in use: its trajectory runs."""
+        if self._place is not None:
+            self._fleet.places.keep(self._place)
+
+    async def reset(self, seed: int) -> Observation:
+        if self._place is None:
+            self._place = await self._fleet.places.take(DEFAULT_PLACEMENT_REQUEST, self._episode)
+        place = self._place
+        shown, made = await self._call(place, place.link.reset(self._episode, self._domain, seed))
+        self._fleet.made(place.host, self._domain, made)
+        return shown
+
+    async def step(self, action: str) -> Step:
+        if self._place is None:
+            raise RuntimeError("step before reset")
+        return await self._call(self._place, self._place.link.step(self._episode, action))
+
+    async def close(self) -> None:
+        place, self._place = self._place, None
+        if place is None:
+            return
+        try:
+            await place.link.close(self._episode)
+        except EnvironmentFault as fault:
+            if not fault.incident:  # with an incident, the episode ended with its host
+                raise
+        finally:
+            self._fleet.leave(place, fault=self._fault)
+
+    async def _call(self, place: HostSlot, work: Awaitable[tuple[T, float]]) -> T:
+        began = _now()
+        try:
+            return await self._fleet.call(place.host, place.link, work)
+        except EnvironmentFault:
+            self._fault = True
+            raise
+        except asyncio.CancelledError:
+            self._fault = self._fault or self._fleet.hangs(began)
+            raise
+
+
+def host_of(environment: object) -> str:
+    """The host of an environment; '' for an environment in the controller."""
+    return environment.host if isinstance(environment, HostedEnvironment) else ""
 
 
 async def prepare_environment(
@@ -418,3 +344,69 @@ def mark_in_use(environment: Environment) -> None:
     """Mark the environment in use by its trajectory: its host slot is no longer reclaimed for other episodes."""
     if isinstance(environment, HostedEnvironment):
         environment.keep()
+
+
+REMEMBERED_PROMPTS = 4096
+"""Number of prompts whose images are cached: those of a few batches."""
+
+
+MAX_CONCURRENT_QUERIES = 16
+"""Maximum concurrent queries, over all hosts. An environment names its images on its host's event loop, and blocks the
+host's other episodes meanwhile."""
+
+
+class ImageResolver:
+    """Any task may call `wanted`. It waits for a host's response, or for a pending query of the same prompt, under a
+    lease of the calling episode. Queries rotate over the hosts; if a host ends, the next one is queried. Invariant: a
+    prompt has at most one query at a time, and none while it is cached."""
+
+    def __init__(self, leases: Leases, pull_s: float, seen: Callable[[EnvironmentHost, EpisodeImages], None]) -> None:
+        """`seen` is called with each host and its answer, which includes the images that it has."""
+        self._leases = leases
+        self._pull_s = pull_s
+        self._seen = seen
+        self._known: OrderedDict[tuple[str, int], frozenset[str]] = OrderedDict()
+        self._asking: dict[tuple[str, int], asyncio.Event] = {}
+        self._room = asyncio.Semaphore(MAX_CONCURRENT_QUERIES)
+        self._turn = 0
+
+    async def wanted(self, links: Sequence[EnvironmentHost], domain: str, seed: int, owner: str) -> frozenset[str]:
+        """Images that an episode needs; none if no host can pull images for its domain. `links`: serving hosts."""
+        able = [link for link in links if domain in link.image_domains]
+        if not able:
+            return frozenset()
+        key = domain, seed
+        with self._leases.hold(owner, "a host to name the images of its environment", self._pull_s, Expiry.GAP_FILL):
+            while (event := self._asking.get(key)) is not None:
+                await event.wait()
+            if (found := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                return found
+            event = self._asking[key] = asyncio.Event()
+            try:
+                async with self._room:
+                    found = self._known[key] = await self._ask(able, domain, seed)
+            finally:
+                del self._asking[key]
+                event.set()
+            while len(self._known) > REMEMBERED_PROMPTS:
+                self._known.popitem(last=False)
+            return found
+
+    async def _ask(self, links: Sequence[EnvironmentHost], domain: str, seed: int) -> frozenset[str]:
+        self._turn += 1
+        for number in range(len(links)):
+            link = links[(self._turn + number) % len(links)]
+            try:
+                (said, _) = await link.images("", domain, seed, pull=False)
+            except EnvironmentFault as fault:
+                if not fault.incident or number == len(links) - 1:
+                    raise
+            else:
+                self._seen(link, said)
+                return frozenset(said.wanted)
+        raise AssertionError("somebody was asked")
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,7 +1,4 @@
-"""Slots of episodes on environment hosts: assignment, waiting, and preemption of prefetched episodes.
-
-The supervisor's state of one environment host.
-"""
+"""Slots of episodes on environment hosts: assignment, waiting, and preemption of prefetched episodes."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Faults over HTTP: status codes, Lambda's error payloads, and this package's exact form. Pure.
+"""Faults on the wire, in both directions: status codes of HTTP, Lambda's error payloads, throttles and REPORT line, and
+this package's exact form. Pure.
 
 The exact form is a body `{"fault": {kind, retryable, detail, throttle, retry_after_s}}` under the status of its kind,
 so that clients unaware of it still react properly.
-
-Parses Lambda's responses: throttles, errors of the function and of the service, the REPORT line. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The Modal client of this package: opened with credentials, with unpickling disabled and errors translated.
+"""Modal as this package uses it: its client, the deployments of a function, and one call.
+
+The client is opened with credentials, with unpickling disabled and errors translated.
 
 Modal's client loads an answer in whatever format the container names, so a container that runs a policy's code could
 execute code in this process. `deserialize` of `modal._serialization` would unpickle such an answer, and also the
@@ -7,7 +9,7 @@ replaced by a refusing one (process-wide: no data from a container may be unpick
 CBOR. This is the only module that touches Modal's private interface. The replacement is checked at every opening, and a
 client that would load a pickle is not opened.
 
-A function's deployments on Modal: one app per function, whose tags map deployments to package versions.
+A function has one app, whose tags map its deployments to package versions:
 
     rollart-live   3              the deployment that calls go to (Modal counts an app's deployments from 1)
     rollart-v3     <digest>       the package version of deployment 3, base64url (a tag holds 63 characters)
@@ -16,9 +18,8 @@ A function's deployments on Modal: one app per function, whose tags map deployme
 Modal keeps deployments and looks any of them up by number (`Function.from_name(version=)`), so a rollback is one
 `App.set_tags`, which is atomic, and a deployment that fails is never live.
 
-One call on Modal: a pinned deployment, the payload, and the validated answer of the container.
-
-Payloads and answers are JSON as bytes in CBOR, see `serverless.deploy.modal_entry`.
+A call goes to a pinned deployment, and the container's answer is validated. Payloads and answers are JSON as bytes in
+CBOR, see `serverless.deploy.modal_entry`.
 """
 
 from __future__ import annotations

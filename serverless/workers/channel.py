@@ -7,7 +7,7 @@ from abc import abstractmethod
 from typing import Any, cast
 
 from serverless.types import FaultKind, InfraFault
-from serverless.workers.messages import FrameDecoder, encode_frame
+from serverless.workers.messages import MessageDecoder, encode_message
 from serverless.workers.pool import WorkerFault, WorkerReply, WorkerRequest
 
 _KINDS = frozenset(str(kind) for kind in FaultKind)
@@ -22,7 +22,7 @@ class WorkerChannel(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.init_s = 0.0
-        self._frames = FrameDecoder()
+        self._frames = MessageDecoder()
         self._transport: asyncio.Transport | None = None
         self._asked = ""
         self._reply: asyncio.Future[list[Any]] | None = None
@@ -33,7 +33,7 @@ class WorkerChannel(asyncio.Protocol):
 
     async def call(self, request: WorkerRequest) -> WorkerReply:
         try:
-            frame = encode_frame([request.id, list(request.event), request.remaining_s * 1000.0])
+            frame = encode_message([request.id, list(request.event), request.remaining_s * 1000.0])
         except (TypeError, ValueError, OverflowError) as error:
             detail = f"the event has no wire form: {error}"
             return WorkerReply(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))

@@ -32,7 +32,7 @@ from serverless.hosts import GREETING_BYTES, Serving, greeting, run_host, token_
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault
 from serverless.workers.local import LocalBackend
-from serverless.workers.messages import encode_frame, read_frame
+from serverless.workers.messages import encode_message, read_message
 from serverless.workers.pool import Worker, WorkerFault, WorkerReply, WorkerRequest
 
 FUNCTION_HOST_TOKEN = "SERVERLESS_HOST_TOKEN"
@@ -57,7 +57,7 @@ class WorkerHost:
         """Serve a connection until it ends."""
         self._connections.add(writer)
         try:
-            match await greeting(read_frame(reader, largest=GREETING_BYTES)):
+            match await greeting(read_message(reader, largest=GREETING_BYTES)):
                 case ["hello", str(token)] if token_matches(token, self._token) and not self._controlled:
                     await self._control(reader, writer)
                 case ["hello", str(token), str(version), int(slot)] if (
@@ -81,13 +81,13 @@ class WorkerHost:
 
     async def _control(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._controlled = True
-        writer.write(encode_frame(["ok", os.getpid()]))
+        writer.write(encode_message(["ok", os.getpid()]))
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    match await read_frame(reader):
+                    match await read_message(reader):
                         case ["ping", int(number)]:
-                            writer.write(encode_frame([number, None, ""]))
+                            writer.write(encode_message([number, None, ""]))
                         case ["deploy", int(number), dict(spec), str(version), dict(files)]:
                             tasks.create_task(self._deploy(writer, number, spec, version, files))
                         case _:
@@ -114,7 +114,7 @@ class WorkerHost:
             error, remedy = failed.message, failed.remedy
         except (ValidationError, ValueError, OSError) as failed:
             error = f"a package that could not be laid out: {failed}"
-        writer.write(encode_frame([number, error, remedy]))
+        writer.write(encode_message([number, error, remedy]))
 
     async def _worker(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, version: str, slot: int
@@ -127,7 +127,7 @@ class WorkerHost:
                 serving = tasks.create_task(self._life(requests, writer, version, slot), name=f"worker {slot}")
                 try:
                     while True:
-                        match await read_frame(reader):
+                        match await read_message(reader):
                             case [str(request), list(event), int() | float() as limit_ms]:
                                 requests.put_nowait(WorkerRequest(request, event, limit_ms / 1000.0))
                             case _:
@@ -152,13 +152,13 @@ class WorkerHost:
                 raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail))
             name = f"{package.spec.name}/{slot}"
             worker = await self._backend.start(package, name, slot, lambda: requests.put_nowait(None))
-            writer.write(encode_frame(["", "ready", worker.init_s]))
+            writer.write(encode_message(["", "ready", worker.init_s]))
             while (request := await requests.get()) is not None:
                 current = request.id
                 writer.write(await self._answer(worker.call(request), request))
                 await writer.drain()
         except WorkerFault as error:
-            writer.write(encode_frame([current, "died" if worker else "failed", *_fault_frame(error.fault)]))
+            writer.write(encode_message([current, "died" if worker else "failed", *_fault_frame(error.fault)]))
         except ConnectionError:
             pass
         finally:
@@ -169,8 +169,8 @@ class WorkerHost:
     async def _answer(self, call: Coroutine[Any, Any, WorkerReply], request: WorkerRequest) -> bytes:
         answer = await call
         if answer.fault is not None:
-            return encode_frame([request.id, "fault", answer.run_s, *_fault_frame(answer.fault), answer.keep])
-        return encode_frame([request.id, "ok", answer.run_s, answer.body])
+            return encode_message([request.id, "fault", answer.run_s, *_fault_frame(answer.fault), answer.keep])
+        return encode_message([request.id, "ok", answer.run_s, answer.body])
 
 
 def _fault_frame(fault: InfraFault) -> list[Any]:

@@ -9,25 +9,25 @@ import msgpack
 
 from serverless import frames
 
-MAX_FRAME_BYTES = 2**31 - 1
+MAX_MESSAGE_BYTES = 2**31 - 1
 """Maximum bytes of a message, which may be a package with its artefacts."""
 
 
-def encode_frame(message: Any) -> bytes:
+def encode_message(message: Any) -> bytes:
     """Raises `TypeError`, `ValueError` or `OverflowError` for a message that has no wire form or is too large."""
-    return frames.encode_frame(msgpack.packb(message), largest=MAX_FRAME_BYTES)
+    return frames.encode_frame(msgpack.packb(message), largest=MAX_MESSAGE_BYTES)
 
 
-async def read_frame(reader: asyncio.StreamReader, *, largest: int = MAX_FRAME_BYTES) -> Any:
+async def read_message(reader: asyncio.StreamReader, *, largest: int = MAX_MESSAGE_BYTES) -> Any:
     """The next message. Raises `IncompleteReadError` at the end, `ValueError` for an invalid one."""
     return _unpack(await frames.read_frame(reader, largest=largest))
 
 
-class FrameDecoder:
+class MessageDecoder:
     """Collects the received bytes of a protocol into messages."""
 
     def __init__(self) -> None:
-        self._frames = frames.FrameDecoder(MAX_FRAME_BYTES)
+        self._frames = frames.FrameDecoder(MAX_MESSAGE_BYTES)
 
     def feed(self, data: bytes) -> list[Any]:
         """The messages that are now complete. Raises `ValueError` for an invalid one."""

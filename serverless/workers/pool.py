@@ -1,16 +1,6 @@
-"""The workers of one function: started on demand up to the concurrency, kept warm for a while, scaled to zero.
+"""Pools of workers: started on demand up to a function's concurrency, kept warm for a while, scaled to zero.
 
-Independent of processes: a `Launcher` starts workers, so the local and the simulated backend share this code.
-
-The workers of a pool as ports: an execution environment, its launcher, and the back-off of failing starts.
-
-Independent of processes: the local and the simulated backend start workers in their own way.
-
-A worker's slot in its pool, and the clock of its states.
-
-A time limit for consecutive calls, without a timer per call.
-
-Backends over pools of workers: the pools by function name, and the task group of their starts.
+Independent of processes: a `Launcher` starts workers, so local, remote and simulated workers share this code.
 """
 
 from __future__ import annotations
@@ -28,10 +18,6 @@ from serverless.errors import BackendFailed, UnknownFunction
 from serverless.meter import MeterSink, NullMeter, WorkerSpan, WorkerState, billed_seconds
 from serverless.providers.base import Reply, WorkerLoad
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
-
-_FIRST_S, _LONGEST_S = 1.0, 60.0
-"""The first and the longest pause between starts without a waiting call: a function that crashes on loading costs at
-most one start per minute and worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,115 +75,95 @@ class Launcher(Protocol):
         itself. Cleans up if cancelled."""
 
 
-@dataclass(slots=True)
-class StartFailures:
-    """Failed starts, and ends of idle workers, since the last answered call. Failures within one pause count as one
-    round. Loop seconds."""
+class PooledBackend:
+    """Implements `Backend` and `ScalableBackend` over the workers of a launcher.
 
-    rounds: int = 0
-    until: float = 0.0
-
-    def another(self, now: float) -> None:
-        if now >= self.until:
-            self.until = now + min(_LONGEST_S, _FIRST_S * 2.0 ** min(self.rounds, 16))
-            self.rounds += 1
-
-    def pause_s(self, now: float) -> float:
-        """Seconds until the next start should be tried, 0 for now."""
-        return max(0.0, self.until - now)
-
-
-_EARLY_S = 0.0005
-"""Seconds that a loop with timers of 1 ms may fire early."""
-
-
-class ReusableTimeout:
-    """A reusable `asyncio.timeout`, entered repeatedly by one task at a time, in one loop.
-
-        with limit.of(seconds):      # TimeoutError when they have passed
-            await ...
-
-    Its timer keeps running when a block ends, and checks on firing whether the current block is overdue. So calls that
-    end in time, which are nearly all, neither make nor cancel a timer. `close` stops it.
+    Owns the current pool of every function, and drained ones until their calls have ended. `async with` belongs to one
+    task, which is cancelled if a start ends unexpectedly.
     """
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._task: asyncio.Task[object] | None = None
-        self._expires = 0.0
-        self._expired = False
-        self._cancelling = 0
+    def __init__(
+        self,
+        launcher: Launcher,
+        provider: str,
+        meter: MeterSink | None = None,
+        *,
+        room: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`room`: see `WorkerPool`."""
+        self.provider = provider
+        self._launcher = launcher
+        self._room = room
+        self._meter = meter or NullMeter()
+        self._group: asyncio.TaskGroup | None = None
+        self._pools: dict[str, WorkerPool] = {}
+        self._old: list[WorkerPool] = []
 
-    def of(self, seconds: float) -> ReusableTimeout:
-        self._expires = self._loop.time() + seconds
+    async def __aenter__(self) -> Self:
+        self._group = asyncio.TaskGroup()
+        await self._group.__aenter__()
         return self
 
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+    async def __aexit__(self, *exc: object) -> None:
+        for pool in (*self._pools.values(), *self._old):
+            pool.close()
+        self._pools.clear()
+        self._old.clear()
+        if self._group is not None:
+            group, self._group = self._group, None
+            await group.__aexit__(None, None, None)
 
-    def __enter__(self) -> None:
-        self._task = asyncio.current_task()
-        assert self._task is not None
-        self._expired = False
-        self._cancelling = self._task.cancelling()
-        if self._timer is None or self._timer.when() > self._expires:
-            self.close()
-            self._timer = self._loop.call_at(self._expires, self._fire)
-
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        task, self._task = self._task, None
-        if not self._expired or task is None:
+    async def deploy(self, package: Package) -> None:
+        """See `Backend`. A new version of a function starts from its own settings again."""
+        if self._group is None:
+            raise BackendFailed(f"the {self.provider} backend is not open", remedy="use `async with`")
+        current = self._pools.get(package.spec.name)
+        if current is not None and current.package.version == package.version and current.package.spec == package.spec:
             return
-        # This timeout was one of the task's cancellations; if it was the only one, it becomes a `TimeoutError` here.
-        if task.uncancel() <= self._cancelling and kind is not None and issubclass(kind, asyncio.CancelledError):
-            raise TimeoutError from None
+        self._old = [pool for pool in self._old if pool.size]
+        if current is not None:
+            current.close(drain=True)
+            self._old.append(current)
+        pool = WorkerPool(
+            package,
+            launcher=self._launcher,
+            meter=self._meter,
+            provider=self.provider,
+            spawn=self._spawn,
+            room=self._room,
+        )
+        self._pools[package.spec.name] = pool
+        pool.warm_up()
 
-    def _fire(self) -> None:
-        self._timer = None
-        if self._task is None:
-            return
-        if self._expires - self._loop.time() > _EARLY_S:
-            self._timer = self._loop.call_at(self._expires, self._fire)
-            return
-        self._expired = True
-        self._task.cancel()
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        return await self.pool(function).invoke(event, deadline_s, cause)
 
+    def pool(self, function: str) -> WorkerPool:
+        try:
+            return self._pools[function]
+        except KeyError:
+            known = ", ".join(self._pools) or "none"
+            raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}") from None
 
-class WorkerSlotState(enum.Enum):
-    STARTING = enum.auto()
-    IDLE = enum.auto()
-    BUSY = enum.auto()
-    GONE = enum.auto()
+    def workers(self, function: str) -> int:
+        """The current number of a function's workers."""
+        return self.pool(function).size
 
+    def load(self, function: str) -> WorkerLoad:
+        return self.pool(function).load()
 
-@dataclass(slots=True, eq=False)
-class WorkerSlot:
-    """A worker and its clock: `since` is the start of its present state, `cold_s` its start-up time until a call pays
-    it."""
+    def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
+        """See `ScalableBackend`."""
+        pool = self.pool(function)
+        if keep_alive_s is not None:
+            pool.keep_alive(keep_alive_s)
+        return pool.keep(workers)
 
-    slot: int
-    name: str
-    since: float
-    state: WorkerSlotState = WorkerSlotState.STARTING
-    worker: Worker | None = None
-    cold_s: float = 0.0
-    init_s: float = 0.0
-    task: asyncio.Task[None] | None = None
-    limit: ReusableTimeout = field(default_factory=ReusableTimeout)
-    queued_s: float = 0.0
-    """Seconds that the call it serves waited for it."""
-    ahead: bool = False
-    """Started before any call requested it: its start is billed separately, as no call has waited for it."""
-
-
-METERED_STATES = {
-    WorkerSlotState.STARTING: WorkerState.COLD,
-    WorkerSlotState.IDLE: WorkerState.IDLE,
-    WorkerSlotState.BUSY: WorkerState.BUSY,
-}
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        assert self._group is not None
+        return self._group.create_task(work)
 
 
 _MOVES = 2
@@ -585,92 +551,117 @@ class WorkerPool:
             self._retire(self._idle[0])
 
 
-class PooledBackend:
-    """Implements `Backend` and `ScalableBackend` over the workers of a launcher.
+_FIRST_S, _LONGEST_S = 1.0, 60.0
+"""The first and the longest pause between starts without a waiting call: a function that crashes on loading costs at
+most one start per minute and worker."""
 
-    Owns the current pool of every function, and drained ones until their calls have ended. `async with` belongs to one
-    task, which is cancelled if a start ends unexpectedly.
+
+@dataclass(slots=True)
+class StartFailures:
+    """Failed starts, and ends of idle workers, since the last answered call. Failures within one pause count as one
+    round. Loop seconds."""
+
+    rounds: int = 0
+    until: float = 0.0
+
+    def another(self, now: float) -> None:
+        if now >= self.until:
+            self.until = now + min(_LONGEST_S, _FIRST_S * 2.0 ** min(self.rounds, 16))
+            self.rounds += 1
+
+    def pause_s(self, now: float) -> float:
+        """Seconds until the next start should be tried, 0 for now."""
+        return max(0.0, self.until - now)
+
+
+_EARLY_S = 0.0005
+"""Seconds that a loop with timers of 1 ms may fire early."""
+
+
+class ReusableTimeout:
+    """A reusable `asyncio.timeout`, entered repeatedly by one task at a time, in one loop.
+
+        with limit.of(seconds):      # TimeoutError when they have passed
+            await ...
+
+    Its timer keeps running when a block ends, and checks on firing whether the current block is overdue. So calls that
+    end in time, which are nearly all, neither make nor cancel a timer. `close` stops it.
     """
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        provider: str,
-        meter: MeterSink | None = None,
-        *,
-        room: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        """`room`: see `WorkerPool`."""
-        self.provider = provider
-        self._launcher = launcher
-        self._room = room
-        self._meter = meter or NullMeter()
-        self._group: asyncio.TaskGroup | None = None
-        self._pools: dict[str, WorkerPool] = {}
-        self._old: list[WorkerPool] = []
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[object] | None = None
+        self._expires = 0.0
+        self._expired = False
+        self._cancelling = 0
 
-    async def __aenter__(self) -> Self:
-        self._group = asyncio.TaskGroup()
-        await self._group.__aenter__()
+    def of(self, seconds: float) -> ReusableTimeout:
+        self._expires = self._loop.time() + seconds
         return self
 
-    async def __aexit__(self, *exc: object) -> None:
-        for pool in (*self._pools.values(), *self._old):
-            pool.close()
-        self._pools.clear()
-        self._old.clear()
-        if self._group is not None:
-            group, self._group = self._group, None
-            await group.__aexit__(None, None, None)
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-    async def deploy(self, package: Package) -> None:
-        """See `Backend`. A new version of a function starts from its own settings again."""
-        if self._group is None:
-            raise BackendFailed(f"the {self.provider} backend is not open", remedy="use `async with`")
-        current = self._pools.get(package.spec.name)
-        if current is not None and current.package.version == package.version and current.package.spec == package.spec:
+    def __enter__(self) -> None:
+        self._task = asyncio.current_task()
+        assert self._task is not None
+        self._expired = False
+        self._cancelling = self._task.cancelling()
+        if self._timer is None or self._timer.when() > self._expires:
+            self.close()
+            self._timer = self._loop.call_at(self._expires, self._fire)
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        task, self._task = self._task, None
+        if not self._expired or task is None:
             return
-        self._old = [pool for pool in self._old if pool.size]
-        if current is not None:
-            current.close(drain=True)
-            self._old.append(current)
-        pool = WorkerPool(
-            package,
-            launcher=self._launcher,
-            meter=self._meter,
-            provider=self.provider,
-            spawn=self._spawn,
-            room=self._room,
-        )
-        self._pools[package.spec.name] = pool
-        pool.warm_up()
+        # This timeout was one of the task's cancellations; if it was the only one, it becomes a `TimeoutError` here.
+        if task.uncancel() <= self._cancelling and kind is not None and issubclass(kind, asyncio.CancelledError):
+            raise TimeoutError from None
 
-    async def invoke(
-        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
-    ) -> Reply:
-        return await self.pool(function).invoke(event, deadline_s, cause)
+    def _fire(self) -> None:
+        self._timer = None
+        if self._task is None:
+            return
+        if self._expires - self._loop.time() > _EARLY_S:
+            self._timer = self._loop.call_at(self._expires, self._fire)
+            return
+        self._expired = True
+        self._task.cancel()
 
-    def pool(self, function: str) -> WorkerPool:
-        try:
-            return self._pools[function]
-        except KeyError:
-            known = ", ".join(self._pools) or "none"
-            raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}") from None
 
-    def workers(self, function: str) -> int:
-        """The current number of a function's workers."""
-        return self.pool(function).size
+class WorkerSlotState(enum.Enum):
+    STARTING = enum.auto()
+    IDLE = enum.auto()
+    BUSY = enum.auto()
+    GONE = enum.auto()
 
-    def load(self, function: str) -> WorkerLoad:
-        return self.pool(function).load()
 
-    def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
-        """See `ScalableBackend`."""
-        pool = self.pool(function)
-        if keep_alive_s is not None:
-            pool.keep_alive(keep_alive_s)
-        return pool.keep(workers)
+@dataclass(slots=True, eq=False)
+class WorkerSlot:
+    """A worker and its clock: `since` is the start of its present state, `cold_s` its start-up time until a call pays
+    it."""
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        assert self._group is not None
-        return self._group.create_task(work)
+    slot: int
+    name: str
+    since: float
+    state: WorkerSlotState = WorkerSlotState.STARTING
+    worker: Worker | None = None
+    cold_s: float = 0.0
+    init_s: float = 0.0
+    task: asyncio.Task[None] | None = None
+    limit: ReusableTimeout = field(default_factory=ReusableTimeout)
+    queued_s: float = 0.0
+    """Seconds that the call it serves waited for it."""
+    ahead: bool = False
+    """Started before any call requested it: its start is billed separately, as no call has waited for it."""
+
+
+METERED_STATES = {
+    WorkerSlotState.STARTING: WorkerState.COLD,
+    WorkerSlotState.IDLE: WorkerState.IDLE,
+    WorkerSlotState.BUSY: WorkerState.BUSY,
+}

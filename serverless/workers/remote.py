@@ -1,7 +1,5 @@
-"""The caller's side of function workers on other machines: one connection per machine, and one per worker.
-
-Functions whose workers run on other machines: the pools are in this process, the worker processes there
-(`workers.host`).
+"""Functions whose workers run on other machines: the pools are in this process, the worker processes there
+(`workers.host`). There is one connection per machine, and one per worker.
 
 All decisions stay in this process, as with local workers: the number of workers per function, the routing of calls and
 the billing. A machine only forks and runs workers. The loss of a machine therefore loses only its workers: their calls
@@ -24,16 +22,123 @@ from serverless.meter import MeterSink
 from serverless.types import FaultKind, InfraFault
 from serverless.workers.channel import WorkerChannel
 from serverless.workers.local import check_isolation
-from serverless.workers.messages import encode_frame, read_frame
+from serverless.workers.messages import encode_message, read_message
 from serverless.workers.pool import Launcher, PooledBackend, Worker, WorkerFault, WorkerLost, WorkerReply, WorkerRequest
+
+
+class HostLost(Exception):
+    """A machine does not answer, or ended; the message is the cause."""
+
+
+class HostedBackend(PooledBackend):
+    """Functions on the workers of `hosts`, which the caller creates and closes.
+
+    A call is executed at most once on a connected machine. If the machine is lost meanwhile, the call is repeated on
+    another, at most twice (`Cause.RETRY`), and any later answer of the first is ignored. While no machine is connected,
+    calls wait until their deadline. `launcher` wraps the worker launcher (`providers.rehearsal`).
+    """
+
+    def __init__(
+        self,
+        hosts: WorkerHosts,
+        *,
+        meter: MeterSink | None = None,
+        launcher: Callable[[Launcher], Launcher] = lambda launcher: launcher,
+        allow_unsafe: bool = False,
+    ) -> None:
+        super().__init__(launcher(hosts), "local", meter, room=hosts.room)
+        self._hosts = hosts
+        self._allow_unsafe = allow_unsafe
+
+    async def deploy(self, package: Package) -> None:
+        if not self._allow_unsafe:
+            check_isolation(package)
+        await self._hosts.room()
+        await self._hosts.deploy(package)
+        await super().deploy(package)
+
+
+class WorkerHosts:
+    """The connected machines and the packages deployed on all of them. Implements `Launcher`.
+
+    The owner of the machines may call `join` and `leave` at any moment; `room` waits until a machine accepts workers. A
+    new worker goes to the machine with the fewest workers per `weight`; ties go to the earliest joined. Invariant: a
+    machine accepts workers only once it has every package.
+    """
+
+    def __init__(self) -> None:
+        self._links: dict[str, tuple[HostLink, float]] = {}
+        self._packages: dict[str, Package] = {}
+        self._changed = asyncio.Event()
+
+    @property
+    def links(self) -> list[HostLink]:
+        """Links to the machines that accept workers."""
+        return [link for link, _ in self._links.values() if link.alive and not link.leaving]
+
+    async def join(
+        self, name: str, address: str, token: str, *, weight: float = 1.0, notify: Callable[[], None] = lambda: None
+    ) -> HostLink:
+        """Add a machine that serves at `tcp://host:port`. Raises `HostLost` if it does not answer and `BackendFailed`
+        if a function cannot run there. `notify`: see `HostLink`."""
+
+        def changed() -> None:
+            there = self._links.get(name)
+            if there is not None and not there[0].alive:
+                del self._links[name]
+            self._notify()
+            notify()
+
+        link = await HostLink.open(name, address, token, notify=changed)
+        try:
+            done: set[str] = set()
+            while missing := [one for one in self._packages.values() if one.version not in done]:
+                for package in missing:
+                    await link.deploy(package)
+                    done.add(package.version)
+        except BaseException:
+            await link.aclose()
+            raise
+        self._links[name] = link, weight
+        self._notify()
+        return link
+
+    async def deploy(self, package: Package) -> None:
+        """Deploy on every current and future machine. Raises `BackendFailed` if the function cannot run on one of
+        them."""
+        self._packages[package.spec.name] = package
+        results = await asyncio.gather(*(link.deploy(package) for link in self.links), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, HostLost):  # a lost host gets it later
+                raise result
+
+    async def room(self) -> None:
+        """Wait until a machine accepts workers."""
+        while not self.links:
+            changed = self._changed
+            await changed.wait()
+
+    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
+        candidates = [(link, weight) for link, weight in self._links.values() if link.alive and not link.leaving]
+        if not candidates:
+            raise WorkerLost(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail="no machine takes workers"))
+        link, _ = min(candidates, key=lambda place: len(place[0].workers) / place[1])
+        return await link.worker(package, slot, gone)
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
 
 CONNECT_S = 5.0
 """Seconds to connect to a machine that is already connected: its kernel answers, however busy its processes are."""
+
 
 _SILENT_S = 6
 """Seconds without any acknowledgement from a machine's kernel after which it is considered lost. This is less than a
 function's start may take (`init_timeout_s`), so that a vanished machine is not taken for a function that does not load.
 """
+
 
 _KEEPALIVE_OPTIONS = {
     "TCP_KEEPIDLE": 2,
@@ -42,10 +147,6 @@ _KEEPALIVE_OPTIONS = {
     "TCP_USER_TIMEOUT": 1000 * _SILENT_S,
     "TCP_NODELAY": 1,
 }
-
-
-class HostLost(Exception):
-    """A machine does not answer, or ended; the message is the cause."""
 
 
 class HostLink(HostChannel):
@@ -78,8 +179,8 @@ class HostLink(HostChannel):
                     reader, writer = await asyncio.open_connection(*link._address)
                 stack.callback(writer.close)
                 _keep_alive(writer.get_extra_info("socket"))
-                writer.write(encode_frame(["hello", token]))
-                match await read_frame(reader):
+                writer.write(encode_message(["hello", token]))
+                match await read_message(reader):
                     case ["ok", int(pid)]:
                         link.pid = pid
                     case _:
@@ -158,13 +259,13 @@ class HostLink(HostChannel):
         self._notify()
 
     async def receive(self, reader: asyncio.StreamReader) -> tuple[int, str, tuple[str | None, str]]:
-        match await read_frame(reader):
+        match await read_message(reader):
             case [int(number), None | str() as error, str(remedy)]:
                 return number, "", (error, remedy)
         raise ValueError("what nobody asked for")
 
     async def _order(self, what: str, *rest: Any) -> tuple[str | None, str]:
-        answer: tuple[str | None, str] = await self.ask(lambda number: encode_frame([what, number, *rest]))
+        answer: tuple[str | None, str] = await self.ask(lambda number: encode_message([what, number, *rest]))
         return answer
 
 
@@ -181,7 +282,7 @@ class RemoteWorker(WorkerChannel):
 
     async def ready(self, hello: Sequence[Any]) -> None:
         """Request the worker and wait for the end of its init phase. Raises `WorkerFault` if that failed."""
-        match await self.ask("", encode_frame(["hello", *hello])):
+        match await self.ask("", encode_message(["hello", *hello])):
             case ["ready", int() | float() as init_s]:
                 self.init_s, self.started = float(init_s), True
             case ["failed", str(kind), str(detail), bool(retryable)]:
@@ -232,103 +333,3 @@ def _keep_alive(connection: socket.socket) -> None:
     for name, value in _KEEPALIVE_OPTIONS.items():
         if (option := getattr(socket, name, None)) is not None:  # Linux has all of them
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-class WorkerHosts:
-    """The connected machines and the packages deployed on all of them. Implements `Launcher`.
-
-    The owner of the machines may call `join` and `leave` at any moment; `room` waits until a machine accepts workers. A
-    new worker goes to the machine with the fewest workers per `weight`; ties go to the earliest joined. Invariant: a
-    machine accepts workers only once it has every package.
-    """
-
-    def __init__(self) -> None:
-        self._links: dict[str, tuple[HostLink, float]] = {}
-        self._packages: dict[str, Package] = {}
-        self._changed = asyncio.Event()
-
-    @property
-    def links(self) -> list[HostLink]:
-        """Links to the machines that accept workers."""
-        return [link for link, _ in self._links.values() if link.alive and not link.leaving]
-
-    async def join(
-        self, name: str, address: str, token: str, *, weight: float = 1.0, notify: Callable[[], None] = lambda: None
-    ) -> HostLink:
-        """Add a machine that serves at `tcp://host:port`. Raises `HostLost` if it does not answer and `BackendFailed`
-        if a function cannot run there. `notify`: see `HostLink`."""
-
-        def changed() -> None:
-            there = self._links.get(name)
-            if there is not None and not there[0].alive:
-                del self._links[name]
-            self._notify()
-            notify()
-
-        link = await HostLink.open(name, address, token, notify=changed)
-        try:
-            done: set[str] = set()
-            while missing := [one for one in self._packages.values() if one.version not in done]:
-                for package in missing:
-                    await link.deploy(package)
-                    done.add(package.version)
-        except BaseException:
-            await link.aclose()
-            raise
-        self._links[name] = link, weight
-        self._notify()
-        return link
-
-    async def deploy(self, package: Package) -> None:
-        """Deploy on every current and future machine. Raises `BackendFailed` if the function cannot run on one of
-        them."""
-        self._packages[package.spec.name] = package
-        results = await asyncio.gather(*(link.deploy(package) for link in self.links), return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException) and not isinstance(result, HostLost):  # a lost host gets it later
-                raise result
-
-    async def room(self) -> None:
-        """Wait until a machine accepts workers."""
-        while not self.links:
-            changed = self._changed
-            await changed.wait()
-
-    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
-        candidates = [(link, weight) for link, weight in self._links.values() if link.alive and not link.leaving]
-        if not candidates:
-            raise WorkerLost(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail="no machine takes workers"))
-        link, _ = min(candidates, key=lambda place: len(place[0].workers) / place[1])
-        return await link.worker(package, slot, gone)
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
-class HostedBackend(PooledBackend):
-    """Functions on the workers of `hosts`, which the caller creates and closes.
-
-    A call is executed at most once on a connected machine. If the machine is lost meanwhile, the call is repeated on
-    another, at most twice (`Cause.RETRY`), and any later answer of the first is ignored. While no machine is connected,
-    calls wait until their deadline. `launcher` wraps the worker launcher (`providers.rehearsal`).
-    """
-
-    def __init__(
-        self,
-        hosts: WorkerHosts,
-        *,
-        meter: MeterSink | None = None,
-        launcher: Callable[[Launcher], Launcher] = lambda launcher: launcher,
-        allow_unsafe: bool = False,
-    ) -> None:
-        super().__init__(launcher(hosts), "local", meter, room=hosts.room)
-        self._hosts = hosts
-        self._allow_unsafe = allow_unsafe
-
-    async def deploy(self, package: Package) -> None:
-        if not self._allow_unsafe:
-            check_isolation(package)
-        await self._hosts.room()
-        await self._hosts.deploy(package)
-        await super().deploy(package)

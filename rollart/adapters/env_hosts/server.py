@@ -1,9 +1,8 @@
 """The server of an environment host. It reads requests from a socket and writes responses, on a loop that runs no
 environment.
 
-The loops that a host's environments run on (a shared one, or one per environment on a thread), and calls on them.
-
-Environments that a host makes in advance, and environments that it resets for another episode.
+Environments run on other loops: a shared one, or one per environment on a thread. A host may make environments in
+advance, and reset them for another episode (`WarmPool`).
 """
 
 from __future__ import annotations
@@ -39,239 +38,11 @@ from rollart.user_code import UserCodeGuard, checked_observation, checked_step, 
 from serverless.deploy.handler import children_end_here
 from serverless.hosts import GREETING_BYTES, greeting, token_matches
 
-
-@dataclass(frozen=True, slots=True)
-class DomainFactory:
-    """Makes a domain's environments; `problem` is the reason if it cannot."""
-
-    make: Callable[[], Environment] | None
-    blocking: bool = False
-    problem: str = ""
-    images: Callable[[int], Sequence[str]] | None = None
-    """The images that the episode of a seed needs, if the environment declares them."""
-
-
-def load_factories(domains: Mapping[str, Any]) -> dict[str, DomainFactory]:
-    """Import each domain's environment and make one instance."""
-    return {
-        name: _load_factory(str(one["environment"]), dict(one.get("arguments", {}))) for name, one in domains.items()
-    }
-
-
-def _load_factory(path: str, arguments: dict[str, Any]) -> DomainFactory:
-    module, _, name = path.partition(":")
-    try:
-        with UserCodeGuard():
-            make = getattr(importlib.import_module(module), name)
-    except Exception as error:  # the import of a user's module may raise anything
-        return DomainFactory(None, problem=f"'{path}' cannot be imported: {one_line(error, 500)}")
-    try:
-        with UserCodeGuard():
-            made = make(**arguments)
-    except Exception as error:
-        return DomainFactory(None, problem=f"'{path}' cannot be made with {arguments}: {one_line(error, 500)}")
-    return DomainFactory(
-        lambda: make(**arguments), blocking=bool(getattr(made, "blocking", False)), images=getattr(made, "images", None)
-    )
-
-
-@dataclass(slots=True)
-class EnvironmentLoop:
-    """The loop that an episode's calls run on; `thread` if it has one of its own."""
-
-    loop: asyncio.AbstractEventLoop
-    thread: threading.Thread | None = None
-
-    @classmethod
-    def on_thread(cls, name: str) -> EnvironmentLoop:
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=run_loop, args=(loop,), name=name, daemon=True)
-        thread.start()
-        return cls(loop, thread)
-
-    def stop(self) -> None:
-        """End the loop's own thread once it is in no call."""
-        if self.thread is not None:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-
-
-def run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    end_in_forks(loop)
-    try:
-        loop.run_forever()
-    finally:
-        loop.close()
-
-
-class InvalidResult(Exception):
-    """The environment returned an invalid result."""
-
-
-def encode_result(packed: Callable[[], Any]) -> Any:
-    try:
-        return packed()
-    except (TypeError, ValueError) as error:
-        raise InvalidResult(str(error)) from None
-
-
-async def run_timed(name: str, lock: asyncio.Lock, work: Callable[[], Awaitable[Any]]) -> tuple[CallStatus, Any, float]:
-    """Run a call on the environment's loop. Returns how it ended, its result or the error as text, and its seconds."""
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    task.set_name(name)
-    began = loop.time()
-    try:
-        async with lock:
-            with children_end_here():  # a process that an environment forks must not continue as the host
-                value = await work()
-    except InvalidResult as error:
-        return CallStatus.LIED, str(error), loop.time() - began
-    except asyncio.CancelledError:
-        if task.cancelling():
-            raise
-        return CallStatus.RAISED, "CancelledError of its own", loop.time() - began
-    except BaseException as error:  # SystemExit too: it ends the episode, not the host
-        return CallStatus.RAISED, one_line(error, 500), loop.time() - began
-    return CallStatus.OK, value, loop.time() - began
-
-
-def run_on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
-    """Run a coroutine on another thread's loop; cancelling the returned future cancels it there."""
-    future: Future[Any] = asyncio.run_coroutine_threadsafe(work, loop)
-    return asyncio.wrap_future(future)
-
-
-@dataclass(slots=True)
-class IdleEnvironment:
-    """An environment that plays no episode, and its loop. It took `make_s` seconds to make and has played `played`
-    episodes."""
-
-    env_loop: EnvironmentLoop
-    environment: Environment
-    make_s: float = 0.0
-    played: int = 0
-
-
-def reusable(environment: Environment | None) -> bool:
-    """True if the environment declares that a reset removes all state of the episode before."""
-    return getattr(environment, "reusable", False) is True
-
-
-async def start_environment(make: Callable[[], Environment]) -> Environment:
-    """Make an environment and run its own `async start()`, if it has one (a container, a browser): all work that needs
-    no seed. An environment whose start fails is closed."""
-    environment = make()
-    start: Callable[[], Any] | None = getattr(environment, "start", None)
-    if start is not None:
-        try:
-            await start()
-        except BaseException:
-            with contextlib.suppress(Exception):
-                await environment.close()
-            raise
-    return environment
-
-
-@dataclass(slots=True)
-class WarmPool:
-    """The idle environments of one domain. Used on the loop of the host's server, from `open` to `close`; `take` and
-    `give_back` do not wait.
-
-    Bounds: at most `size` environments are idle or being made; an environment plays at most `reuse` episodes. Reusable
-    environments that are in use count towards `size`, since they come back. An environment of which a call failed is
-    never kept. The first failure stops making in advance until an episode has made its own environment: an episode
-    reports the error in its own name.
-    """
-
-    name: str
-    factory: DomainFactory
-    new_loop: Callable[[str], EnvironmentLoop]
-    size: int = 0
-    reuse: int = 1
-    idle: deque[IdleEnvironment] = field(default_factory=deque)
-    making: int = 0
-    in_use: int = 0
-    """Episodes whose environment may come back."""
-    failing: bool = False
-    tasks: asyncio.TaskGroup | None = None
-
-    def open(self, tasks: asyncio.TaskGroup) -> None:
-        """Start making environments, in tasks of the connection."""
-        self.tasks = tasks
-        self.fill()
-
-    def fill(self) -> None:
-        """Make environments until the pool is full."""
-        while self.tasks is not None and not self.failing and self._committed() < self.size:
-            self.making += 1
-            self.tasks.create_task(self._make())
-
-    def take(self) -> IdleEnvironment | None:
-        """The environment that has been idle longest; None if there is none."""
-        if not self.idle:
-            return None
-        idle = self.idle.popleft()
-        self.mark_in_use(idle.environment)
-        return idle
-
-    def mark_in_use(self, environment: Environment) -> None:
-        """An episode uses this environment, from the pool or not."""
-        self.failing = False
-        if self._is_reusable(environment):
-            self.in_use += 1
-        self.fill()
-
-    def give_back(self, idle: IdleEnvironment, *, healthy: bool) -> bool:
-        """The episode of this environment is over. True if the pool keeps it; else the caller closes it."""
-        if not self._is_reusable(idle.environment):
-            return False
-        self.in_use -= 1
-        keep = healthy and self.tasks is not None and idle.played < self.reuse
-        if keep and len(self.idle) + self.making < self.size:
-            self.idle.append(idle)
-            return True
-        self.fill()
-        return False
-
-    async def close(self) -> None:
-        """Stop making environments and close the idle ones."""
-        self.tasks = None
-        while self.idle:
-            idle = self.idle.popleft()
-            with contextlib.suppress(Exception):
-                await run_on_loop(
-                    idle.env_loop.loop, run_timed(f"close of {self.name}", asyncio.Lock(), idle.environment.close)
-                )
-            idle.env_loop.stop()
-
-    def _committed(self) -> int:
-        return len(self.idle) + self.making + self.in_use
-
-    def _is_reusable(self, environment: Environment) -> bool:
-        return self.reuse > 1 and self.size > 0 and reusable(environment)
-
-    async def _make(self) -> None:
-        make = self.factory.make
-        env_loop = self.new_loop(f"{self.name} ahead")
-        try:
-            if make is None:
-                raise AssertionError("a domain that cannot be made has no pool")
-            work = run_timed(f"make of {self.name}", asyncio.Lock(), lambda: start_environment(make))
-            status, value, seconds = await run_on_loop(env_loop.loop, work)
-        except BaseException:
-            env_loop.stop()
-            raise
-        finally:
-            self.making -= 1
-        if status is not CallStatus.OK:
-            self.failing = True
-            env_loop.stop()
-            return
-        self.idle.append(IdleEnvironment(env_loop, value, seconds))
-
-
 AGAIN = EnvironmentOrigin("again", 0.0)
+
+
 MADE_FIRST = EnvironmentOrigin("cold", 0.0)
+
 
 CLOSE_S = 3.0
 """Seconds that a running call may take to end once its episode is closed: less than a trajectory waits for it."""
@@ -602,3 +373,233 @@ class EnvironmentHostServer:
 
     def _on_pong(self) -> None:
         self.ping_sent_at = None
+
+
+@dataclass(frozen=True, slots=True)
+class DomainFactory:
+    """Makes a domain's environments; `problem` is the reason if it cannot."""
+
+    make: Callable[[], Environment] | None
+    blocking: bool = False
+    problem: str = ""
+    images: Callable[[int], Sequence[str]] | None = None
+    """The images that the episode of a seed needs, if the environment declares them."""
+
+
+def load_factories(domains: Mapping[str, Any]) -> dict[str, DomainFactory]:
+    """Import each domain's environment and make one instance."""
+    return {
+        name: _load_factory(str(one["environment"]), dict(one.get("arguments", {}))) for name, one in domains.items()
+    }
+
+
+def _load_factory(path: str, arguments: dict[str, Any]) -> DomainFactory:
+    module, _, name = path.partition(":")
+    try:
+        with UserCodeGuard():
+            make = getattr(importlib.import_module(module), name)
+    except Exception as error:  # the import of a user's module may raise anything
+        return DomainFactory(None, problem=f"'{path}' cannot be imported: {one_line(error, 500)}")
+    try:
+        with UserCodeGuard():
+            made = make(**arguments)
+    except Exception as error:
+        return DomainFactory(None, problem=f"'{path}' cannot be made with {arguments}: {one_line(error, 500)}")
+    return DomainFactory(
+        lambda: make(**arguments), blocking=bool(getattr(made, "blocking", False)), images=getattr(made, "images", None)
+    )
+
+
+@dataclass(slots=True)
+class EnvironmentLoop:
+    """The loop that an episode's calls run on; `thread` if it has one of its own."""
+
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread | None = None
+
+    @classmethod
+    def on_thread(cls, name: str) -> EnvironmentLoop:
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=run_loop, args=(loop,), name=name, daemon=True)
+        thread.start()
+        return cls(loop, thread)
+
+    def stop(self) -> None:
+        """End the loop's own thread once it is in no call."""
+        if self.thread is not None:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    end_in_forks(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+class InvalidResult(Exception):
+    """The environment returned an invalid result."""
+
+
+def encode_result(packed: Callable[[], Any]) -> Any:
+    try:
+        return packed()
+    except (TypeError, ValueError) as error:
+        raise InvalidResult(str(error)) from None
+
+
+async def run_timed(name: str, lock: asyncio.Lock, work: Callable[[], Awaitable[Any]]) -> tuple[CallStatus, Any, float]:
+    """Run a call on the environment's loop. Returns how it ended, its result or the error as text, and its seconds."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    task.set_name(name)
+    began = loop.time()
+    try:
+        async with lock:
+            with children_end_here():  # a process that an environment forks must not continue as the host
+                value = await work()
+    except InvalidResult as error:
+        return CallStatus.LIED, str(error), loop.time() - began
+    except asyncio.CancelledError:
+        if task.cancelling():
+            raise
+        return CallStatus.RAISED, "CancelledError of its own", loop.time() - began
+    except BaseException as error:  # SystemExit too: it ends the episode, not the host
+        return CallStatus.RAISED, one_line(error, 500), loop.time() - began
+    return CallStatus.OK, value, loop.time() - began
+
+
+def run_on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
+    """Run a coroutine on another thread's loop; cancelling the returned future cancels it there."""
+    future: Future[Any] = asyncio.run_coroutine_threadsafe(work, loop)
+    return asyncio.wrap_future(future)
+
+
+@dataclass(slots=True)
+class IdleEnvironment:
+    """An environment that plays no episode, and its loop. It took `make_s` seconds to make and has played `played`
+    episodes."""
+
+    env_loop: EnvironmentLoop
+    environment: Environment
+    make_s: float = 0.0
+    played: int = 0
+
+
+def reusable(environment: Environment | None) -> bool:
+    """True if the environment declares that a reset removes all state of the episode before."""
+    return getattr(environment, "reusable", False) is True
+
+
+async def start_environment(make: Callable[[], Environment]) -> Environment:
+    """Make an environment and run its own `async start()`, if it has one (a container, a browser): all work that needs
+    no seed. An environment whose start fails is closed."""
+    environment = make()
+    start: Callable[[], Any] | None = getattr(environment, "start", None)
+    if start is not None:
+        try:
+            await start()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                await environment.close()
+            raise
+    return environment
+
+
+@dataclass(slots=True)
+class WarmPool:
+    """The idle environments of one domain. Used on the loop of the host's server, from `open` to `close`; `take` and
+    `give_back` do not wait.
+
+    Bounds: at most `size` environments are idle or being made; an environment plays at most `reuse` episodes. Reusable
+    environments that are in use count towards `size`, since they come back. An environment of which a call failed is
+    never kept. The first failure stops making in advance until an episode has made its own environment: an episode
+    reports the error in its own name.
+    """
+
+    name: str
+    factory: DomainFactory
+    new_loop: Callable[[str], EnvironmentLoop]
+    size: int = 0
+    reuse: int = 1
+    idle: deque[IdleEnvironment] = field(default_factory=deque)
+    making: int = 0
+    in_use: int = 0
+    """Episodes whose environment may come back."""
+    failing: bool = False
+    tasks: asyncio.TaskGroup | None = None
+
+    def open(self, tasks: asyncio.TaskGroup) -> None:
+        """Start making environments, in tasks of the connection."""
+        self.tasks = tasks
+        self.fill()
+
+    def fill(self) -> None:
+        """Make environments until the pool is full."""
+        while self.tasks is not None and not self.failing and self._committed() < self.size:
+            self.making += 1
+            self.tasks.create_task(self._make())
+
+    def take(self) -> IdleEnvironment | None:
+        """The environment that has been idle longest; None if there is none."""
+        if not self.idle:
+            return None
+        idle = self.idle.popleft()
+        self.mark_in_use(idle.environment)
+        return idle
+
+    def mark_in_use(self, environment: Environment) -> None:
+        """An episode uses this environment, from the pool or not."""
+        self.failing = False
+        if self._is_reusable(environment):
+            self.in_use += 1
+        self.fill()
+
+    def give_back(self, idle: IdleEnvironment, *, healthy: bool) -> bool:
+        """The episode of this environment is over. True if the pool keeps it; else the caller closes it."""
+        if not self._is_reusable(idle.environment):
+            return False
+        self.in_use -= 1
+        keep = healthy and self.tasks is not None and idle.played < self.reuse
+        if keep and len(self.idle) + self.making < self.size:
+            self.idle.append(idle)
+            return True
+        self.fill()
+        return False
+
+    async def close(self) -> None:
+        """Stop making environments and close the idle ones."""
+        self.tasks = None
+        while self.idle:
+            idle = self.idle.popleft()
+            with contextlib.suppress(Exception):
+                await run_on_loop(
+                    idle.env_loop.loop, run_timed(f"close of {self.name}", asyncio.Lock(), idle.environment.close)
+                )
+            idle.env_loop.stop()
+
+    def _committed(self) -> int:
+        return len(self.idle) + self.making + self.in_use
+
+    def _is_reusable(self, environment: Environment) -> bool:
+        return self.reuse > 1 and self.size > 0 and reusable(environment)
+
+    async def _make(self) -> None:
+        make = self.factory.make
+        env_loop = self.new_loop(f"{self.name} ahead")
+        try:
+            if make is None:
+                raise AssertionError("a domain that cannot be made has no pool")
+            work = run_timed(f"make of {self.name}", asyncio.Lock(), lambda: start_environment(make))
+            status, value, seconds = await run_on_loop(env_loop.loop, work)
+        except BaseException:
+            env_loop.stop()
+            raise
+        finally:
+            self.making -= 1
+        if status is not CallStatus.OK:
+            self.failing = True
+            env_loop.stop()
+            return
+        self.idle.append(IdleEnvironment(env_loop, value, seconds))

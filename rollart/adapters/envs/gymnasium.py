@@ -7,12 +7,9 @@
 or factory, for unregistered environments; these include text environments with GEM's `reset() -> (text, info)` and
 `step(text) -> (text, reward, terminated, truncated, info)`.
 
-Text forms of Gymnasium's spaces: observations rendered as text, actions parsed from text.
-
 A renderer is any function of an observation that returns text; a parser is any function of the policy's text that
-returns an action, and raises ValueError for a text that is not an action.
-
-Synchronous calls off the loop: one daemon thread per episode, so that a call that hangs blocks no other episode.
+returns an action, and raises ValueError for a text that is not an action. Calls are synchronous and run off the loop,
+on one daemon thread per episode, so that a call that hangs blocks no other episode.
 """
 
 from __future__ import annotations
@@ -34,172 +31,13 @@ from rollart.adapters.envs.split import held_out_item, held_out_seed
 from rollart.errors import did_you_mean
 from rollart.model import Observation, Step
 
-SpaceRenderer = Callable[[Any], str]
-ActionParser = Callable[[str], Any]
-
-MOST_NUMBERS = 64
-"""Maximum entries of an array that is rendered as numbers; an image or a longer vector needs a renderer of its own."""
-
-
-def space_kind(space: Any) -> str:
-    """The space's class by name, e.g. `Discrete`. By name, since Gymnasium is imported only when it is used."""
-    names = [c.__name__ for c in type(space).__mro__]
-    known = ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text", "Tuple", "Dict", "Sequence", "Graph", "OneOf")
-    return next((name for name in names if name in known), names[0])
-
-
-def default_renderer(space: Any, *, digits: int = 3) -> SpaceRenderer:
-    """The default renderer of a space: text as it is, numbers separated by spaces, parts of a tuple or a dict by their
-    names. ValueError for a space without a readable default."""
-    kind = space_kind(space)
-    if kind == "Text":
-        return str
-    if kind == "Discrete":
-        return lambda value: str(int(value))
-    if kind in ("MultiDiscrete", "MultiBinary", "Box"):
-        size = 1
-        for length in space.shape:
-            size *= length
-        if size > MOST_NUMBERS:
-            raise ValueError(
-                f"observations are {space}: {size} numbers (rule: at most {MOST_NUMBERS}, or give `render`)"
-            )
-        return lambda value: _numbers(value, digits)
-    if kind == "Tuple":
-        parts = [default_renderer(part, digits=digits) for part in space.spaces]
-        return lambda value: " ".join(f"{i}:{part(v)}" for i, (part, v) in enumerate(zip(parts, value, strict=True)))
-    if kind == "Dict":
-        named = {name: default_renderer(part, digits=digits) for name, part in space.spaces.items()}
-        return lambda value: " ".join(f"{name}:{part(value[name])}" for name, part in named.items())
-    raise ValueError(f"observations are {space} (rule: such a space needs a `render`, package.module:function)")
-
-
-def action_words(space: Any, names: Sequence[str] | None) -> tuple[str, ...]:
-    """One word per action of a Discrete space: the names, or else Gymnasium's own numbers."""
-    count = int(space.n)
-    if names is None:
-        first = int(getattr(space, "start", 0))
-        return tuple(str(first + i) for i in range(count))
-    if len(names) != count:
-        raise ValueError(f"actions has {len(names)} names for {count} actions (rule: one for each, in their order)")
-    words = tuple(str(name) for name in names)
-    if len(set(words)) < count or not all(word and word == word.strip() for word in words):
-        raise ValueError(f"actions is {list(words)} (rule: different words, none empty or padded)")
-    return words
-
-
-def default_parser(space: Any, words: Sequence[str] | None) -> ActionParser:
-    """The default parser of a space: one of `words` for a Discrete space, any text for a Text space. ValueError for
-    other spaces."""
-    kind = space_kind(space)
-    if kind == "Discrete":
-        assert words is not None
-        first = int(getattr(space, "start", 0))
-        numbers = {word: first + i for i, word in enumerate(words)}
-        return lambda text: _looked_up(numbers, text.strip())
-    if kind == "Text":
-        return lambda text: _contained(space, text.strip())
-    raise ValueError(f"actions are {space} (rule: such a space needs a `parse`, package.module:function)")
-
-
-def _numbers(value: Any, digits: int) -> str:
-    import numpy
-
-    array = numpy.asarray(value)
-    if array.dtype.kind in "iub":
-        return " ".join(str(int(number)) for number in array.ravel().tolist())
-    return " ".join(f"{number:.{digits}g}" for number in array.ravel().tolist())
-
-
-def _looked_up(numbers: dict[str, int], word: str) -> int:
-    if word not in numbers:
-        raise ValueError(f"{word!r} is no action")
-    return numbers[word]
-
-
-def _contained(space: Any, text: str) -> str:
-    if not space.contains(text):
-        raise ValueError(f"the text is no element of {space}")
-    return text
-
-
-T = TypeVar("T")
-_Call = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
-
-
-class CallThread:
-    """Owns one thread, started by the first call, which makes its calls in order. Used by one episode's task.
-
-    A caller waits for its own call; a cancelled caller abandons the call, whose result is then dropped. The thread is a
-    daemon and is never joined: a call that never returns costs a thread, and delays neither the loop nor the end of the
-    program.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._open = 0
-
-    @property
-    def busy(self) -> bool:
-        """True if an abandoned call has not returned."""
-        return self._open > 0
-
-    async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """The return value or exception of the function, called on the thread."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-            self._thread.start()
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-        self._open += 1
-        self._calls.put((loop, answer, functools.partial(function, *args, **kwargs)))
-        return await answer
-
-    def end(self, last: Callable[[], object] | None = None) -> None:
-        """Accept no more calls: the thread ends after its pending calls and after `last`, whose exceptions are
-        ignored."""
-        if self._thread is None:
-            if last is not None:
-                with contextlib.suppress(Exception):
-                    last()
-            return
-        if last is not None:
-            loop = asyncio.get_running_loop()
-            self._calls.put((loop, loop.create_future(), last))
-        self._calls.put(None)
-        self._thread = None
-
-    def _work(self) -> None:
-        while (call := self._calls.get()) is not None:
-            loop, answer, function = call
-            value: Any = None
-            error: BaseException | None = None
-            try:
-                value = function()
-            except BaseException as raised:
-                error = raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the caller with it
-                loop.call_soon_threadsafe(self._settle, answer, value, error)
-
-    def _settle(self, answer: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-        self._open -= 1
-        if answer.done():
-            return
-        if error is None:
-            answer.set_result(value)
-            return
-        if not isinstance(error, Exception) or isinstance(error, StopIteration):  # a future carries neither
-            error = RuntimeError(f"it raised {type(error).__name__}: {error}")
-        answer.set_exception(error)
-        answer.exception()  # marked as retrieved: an abandoned call logs nothing
-
-
 ANSI = "ansi"
 """`render: ansi` shows the text that the environment renders itself."""
 
+
 _COLOUR = re.compile(r"(?:\x1b\[[0-9;]*m)+([^\x1b]*)(?:\x1b\[0?m)+")
+
+
 _DRAWS = 200
 """Resets in search of an episode on the seed's side of the split: one in eight is held out, so 200 fail by chance once
 in 10^11."""
@@ -472,3 +310,170 @@ def _spaces(make: functools.partial[Any] | Callable[[], Any]) -> tuple[Any, Any,
 
 def _shape(answer: Any) -> str:
     return f"{len(answer)} values" if isinstance(answer, tuple) else type(answer).__name__
+
+
+SpaceRenderer = Callable[[Any], str]
+
+
+ActionParser = Callable[[str], Any]
+
+
+MOST_NUMBERS = 64
+"""Maximum entries of an array that is rendered as numbers; an image or a longer vector needs a renderer of its own."""
+
+
+def space_kind(space: Any) -> str:
+    """The space's class by name, e.g. `Discrete`. By name, since Gymnasium is imported only when it is used."""
+    names = [c.__name__ for c in type(space).__mro__]
+    known = ("Discrete", "MultiDiscrete", "MultiBinary", "Box", "Text", "Tuple", "Dict", "Sequence", "Graph", "OneOf")
+    return next((name for name in names if name in known), names[0])
+
+
+def default_renderer(space: Any, *, digits: int = 3) -> SpaceRenderer:
+    """The default renderer of a space: text as it is, numbers separated by spaces, parts of a tuple or a dict by their
+    names. ValueError for a space without a readable default."""
+    kind = space_kind(space)
+    if kind == "Text":
+        return str
+    if kind == "Discrete":
+        return lambda value: str(int(value))
+    if kind in ("MultiDiscrete", "MultiBinary", "Box"):
+        size = 1
+        for length in space.shape:
+            size *= length
+        if size > MOST_NUMBERS:
+            raise ValueError(
+                f"observations are {space}: {size} numbers (rule: at most {MOST_NUMBERS}, or give `render`)"
+            )
+        return lambda value: _numbers(value, digits)
+    if kind == "Tuple":
+        parts = [default_renderer(part, digits=digits) for part in space.spaces]
+        return lambda value: " ".join(f"{i}:{part(v)}" for i, (part, v) in enumerate(zip(parts, value, strict=True)))
+    if kind == "Dict":
+        named = {name: default_renderer(part, digits=digits) for name, part in space.spaces.items()}
+        return lambda value: " ".join(f"{name}:{part(value[name])}" for name, part in named.items())
+    raise ValueError(f"observations are {space} (rule: such a space needs a `render`, package.module:function)")
+
+
+def action_words(space: Any, names: Sequence[str] | None) -> tuple[str, ...]:
+    """One word per action of a Discrete space: the names, or else Gymnasium's own numbers."""
+    count = int(space.n)
+    if names is None:
+        first = int(getattr(space, "start", 0))
+        return tuple(str(first + i) for i in range(count))
+    if len(names) != count:
+        raise ValueError(f"actions has {len(names)} names for {count} actions (rule: one for each, in their order)")
+    words = tuple(str(name) for name in names)
+    if len(set(words)) < count or not all(word and word == word.strip() for word in words):
+        raise ValueError(f"actions is {list(words)} (rule: different words, none empty or padded)")
+    return words
+
+
+def default_parser(space: Any, words: Sequence[str] | None) -> ActionParser:
+    """The default parser of a space: one of `words` for a Discrete space, any text for a Text space. ValueError for
+    other spaces."""
+    kind = space_kind(space)
+    if kind == "Discrete":
+        assert words is not None
+        first = int(getattr(space, "start", 0))
+        numbers = {word: first + i for i, word in enumerate(words)}
+        return lambda text: _looked_up(numbers, text.strip())
+    if kind == "Text":
+        return lambda text: _contained(space, text.strip())
+    raise ValueError(f"actions are {space} (rule: such a space needs a `parse`, package.module:function)")
+
+
+def _numbers(value: Any, digits: int) -> str:
+    import numpy
+
+    array = numpy.asarray(value)
+    if array.dtype.kind in "iub":
+        return " ".join(str(int(number)) for number in array.ravel().tolist())
+    return " ".join(f"{number:.{digits}g}" for number in array.ravel().tolist())
+
+
+def _looked_up(numbers: dict[str, int], word: str) -> int:
+    if word not in numbers:
+        raise ValueError(f"{word!r} is no action")
+    return numbers[word]
+
+
+def _contained(space: Any, text: str) -> str:
+    if not space.contains(text):
+        raise ValueError(f"the text is no element of {space}")
+    return text
+
+
+T = TypeVar("T")
+
+
+_Call = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
+
+
+class CallThread:
+    """Owns one thread, started by the first call, which makes its calls in order. Used by one episode's task.
+
+    A caller waits for its own call; a cancelled caller abandons the call, whose result is then dropped. The thread is a
+    daemon and is never joined: a call that never returns costs a thread, and delays neither the loop nor the end of the
+    program.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._open = 0
+
+    @property
+    def busy(self) -> bool:
+        """True if an abandoned call has not returned."""
+        return self._open > 0
+
+    async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """The return value or exception of the function, called on the thread."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+        self._open += 1
+        self._calls.put((loop, answer, functools.partial(function, *args, **kwargs)))
+        return await answer
+
+    def end(self, last: Callable[[], object] | None = None) -> None:
+        """Accept no more calls: the thread ends after its pending calls and after `last`, whose exceptions are
+        ignored."""
+        if self._thread is None:
+            if last is not None:
+                with contextlib.suppress(Exception):
+                    last()
+            return
+        if last is not None:
+            loop = asyncio.get_running_loop()
+            self._calls.put((loop, loop.create_future(), last))
+        self._calls.put(None)
+        self._thread = None
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            loop, answer, function = call
+            value: Any = None
+            error: BaseException | None = None
+            try:
+                value = function()
+            except BaseException as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the caller with it
+                loop.call_soon_threadsafe(self._settle, answer, value, error)
+
+    def _settle(self, answer: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+        self._open -= 1
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(value)
+            return
+        if not isinstance(error, Exception) or isinstance(error, StopIteration):  # a future carries neither
+            error = RuntimeError(f"it raised {type(error).__name__}: {error}")
+        answer.set_exception(error)
+        answer.exception()  # marked as retrieved: an abandoned call logs nothing

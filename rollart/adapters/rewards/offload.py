@@ -9,7 +9,7 @@ value:
                             decides, turns first), and the rest of its score at the last action token
 The reward of a turn without action tokens is credited to the last action token before it (else to the first).
 
-Reward functions that keep state run in this process, one call at a time; all others are offloaded.
+Functions that keep state run in this process, one call at a time; all others are offloaded (`RewardFunctions`).
 """
 
 from __future__ import annotations
@@ -93,6 +93,31 @@ class OffloadRewarder:
                 ]
             outcomes = [call.result() for call in calls]
         return combine(trajectory, rewards, outcomes)
+
+
+class RewardFunctions:
+    """Functions by name, local and offloaded. Any number of tasks may call `submit`."""
+
+    def __init__(self, offload: Offload, local: Mapping[str, InlineScorer]) -> None:
+        self._offload = offload
+        self._local = dict(local)
+
+    @property
+    def functions(self) -> Mapping[str, Any]:
+        """Names that `submit` accepts."""
+        return {**self._offload.functions, **self._local}
+
+    async def submit(self, function: str, item: Item, deadline_s: float) -> Outcome:
+        """See `Offload.submit`. The deadline of a local function covers its wait for its turn and its awaits."""
+        scorer = self._local.get(function)
+        if scorer is None:
+            return await self._offload.submit(function, item, deadline_s)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await scorer.score(item)
+        except TimeoutError:
+            detail = f"no outcome of {function} in {deadline_s:g} s"
+            return InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail)
 
 
 def item_of(trajectory: Trajectory) -> Item:
@@ -183,28 +208,3 @@ def _turn_ends(trajectory: Trajectory) -> list[int]:
         total += counts.get(turn.index, 0)
         ends.append(max(total - 1, 0))
     return ends
-
-
-class RewardFunctions:
-    """Functions by name, local and offloaded. Any number of tasks may call `submit`."""
-
-    def __init__(self, offload: Offload, local: Mapping[str, InlineScorer]) -> None:
-        self._offload = offload
-        self._local = dict(local)
-
-    @property
-    def functions(self) -> Mapping[str, Any]:
-        """Names that `submit` accepts."""
-        return {**self._offload.functions, **self._local}
-
-    async def submit(self, function: str, item: Item, deadline_s: float) -> Outcome:
-        """See `Offload.submit`. The deadline of a local function covers its wait for its turn and its awaits."""
-        scorer = self._local.get(function)
-        if scorer is None:
-            return await self._offload.submit(function, item, deadline_s)
-        try:
-            async with asyncio.timeout(deadline_s):
-                return await scorer.score(item)
-        except TimeoutError:
-            detail = f"no outcome of {function} in {deadline_s:g} s"
-            return InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail)

@@ -19,7 +19,7 @@ from serverless.types import Cause, FaultKind, Outcome, Scored
 from serverless.wire import encode
 from serverless.workers.host import FUNCTION_HOST_TOKEN, WorkerHost
 from serverless.workers.local import LocalBackend
-from serverless.workers.messages import FrameDecoder, encode_frame
+from serverless.workers.messages import MessageDecoder, encode_message
 from serverless.workers.remote import HostedBackend, HostLink, HostLost, WorkerHosts
 from tests.serverless.support import Books, alive, children, item, package, until
 
@@ -29,16 +29,16 @@ LIMIT_S = 120.0
 
 def test_frames_arrive_whole_however_they_are_cut() -> None:
     sent = [["a", 1.5, None], {"b": [b"\0" * 300]}, []]
-    data, frames, found = b"".join(encode_frame(one) for one in sent), FrameDecoder(), []
+    data, frames, found = b"".join(encode_message(one) for one in sent), MessageDecoder(), []
     for n in range(0, len(data), 7):
         found += frames.feed(data[n : n + 7])
     assert found == sent
 
 
-@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", encode_frame(1)[:4] + b"\xc1"])
+@pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", encode_message(1)[:4] + b"\xc1"])
 def test_what_is_no_frame_is_an_error(data: bytes) -> None:
     with pytest.raises(ValueError, match="frame"):
-        FrameDecoder().feed(data)
+        MessageDecoder().feed(data)
 
 
 class Machines:
@@ -150,7 +150,7 @@ def test_who_does_not_greet_is_not_listened_to_for_long(monkeypatch: pytest.Monk
             port = server.sockets[0].getsockname()[1]
             monkeypatch.setattr("serverless.hosts.GREETING_S", LIMIT_S)
             await _knock(port, b"\x00\x10\x00\x00" + b"x" * 64)  # a megabyte
-            await _knock(port, encode_frame(["hello", "\u00e9"]))
+            await _knock(port, encode_message(["hello", "\u00e9"]))
             monkeypatch.setattr("serverless.hosts.GREETING_S", 0.05)
             await _knock(port, b"")
             await _knock(port, b"\x00\x00")  # half a length

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serverless.types import FaultKind
-from serverless.workers.messages import encode_frame
+from serverless.workers.messages import encode_message
 from serverless.workers.pool import WorkerFault, WorkerRequest
 from serverless.workers.processes import ProcessWorker
 
@@ -44,7 +44,7 @@ def channel(scenario: Callable[[ProcessWorker, socket.socket, asyncio.Event], Aw
         worker = ProcessWorker(0, -1, loop.create_future(), gone.set)
         await loop.create_unix_connection(lambda: worker, sock=ours)
         with theirs:
-            theirs.sendall(encode_frame(["", "ready", 0.25, None]))
+            theirs.sendall(encode_message(["", "ready", 0.25, None]))
             await worker.ready()
             async with asyncio.timeout(60):
                 await scenario(worker, theirs, gone)
@@ -56,9 +56,9 @@ def test_a_worker_that_sends_a_second_frame_is_retired() -> None:
     async def scenario(worker: ProcessWorker, theirs: socket.socket, gone: asyncio.Event) -> None:
         call = asyncio.create_task(worker.call(WorkerRequest("a", [], 1.0)))
         await asyncio.sleep(0)
-        theirs.sendall(encode_frame(["a", "ok", 0.0, [1]]))
+        theirs.sendall(encode_message(["a", "ok", 0.0, [1]]))
         assert (await call).body == [1]
-        theirs.sendall(encode_frame(["a", "ok", 0.0, [2]]))
+        theirs.sendall(encode_message(["a", "ok", 0.0, [2]]))
         await gone.wait()
         assert not worker.alive
 
@@ -68,12 +68,12 @@ def test_a_worker_that_sends_a_second_frame_is_retired() -> None:
 @pytest.mark.parametrize(
     "frame",
     [
-        encode_frame(["another", "ok", 0.0, [1]]),
-        encode_frame(["a", "fine", 0.0, [1]]),
-        encode_frame(["a", "ok"]),
-        encode_frame(["a", "fault", 0.0, "no such kind", "", True, True]),
-        encode_frame([]),
-        encode_frame("text"),
+        encode_message(["another", "ok", 0.0, [1]]),
+        encode_message(["a", "fine", 0.0, [1]]),
+        encode_message(["a", "ok"]),
+        encode_message(["a", "fault", 0.0, "no such kind", "", True, True]),
+        encode_message([]),
+        encode_message("text"),
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x02\xc1\xc1",
     ],
