@@ -231,9 +231,6 @@ class TensorFiles:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 self._add(name, file.get_slice(name), rows.get(name))
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.shapes
-
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor in host memory, by default all. `ValueError` if some rows are in no file."""
         shape = self.shapes[name]

@@ -13,9 +13,10 @@ import pytest
 import pytest_asyncio
 
 from rollart.adapters.weights.buckets import MANIFEST, BucketPusher, BucketWeightStore
-from rollart.adapters.weights.objects import FileObjectStore, MemoryObjectStore, ObjectStore
+from rollart.adapters.weights.objects import FileObjectStore, ObjectStore
 from rollart.errors import StorageFailed
 from rollart.ports import WeightStore
+from rollart.testing.objects import MemoryObjectStore
 
 KINDS = ["memory", "files", pytest.param("s3", marks=pytest.mark.slow)]  # moto's server takes seconds to import
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.adapters.weights.buckets import BucketPusher, BucketWeightStore
-from rollart.adapters.weights.objects import MemoryObjectStore
 from rollart.policy.pipeline import MOST_BUCKETS, InFlight
 from rollart.sim.loop import run
+from rollart.testing.objects import MemoryObjectStore
 
 BUCKET = 100
 

@@ -24,7 +24,7 @@ from typing import Any
 from rollart.adapters.engines.http import CONNECT_S, HttpEngine, as_object
 from rollart.adapters.weights.buckets import Manifest, PullProgress, PullResult, bucket_key, version_key
 from rollart.adapters.weights.hosts import WeightStoreLocation
-from rollart.adapters.weights.objects import LinkableObjectStore
+from rollart.adapters.weights.objects import ObjectStore
 from rollart.errors import EngineError, HandoffFailed, StorageFailed, WrongAnswer
 from rollart.generation import VLLM_PREFIX
 from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, PauseMode, WeightsRef
@@ -354,7 +354,7 @@ class VllmHost:
 
     def __init__(self, name: EngineId, url: str, place: WeightStoreLocation) -> None:
         self._name, self._url, self._place = name, url, place
-        self._objects: LinkableObjectStore | None = None
+        self._objects: ObjectStore | None = None
         self._client: VllmEngine | None = None
         self._stamp = ""
         """Stamp of the version requested last."""
@@ -485,7 +485,7 @@ class VllmHost:
         except EngineError as error:
             raise StorageFailed(error.message, remedy=error.remedy) from error
 
-    def _store(self) -> LinkableObjectStore:
+    def _store(self) -> ObjectStore:
         if self._objects is None:
             self._objects = self._place.objects()
         return self._objects

@@ -128,29 +128,19 @@ class BucketPusher:
         await arrivals.add({digest})
 
 
-class BucketWeightStore:
+class BucketWeightStore(DirectoryWeightStore):
     """One host's copies. Implements `WeightStore` over its own directory; `pull` brings a version there. Pulls of the
     same version wait for one another: engines of a host share one copy. `in_flight` is the number of buckets in
     transfer at a time: with `auto` as many as keep the host's disk busy (`policy.pipeline`)."""
 
     def __init__(self, objects: ObjectStore, root: str | Path, *, in_flight: InFlight = "auto") -> None:
+        super().__init__(root)
         self._objects = objects
-        self._root = Path(root)
-        self._local = DirectoryWeightStore(root)
         self._depth = BucketDepth(in_flight)
         self._pulling: dict[int, asyncio.Lock] = {}
         self.progress = PullProgress(0, 0.0, 0)
         """Progress of the current or last pull."""
         self._numbers = itertools.count()
-
-    def path(self, version: int) -> str:
-        return self._local.path(version)
-
-    def complete(self, version: int) -> bool:
-        return self._local.complete(version)
-
-    def versions(self) -> list[int]:
-        return self._local.versions()
 
     def stamp(self, version: int) -> str | None:
         """The stamp of the complete version here (`Manifest.stamp`); None if it is missing or was not pulled."""
@@ -166,7 +156,7 @@ class BucketWeightStore:
             owner = leftover.name.split(".")[2]
             if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
                 shutil.rmtree(leftover, ignore_errors=True)
-        self._local.prune(keep)
+        super().prune(keep)
 
     async def pull(self, version: int, arrivals: BucketArrivals | None = None) -> PullResult:
         """Returns when the version is complete here. With `arrivals` it may still be on its way into the store.

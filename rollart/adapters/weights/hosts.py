@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.adapters.weights.buckets import BucketArrivals, BucketWeightStore, Manifest, PullProgress, PullResult
-from rollart.adapters.weights.objects import FileObjectStore, LinkableObjectStore, S3ObjectStore
+from rollart.adapters.weights.objects import FileObjectStore, ObjectStore, S3ObjectStore
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import InFlight
 
@@ -36,7 +36,7 @@ class WeightStoreLocation:
     root: str
     in_flight: InFlight = "auto"
 
-    def objects(self) -> LinkableObjectStore:
+    def objects(self) -> ObjectStore:
         """Not connected yet. Credentials, region and endpoint of S3 are taken from the host's environment."""
         if self.kind == "files":
             return FileObjectStore(self.url)

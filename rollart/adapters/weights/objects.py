@@ -32,6 +32,10 @@ class ObjectStore(Protocol):
     async def get(self, key: str) -> bytes:
         """`StorageFailed` if there is no such blob."""
 
+    async def link(self, key: str) -> str:
+        """Reads the blob without access to the store: a path, or a URL that is valid for hours. The blob need not exist
+        yet."""
+
     async def keys(self, prefix: str) -> set[str]:
         """Every key that starts with `prefix`."""
 
@@ -39,13 +43,6 @@ class ObjectStore(Protocol):
         """Missing keys are ignored."""
 
     async def aclose(self) -> None: ...
-
-
-class LinkableObjectStore(ObjectStore, Protocol):
-    """A store whose blobs can be read by a link alone, without access to the store."""
-
-    async def link(self, key: str) -> str:
-        """A path, or a URL that is valid for hours. The blob need not exist yet."""
 
 
 class FileObjectStore:
@@ -183,29 +180,3 @@ class S3ObjectStore:
             raise StorageFailed(f"the weight store s3://{self._bucket} cannot {action}: {error}") from error
         except BotoCoreError as error:
             raise StorageFailed(f"the weight store s3://{self._bucket} cannot {action}: {error}") from error
-
-
-class MemoryObjectStore:
-    """In this process: for one machine, and for tests."""
-
-    def __init__(self) -> None:
-        self._blobs: dict[str, bytes] = {}
-
-    async def put(self, key: str, data: bytes) -> None:
-        self._blobs[key] = bytes(data)
-
-    async def get(self, key: str) -> bytes:
-        try:
-            return self._blobs[key]
-        except KeyError:
-            raise StorageFailed(f"the weight store has no {key}") from None
-
-    async def keys(self, prefix: str) -> set[str]:
-        return {key for key in self._blobs if key.startswith(prefix)}
-
-    async def delete(self, keys: Iterable[str]) -> None:
-        for key in keys:
-            self._blobs.pop(key, None)
-
-    async def aclose(self) -> None:
-        return None

@@ -1,0 +1,36 @@
+"""The store of weight buckets in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollart.errors import StorageFailed
+
+
+class MemoryObjectStore:
+    """Implements `ObjectStore`."""
+
+    def __init__(self) -> None:
+        self._blobs: dict[str, bytes] = {}
+
+    async def put(self, key: str, data: bytes) -> None:
+        self._blobs[key] = bytes(data)
+
+    async def get(self, key: str) -> bytes:
+        try:
+            return self._blobs[key]
+        except KeyError:
+            raise StorageFailed(f"the weight store has no {key}") from None
+
+    async def link(self, key: str) -> str:
+        return f"memory:{key}"
+
+    async def keys(self, prefix: str) -> set[str]:
+        return {key for key in self._blobs if key.startswith(prefix)}
+
+    async def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            self._blobs.pop(key, None)
+
+    async def aclose(self) -> None:
+        return None
