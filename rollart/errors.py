@@ -182,6 +182,12 @@ def one_line(error: BaseException, most: int | None = None) -> str:
     return " ".join(f"{type(error).__name__}: {text}".split()).removesuffix(":")[:most]
 
 
+def first_line(error: BaseException, most: int | None = None) -> str:
+    """The first line of a third-party error's text, at most `most` characters; its type if it has no text."""
+    lines = str(error).strip().splitlines()
+    return lines[0].strip()[:most] if lines else type(error).__name__
+
+
 MAX_SUGGESTED = 12
 """Most names in one message."""
 

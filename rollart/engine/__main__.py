@@ -25,7 +25,7 @@ from rollart.engine.runner import STEP_TOKENS, Runner
 from rollart.engine.server import EngineServer
 from rollart.engine.shm import SHM_BASE
 from rollart.engine.weights import published_version, read_tensors
-from rollart.errors import RollartError, UsageError
+from rollart.errors import RollartError, UsageError, first_line
 from rollart.lifeline import die_with_parent
 
 SHUTDOWN_S = 2.0
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except ExceptionGroup as group:  # a step failed: its requests got errors, the supervisor decides on a restart
         if isinstance(cause := group.exceptions[0], torch.OutOfMemoryError):
-            print(f"rollart.engine: a step found no memory: {_line(cause)} ({MEMORY_REMEDY})", file=sys.stderr)
+            print(f"rollart.engine: a step found no memory: {first_line(cause)} ({MEMORY_REMEDY})", file=sys.stderr)
             return 1
         traceback.print_exception(group)
         print(f"rollart.engine: stopped by {group.exceptions[0]!r}", file=sys.stderr)
@@ -86,11 +86,7 @@ def load(args: argparse.Namespace) -> Runner:
         remedy = (
             MEMORY_REMEDY if isinstance(error, torch.OutOfMemoryError) else "check --device, --max-slots, --max-context"
         )
-        raise UsageError(f"cannot start on {args.device}: {_line(error)}", remedy=remedy) from error
-
-
-def _line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"cannot start on {args.device}: {first_line(error)}", remedy=remedy) from error
 
 
 async def _serve(runner: Runner, args: argparse.Namespace) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rollart.architecture import MARKER, version_path
-from rollart.errors import TrainerError, UsageError
+from rollart.errors import TrainerError, UsageError, first_line
 from rollart.settings.training import LoraSpec, ParallelConfig, PolicyConfig, TrainerConfig
 from rollart.train.batch import FloatArray, TrainingBatch, select_samples
 from rollart.train.microbatch import MicroBatch, build_microbatch
@@ -65,7 +65,7 @@ def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) ->
                 local_files_only=True,
             )
         except Exception as error:
-            raise UsageError(f"cannot load the model at {config.path}: {_first_line(error)}") from error
+            raise UsageError(f"cannot load the model at {config.path}: {first_line(error)}") from error
     else:
         init = dict(config.init or {})
         try:
@@ -74,7 +74,7 @@ def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) ->
                 torch.manual_seed(config.seed)
                 model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=config.attention)
         except Exception as error:
-            raise UsageError(f"model.init does not describe a model: {_first_line(error)}") from error
+            raise UsageError(f"model.init does not describe a model: {first_line(error)}") from error
     module: nn.Module = model.to(where).eval()
     return module
 
@@ -376,11 +376,6 @@ def published_tensors(model: Any) -> dict[str, AdaptedTensor]:
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The adapters' own parameters, by name."""
     return {name: p for name, p in model.named_parameters() if ".lora_" in name}
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__
 
 
 def _score(logits: Tensor, index: Tensor, entropy_grad: bool) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store, TCPStore
 
-from rollart.errors import TrainerError, UsageError
+from rollart.errors import TrainerError, UsageError, first_line
 
 IDLE_TIMEOUT = datetime.timedelta(days=365)
 """Ranks wait for the next command as long as the run lasts; the connection closes when the leader is lost."""
@@ -157,7 +157,7 @@ def rendezvous(host: str, port: int, *, rank: int, size: int) -> TCPStore:
     except (RuntimeError, ValueError) as error:
         verb = "open" if rank == 0 else "reach"
         raise UsageError(
-            f"rank {rank} cannot {verb} the ranks' meeting point {host}:{port}: {_first_line(error)}"
+            f"rank {rank} cannot {verb} the ranks' meeting point {host}:{port}: {first_line(error, 200)}"
         ) from error
 
 
@@ -178,7 +178,7 @@ def join_ranks(store: TCPStore, device: torch.device, *, rank: int, size: int) -
         )
         return Ranks(rank=rank, size=size, device=device)
     except RuntimeError as error:
-        raise UsageError(f"rank {rank} of {size} did not meet the others: {_first_line(error)}") from error
+        raise UsageError(f"rank {rank} of {size} did not meet the others: {first_line(error, 200)}") from error
 
 
 class LocalRankProcesses:
@@ -276,10 +276,5 @@ def shared_gpu(gpus: Sequence[str]) -> tuple[int, int] | None:
 
 def _lost_rank_error(error: BaseException) -> TrainerError:
     return TrainerError(
-        f"the trainer's ranks lost each other: {_first_line(error)}", remedy="it is restarted and restored"
+        f"the trainer's ranks lost each other: {first_line(error, 200)}", remedy="it is restarted and restored"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:200] if text else type(error).__name__

@@ -44,10 +44,13 @@ def test_a_tensor_is_refused_wherever_it_is() -> None:
     assert unpack(pack(([1, 2], {"a": "b"}))) == ([1, 2], {"a": "b"})
 
 
-def test_a_host_answers_with_values_and_errors() -> None:
+def test_a_host_answers_with_values_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", Mock())
+
     async def main() -> None:
         host = RayActorHost()
-        host._instance = Thing(1)
+        booted, _, _ = await host.boot(f"{__name__}:Thing", pack(((1,), {})), rollart.__version__)
+        assert booted
         assert unpack((await host.call("add", pack(((2,), {}))))[1]) == 3
         fine, error = await host.call("expire", pack(((), {})))
         assert not fine

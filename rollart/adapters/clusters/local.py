@@ -16,13 +16,12 @@ from typing import Any
 from rollart.adapters.clusters.process import ProcessActor
 from rollart.adapters.clusters.runtime import (
     EventLog,
+    InlineActor,
     account,
     bundle_node,
     check_feasible,
     feasible_nodes,
     insufficient_capacity,
-    invoke,
-    load_factory,
     place_bundles,
     refuse_reserved,
 )
@@ -155,9 +154,9 @@ class LocalRuntime:
 
 @dataclass(slots=True)
 class _Incarnation:
-    """One incarnation of an actor: its object, and an event that its death sets."""
+    """One incarnation of an actor, and an event that its death sets."""
 
-    instance: Any
+    actor: ProcessActor | InlineActor
     died: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -188,11 +187,11 @@ class _LocalHandle:
     async def boot(self) -> None:
         args, kwargs = pickle.loads(pickle.dumps((self.spec.args, dict(self.spec.kwargs))))
         if self.spec.isolation == "process":
-            instance: Any = ProcessActor(self.spec.factory, args, kwargs, on_exit=self._exited)
-            await instance.start()
+            process = ProcessActor(self.spec.factory, args, kwargs, on_exit=self._exited)
+            await process.start()
+            self._incarnation = _Incarnation(process)
         else:
-            instance = load_factory(self.spec.factory)(*args, **kwargs)
-        self._incarnation = _Incarnation(instance)
+            self._incarnation = _Incarnation(InlineActor(self.spec.factory, args, kwargs))
         self._booted.set()
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
@@ -210,11 +209,7 @@ class _LocalHandle:
         async with self._slots:
             incarnation = await self._alive()
             args_copy, kwargs_copy = pickle.loads(pickle.dumps((args, kwargs)))
-            items = (
-                incarnation.instance.stream(method, args_copy, kwargs_copy)
-                if isinstance(incarnation.instance, ProcessActor)
-                else getattr(incarnation.instance, method)(*args_copy, **kwargs_copy)
-            )
+            items = incarnation.actor.stream(method, args_copy, kwargs_copy)
             async for item in items:
                 if incarnation.died.is_set():
                     raise PartDied(self.name, "it was killed during a stream")
@@ -226,7 +221,7 @@ class _LocalHandle:
             return
         self._booted.clear()
         incarnation.died.set()
-        await _stop(incarnation.instance)
+        await incarnation.actor.kill()
         await self._after_death(restart)
 
     async def _after_death(self, restart: bool) -> None:
@@ -262,7 +257,7 @@ class _LocalHandle:
         args_copy, kwargs_copy = pickle.loads(pickle.dumps((args, kwargs)))
         async with asyncio.TaskGroup() as tasks:
             work = tasks.create_task(
-                _invoke(incarnation.instance, method, args_copy, kwargs_copy), name=f"{self.name}.{method}"
+                _call(incarnation.actor, method, args_copy, kwargs_copy), name=f"{self.name}.{method}"
             )
             death = tasks.create_task(_cancel_on(incarnation.died, work), name=f"{self.name} dies")
             try:
@@ -278,11 +273,9 @@ class _LocalHandle:
         return pickle.loads(pickle.dumps(work.result()[0]))
 
 
-async def _invoke(instance: Any, method: str, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
+async def _call(actor: ProcessActor | InlineActor, method: str, args: Any, kwargs: Any) -> tuple[Any, Exception | None]:
     try:
-        if isinstance(instance, ProcessActor):
-            return await instance.call(method, args, kwargs), None
-        return await invoke(instance, method, args, kwargs), None
+        return await actor.call(method, args, kwargs), None
     except Exception as error:
         return None, error
 
@@ -297,12 +290,3 @@ async def _wait_uncancelled(work: asyncio.Task[Any]) -> None:
     done = asyncio.Event()
     work.add_done_callback(lambda _: done.set())
     await done.wait()
-
-
-async def _stop(instance: Any) -> None:
-    if isinstance(instance, ProcessActor):
-        await instance.kill()
-        return
-    close = getattr(instance, "aclose", None)
-    if close is not None:
-        await close()

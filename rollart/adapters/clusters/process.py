@@ -16,7 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from rollart.adapters.clusters.runtime import invoke, load_factory
+from rollart.adapters.clusters.runtime import InlineActor
 from rollart.errors import PartDied
 from rollart.lifeline import die_with_parent, terminate
 
@@ -130,14 +130,14 @@ async def serve(fd: int) -> None:
         try:
             if method == "__init__":
                 factory, init_args, init_kwargs = args
-                actor = load_factory(factory)(*init_args, **init_kwargs)
+                actor = InlineActor(factory, init_args, init_kwargs)
                 write_frame(writer, (number, "item", None))
             elif kind == "stream":
-                async for item in getattr(actor, method)(*args, **kwargs):
+                async for item in actor.stream(method, args, kwargs):
                     write_frame(writer, (number, "item", item))
                     await writer.drain()
             else:
-                write_frame(writer, (number, "item", await invoke(actor, method, args, kwargs)))
+                write_frame(writer, (number, "item", await actor.call(method, args, kwargs)))
             write_frame(writer, (number, "end", None))
         except Exception as error:
             write_frame(writer, (number, "error", error))

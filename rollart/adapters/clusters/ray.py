@@ -49,7 +49,7 @@ from rollart.adapters.clusters.runtime import (
     matches,
     refuse_reserved,
 )
-from rollart.errors import NoPlace, PartDied, ProviderError, UsageError
+from rollart.errors import NoPlace, PartDied, ProviderError, UsageError, first_line
 from rollart.fleet import ActorSpec, Bundle, BundleGroup, Node, RuntimeEvent
 from rollart.ports import Handle
 
@@ -427,7 +427,7 @@ class RayHandle:
                 except TimeoutError:
                     await self._runtime.feasible(self.spec)
         except _death_errors() as error:
-            raise PartDied(self.name, f"it did not start: {_first_line(error)}") from None
+            raise PartDied(self.name, f"it did not start: {first_line(error, 200)}") from None
         finally:
             booting.cancel()
 
@@ -441,7 +441,7 @@ class RayHandle:
         try:
             yield
         except _death_errors() as error:
-            raise PartDied(self.name, f"its actor on {incarnation.node} died: {_first_line(error)}") from None
+            raise PartDied(self.name, f"its actor on {incarnation.node} died: {first_line(error, 200)}") from None
 
     async def _alive(self) -> _Incarnation:
         while True:
@@ -658,10 +658,6 @@ def _death_errors() -> tuple[type[Exception], ...]:
         ray.TaskCancelledError,
         ray.WorkerCrashedError,
     )
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:200]
 
 
 def _mark_retrieved(task: asyncio.Task[None]) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from rollart import __version__
 from rollart.adapters.clusters.program import Program
-from rollart.adapters.clusters.runtime import invoke, load_factory
+from rollart.adapters.clusters.runtime import InlineActor
 from rollart.errors import RunFailed, UsageError
 
 
@@ -22,7 +22,7 @@ class RayActorHost:
     """A Ray actor that wraps one object. Calls run concurrently on its loop; the caller limits their number."""
 
     def __init__(self) -> None:
-        self._instance: Any = None
+        self._actor: Any = None
         self._streams: dict[int, AsyncIterator[tuple[bool, bytes]]] = {}
         self._numbers = itertools.count()
 
@@ -40,7 +40,7 @@ class RayActorHost:
                     remedy=f"install rollart {version} on every node, or run them all from one image",
                 )
             args, kwargs = pickle.loads(init)
-            self._instance = load_factory(factory)(*args, **kwargs)
+            self._actor = InlineActor(factory, args, kwargs)
         except Exception as error:
             return False, _packed_error(error), node
         return True, b"", node
@@ -53,14 +53,14 @@ class RayActorHost:
         """True and the result, or False and the error."""
         try:
             args, kwargs = pickle.loads(payload)
-            return True, pack(await invoke(self._instance, method, args, kwargs))
+            return True, pack(await self._actor.call(method, args, kwargs))
         except Exception as error:
             return False, _packed_error(error)
 
     async def stream(self, method: str, payload: bytes) -> AsyncIterator[tuple[bool, bytes]]:
         try:
             args, kwargs = pickle.loads(payload)
-            async for item in getattr(self._instance, method)(*args, **kwargs):
+            async for item in self._actor.stream(method, args, kwargs):
                 yield True, pack(item)
         except Exception as error:
             yield False, _packed_error(error)
@@ -80,9 +80,8 @@ class RayActorHost:
         await stream.aclose()
 
     async def stop(self) -> None:
-        close = getattr(self._instance, "aclose", None)
-        if close is not None:
-            await close()
+        if self._actor is not None:
+            await self._actor.kill()
 
 
 class NodeProgram(Program):

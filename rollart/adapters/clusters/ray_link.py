@@ -18,7 +18,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rollart.errors import ProviderError
+from rollart.errors import ProviderError, first_line
 
 T = TypeVar("T")
 
@@ -202,10 +202,8 @@ class RayClientLink:
         except Exception as error:
             if not _is_connection_error(error):
                 raise
-            first_line = next(
-                (line for line in reversed(str(error).splitlines()) if line.strip()), type(error).__name__
-            )
-            self.failed(connection_lost(self._address, first_line.strip()))
+            last_line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+            self.failed(connection_lost(self._address, last_line.strip()))
             assert self._error is not None
             raise self._error from None
         finally:
@@ -326,8 +324,7 @@ def connect(address: str) -> None:
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             if attempts_left and SERVER_START_FAILED in str(error):
                 continue
-            first_line = next(iter(str(error).splitlines()), type(error).__name__)
-            raise ProviderError(f"no Ray cluster at '{address}': {first_line}", remedy=REMEDY) from None
+            raise ProviderError(f"no Ray cluster at '{address}': {first_line(error)}", remedy=REMEDY) from None
 
 
 def _draining_nodes() -> set[str]:

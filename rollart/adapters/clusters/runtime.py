@@ -6,6 +6,7 @@ The search for feasible nodes is pure: the local runtime places by it, and Ray w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib
 import inspect
 from collections import deque
@@ -99,16 +100,29 @@ def account(node: Node, resources: Mapping[str, float], sign: float) -> None:
         node.free[name] -= sign * amount  # type: ignore[index]
 
 
-def load_factory(path: str) -> Any:
-    """The object named `module:attribute`, which makes an actor's instance."""
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+class InlineActor:
+    """The object of an actor in this process, made by the factory `module:attribute`."""
 
+    def __init__(self, factory: str, args: Any, kwargs: Any) -> None:
+        module, _, name = factory.partition(":")
+        self._instance: Any = getattr(importlib.import_module(module), name)(*args, **kwargs)
 
-async def invoke(instance: Any, method: str, args: Any, kwargs: Any) -> Any:
-    """The result of an actor's method, which may be a coroutine function or a plain one."""
-    result = getattr(instance, method)(*args, **kwargs)
-    return await result if inspect.isawaitable(result) else result
+    async def call(self, method: str, args: Any, kwargs: Any) -> Any:
+        """The result of a method, which may be a coroutine function or a plain one."""
+        result = getattr(self._instance, method)(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    async def stream(self, method: str, args: Any, kwargs: Any) -> AsyncIterator[Any]:
+        """The items of an async generator method."""
+        async with contextlib.aclosing(getattr(self._instance, method)(*args, **kwargs)) as items:
+            async for item in items:
+                yield item
+
+    async def kill(self) -> None:
+        """End the object by its `aclose`, if it has one."""
+        close = getattr(self._instance, "aclose", None)
+        if close is not None:
+            await close()
 
 
 class EventLog:
