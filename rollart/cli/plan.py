@@ -43,10 +43,10 @@ class _Plan(click.Command):
     """A command whose `--what-if` takes all changes that follow it: `--what-if h20=+32 price.h800=4.10`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, _spread(args))
+        return super().parse_args(ctx, spread_changes(args))
 
 
-def _spread(arguments: Sequence[str]) -> list[str]:
+def spread_changes(arguments: Sequence[str]) -> list[str]:
     """Give every change its own `--what-if`; the changes end at an option or an argument that is not key=value.
     UsageError for `--what-if` without a change."""
     spread: list[str] = []

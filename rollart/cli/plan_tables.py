@@ -13,7 +13,7 @@ from placement.solve import solve
 from placement.training import mfu, training_layout
 from placement.types import Infeasible, Objective, Placement, Pool, Role
 from placement.window import DomainWindow
-from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_share, as_usd
+from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_share, as_usd, ratio
 from rollart.settings.planning import pools_of
 from rollart.settings.resolve import Resolved
 from rollart.tools.window import fresh_group_shares, publish_paths, recommended_staleness, sustained_slots
@@ -329,9 +329,9 @@ def _flows(found: Placement) -> Table:
             "prefill": prefill,
             "decode": decode,
             "kv": kv,
-            "share": as_share(r / whole[domain] if whole[domain] else None),
+            "share": as_share(ratio(r, whole[domain])),
             "trajectories_per_s": as_number(r),
-            "seconds": as_seconds(time[domain, prefill, decode, kv] / r if r else None),
+            "seconds": as_seconds(ratio(time[domain, prefill, decode, kv], r)),
         }
         for (domain, prefill, decode, kv), r in sorted(rate.items(), key=lambda item: (item[0][0], -item[1]))
     ]

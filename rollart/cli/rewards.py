@@ -175,7 +175,7 @@ def invoke(
     NAME calls the current version of a deployed function. FILE calls the version of the file, which is deployed first
     if it is not there; the current version stays current. With --json the bill is printed with the answer.
     """
-    event = _event(sys.stdin.read() if item is None else item)
+    event = call_event(sys.stdin.read() if item is None else item)
     name, functions = canonical_provider(provider), cluster_functions(cluster)
     package = None if _is_name(source) else _single(source)
     function = source if package is None else package.spec.name
@@ -360,7 +360,8 @@ def _single(source: str) -> Package:
 _ITEM = ("id", "messages", "prompt", "completion", "reference_answer", "metadata")
 
 
-def _event(text: str) -> list[dict[str, Any]]:
+def call_event(text: str) -> list[dict[str, Any]]:
+    """The event of a call with the items in a JSON text. UsageError for anything but items."""
     if not text.strip():
         raise UsageError("no item", remedy="give --item, or JSON on standard input")
     try:

@@ -75,7 +75,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         ("directory", str(directory)),
         ("engines", " ".join(engines) or None),
         ("plan", plan or None),
-        ("outside_trainer", _external_trainer_status(directory) if owner else None),
+        ("outside_trainer", external_trainer_status(directory) if owner else None),
         ("starting", "; ".join(starting) or None),
         ("environment_hosts", " ".join(hosts) or None),
         ("function_hosts", " ".join(workers) or None),
@@ -98,7 +98,7 @@ def _print_status(run: str, *values: tuple[str, Cell], output: str) -> None:
     print_report(Report("status", run, (table,)), output)
 
 
-def _external_trainer_status(directory: Path) -> str | None:
+def external_trainer_status(directory: Path) -> str | None:
     """Status of an external trainer (`trainer.external`)."""
     try:
         note = json.loads((directory / "service.json").read_text())
@@ -173,7 +173,7 @@ def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: 
     while follow:
         ended = live_controller(directory) is None
         for path in _files(directory, role):
-            for line in _new_lines(path, seen):
+            for line in new_lines(path, seen):
                 _print_line(path, line)
         if ended:
             return
@@ -186,7 +186,7 @@ def _files(directory: Path, role: str | None) -> list[Path]:
     return [path for path in found if role is None or role in (path.stem, path.stem.rpartition("-")[0])]
 
 
-def _new_lines(path: Path, seen: dict[Path, int]) -> Iterator[str]:
+def new_lines(path: Path, seen: dict[Path, int]) -> Iterator[str]:
     """Lines completed since the last call. `seen`: bytes printed, by file."""
     with path.open("rb") as file:
         file.seek(seen.get(path, 0))

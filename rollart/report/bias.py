@@ -17,7 +17,7 @@ from rollart.ledger.database import CONSUMED, DROPPED, LIVE
 from rollart.ledger.reader import AttemptRow, GroupRow, LedgerReader
 from rollart.model import AbortReason
 from rollart.ports import FINISHED
-from rollart.report.tables import Report, Row, Table, as_count, as_number, as_share, as_text
+from rollart.report.tables import Report, Row, Table, as_count, as_number, as_share, as_text, ratio
 from rollart.strategies.tail_batching import RELAUNCH_MARK
 
 DRAWN, TRAINED, DELAYED, OPEN = "drawn", "trained", "delayed", "open"
@@ -195,7 +195,7 @@ def _described(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]], pr
                     "set": fate,
                     "prompts": as_count(settled if fate == DRAWN else prompts.get((domain, fate), 0)),
                     "trajectories": as_count(len(attempts)),
-                    "cut_short": as_share(sum(one.cut for one in attempts) / len(attempts) if attempts else None),
+                    "cut_short": as_share(ratio(sum(one.cut for one in attempts), len(attempts))),
                     "length": as_number(_mean(lengths)),
                     "length_p50": as_number(_quantile(lengths, 0.5)),
                     "length_p90": as_number(_quantile(lengths, 0.9)),

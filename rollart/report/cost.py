@@ -25,6 +25,7 @@ from rollart.report.tables import (
     as_share,
     as_text,
     as_usd,
+    ratio,
 )
 from rollart.settings.prices import PriceEntry
 from serverless.meter import WorkerState
@@ -121,17 +122,17 @@ def _total(rows: RunRows, lines: Sequence[CostLine]) -> Table:
     values = (
         ("total", "USD", usd),
         ("would cost elsewhere", "USD", _usd(line for line in functions.lines(rows) if not line.billed)),
-        ("per hour", "USD", _ratio(usd * 3600, facts.seconds)),
+        ("per hour", "USD", ratio(usd * 3600, facts.seconds)),
         ("run time", "s", facts.seconds),
         ("versions", "count", len(rows.versions)),
         ("trajectories generated", "count", generated),
         ("trajectories trained", "count", facts.trained_samples),
-        ("per trained trajectory", "USD", _ratio(usd, facts.trained_samples)),
+        ("per trained trajectory", "USD", ratio(usd, facts.trained_samples)),
         ("trained tokens", "count", facts.trained_tokens),
-        ("per million trained tokens", "USD", _ratio(usd * 1e6, facts.trained_tokens)),
+        ("per million trained tokens", "USD", ratio(usd * 1e6, facts.trained_tokens)),
         ("warm start", "USD", math.fsum(line.usd for line in lines if line.cause == WARM_START)),
         ("idle and waste", "USD", wasted),
-        ("idle and waste", "share", _ratio(wasted, usd)),
+        ("idle and waste", "share", ratio(wasted, usd)),
     )
     columns = (TableColumn("what"), TableColumn("unit"), TableColumn("value", "number"))
     return Table("total", "Total of what is billed", columns, values)
@@ -146,7 +147,7 @@ def _grouped(name: str, title: str, key: str, lines: Sequence[CostLine], group_o
         {
             key: group,
             "usd": as_usd(_usd(own)),
-            "share": as_share(_ratio(_usd(own), total)),
+            "share": as_share(ratio(_usd(own), total)),
             "busy_usd": as_usd(_usd(x for x in own if x.state == ResourceState.BUSY)),
             "not_busy_usd": as_usd(_usd(x for x in own if x.state != ResourceState.BUSY)),
         }
@@ -250,7 +251,7 @@ def _fates(rows: RunRows) -> Table:
 def _waste(rows: RunRows, lines: Sequence[CostLine]) -> Table:
     total = _usd(lines)
     found: list[Row] = [
-        {"role": role, "cause": cause, "usd": as_usd(usd), "share": as_share(_ratio(usd, total))}
+        {"role": role, "cause": cause, "usd": as_usd(usd), "share": as_share(ratio(usd, total))}
         for (role, cause), usd in waste(rows, lines).items()
     ]
     return Table.of("waste", "Idle and waste by cause", found)
@@ -258,7 +259,3 @@ def _waste(rows: RunRows, lines: Sequence[CostLine]) -> Table:
 
 def _usd(lines: Iterable[CostLine]) -> float:
     return math.fsum(line.usd for line in lines)
-
-
-def _ratio(a: float, b: float) -> float | None:
-    return a / b if b else None

@@ -11,7 +11,7 @@ from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import InvocationSum
 from rollart.ports import RunEvent
 from rollart.report.rows import CostLine, RunRows
-from rollart.report.tables import Row, Table, as_count, as_number, as_seconds, as_share, as_text, as_usd
+from rollart.report.tables import Row, Table, as_count, as_number, as_seconds, as_share, as_text, as_usd, ratio
 from serverless.meter import WorkerState
 from serverless.pipeline.stages import OffloadStage, StageCounts
 from serverless.types import Cause
@@ -94,7 +94,7 @@ def calls(rows: RunRows) -> Table:
                 "gb_s": as_number(gb_s, people=False),
                 "usd": as_usd(usd),
                 "cost": as_text(_kind(rows, call.provider), people=False),
-                "usd_per_1000_items": as_usd(_ratio(usd * 1000, call.items), people=False),
+                "usd_per_1000_items": as_usd(ratio(usd * 1000, call.items), people=False),
             }
         )
     return Table.of("functions", "Function calls, at list prices", found)
@@ -118,7 +118,7 @@ def workers(rows: RunRows) -> Table:
                 "cold_s": as_seconds(states[WorkerState.COLD]),
                 "busy_s": as_seconds(states[WorkerState.BUSY]),
                 "idle_s": as_seconds(idle_s),
-                "idle_share": as_share(_ratio(idle_s, math.fsum(states.values()))),
+                "idle_share": as_share(ratio(idle_s, math.fsum(states.values()))),
                 "idle_usd": as_usd(usd),
                 "cost": as_text(_kind(rows, provider), people=False),
             }
@@ -195,7 +195,7 @@ def health(rows: RunRows) -> Table:
                 "outcomes": as_count(outcomes),
                 "model_faults": as_count(int(s["model_faults"]) if "model_faults" in s else None),
                 "infra_faults": as_count(faults),
-                "rate": as_share(_ratio(faults, outcomes)),
+                "rate": as_share(ratio(faults, outcomes)),
                 "threshold": as_share(rows.fault_threshold),
                 "kinds": ", ".join(f"{k} {n}" for k, n in kinds.items()),
             }
@@ -246,7 +246,3 @@ def _provider(rows: RunRows) -> Mapping[str, tuple[str, int]]:
 
 def _kind(rows: RunRows, provider: str) -> str:
     return BILLED if rows.prices.billed(provider) else ELSEWHERE
-
-
-def _ratio(a: float, b: float) -> float | None:
-    return a / b if b else None

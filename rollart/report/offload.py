@@ -15,7 +15,7 @@ from typing import Any
 from rollart.ledger.reader import CallRow, LedgerReader
 from rollart.report import functions
 from rollart.report.rows import RunRows
-from rollart.report.tables import Report, Row, Table, as_count, as_ms, as_seconds, as_share, as_usd
+from rollart.report.tables import Report, Row, Table, as_count, as_ms, as_seconds, as_share, as_usd, ratio
 from serverless.meter import WorkerState
 from serverless.scaling.replay import (
     CallReplay,
@@ -244,7 +244,7 @@ def _serving_options(cases: Iterable[_OffloadCase]) -> Table:
         found.append(_served(case, "as billed", None, life, used, waits, starts, case.functions_usd))
         for workers, why in _choices(case):
             one, worker_s, usd = case.dedicated(workers)
-            share = one.busy_s / worker_s if worker_s else None
+            share = ratio(one.busy_s, worker_s)
             found.append(_served(case, why, workers, worker_s, share, _waits(one), 0, usd))
         if case.name == ALL:
             continue
@@ -309,8 +309,8 @@ def _summary(cases: Iterable[_OffloadCase]) -> Table:
                 "functions_usd": as_usd(case.functions_usd),
                 "dedicated": as_count(case.fewest),
                 "dedicated_usd": as_usd(usd),
-                "dedicated_used": as_share(one.busy_s / worker_s if worker_s else None),
-                "dedicated_wins_above": as_share(case.worker_usd_s / per_s if per_s else None),
+                "dedicated_used": as_share(ratio(one.busy_s, worker_s)),
+                "dedicated_wins_above": as_share(ratio(case.worker_usd_s, per_s)),
             }
         )
     title = "Functions as billed against the fewest dedicated workers that are quick enough"

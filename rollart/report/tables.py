@@ -89,6 +89,11 @@ class Report:
     notes: tuple[str, ...] = ()
 
 
+def ratio(a: float, b: float) -> float | None:
+    """A cell that is empty where `b` is 0."""
+    return a / b if b else None
+
+
 def for_people(table: Table) -> Table:
     """The table without the columns for machines."""
     kept = [n for n, column in enumerate(table.columns) if column.people]

@@ -17,17 +17,7 @@ from rollart.ledger.reader import ChargeSum
 from rollart.ports import RunEvent
 from rollart.report import functions
 from rollart.report.rows import ENGINE_ROLES, RunRows
-from rollart.report.tables import (
-    Cell,
-    Report,
-    Row,
-    Table,
-    as_count,
-    as_number,
-    as_seconds,
-    as_share,
-    as_text,
-)
+from rollart.report.tables import Cell, Report, Row, Table, as_count, as_number, as_seconds, as_share, as_text, ratio
 
 LEAST_STEPS = 20
 """Fewest steps of an interval that gives a row: a mean of fewer is too noisy."""
@@ -125,7 +115,7 @@ def _resources(rows: RunRows) -> Table:
     found: list[Row] = []
     for (role, resource), by_state in sorted(seconds.items()):
         life = math.fsum(by_state.values())
-        shares = {state: as_share(_ratio(by_state.get(state, 0.0), life)) for state in states}
+        shares = {state: as_share(ratio(by_state.get(state, 0.0), life)) for state in states}
         found.append({"resource": resource, "role": role, "seconds": as_seconds(life), **shares})
     return Table.of("resources", "Resources", found)
 
@@ -176,8 +166,8 @@ def _rates(rows: RunRows) -> Table:
         {
             "what": name,
             "count": as_count(n),
-            "per_second": as_number(_ratio(n, seconds)),
-            "per_busy_engine_second": as_number(_ratio(n, busy) if name != "trained tokens" else None),
+            "per_second": as_number(ratio(n, seconds)),
+            "per_busy_engine_second": as_number(ratio(n, busy) if name != "trained tokens" else None),
         }
         for name, n in amounts.items()
     ]
@@ -202,7 +192,7 @@ def _domains(rows: RunRows) -> Table:
                 "used": as_count(used),
                 "waiting": as_count(waiting),
                 "lost": as_count(n - used - waiting),
-                "success": as_share(_ratio(sum(c.successes for c in own), judged)),
+                "success": as_share(ratio(sum(c.successes for c in own), judged)),
                 "turns": as_number(sum(c.turns for c in own) / n),
                 "tokens": as_number(sum(c.action_tokens for c in own) / n),
                 "wall_s": as_seconds(sum(c.seconds for c in own) / n),
@@ -271,12 +261,12 @@ def engines(rows: RunRows) -> Table:
             {
                 "engine": engine,
                 "prompt_tokens": as_count(int(prompt)),
-                "hits": as_share(_ratio(cached - external, prompt)),
-                "pulled": as_share(_ratio(external, prompt)),
+                "hits": as_share(ratio(cached - external, prompt)),
+                "pulled": as_share(ratio(external, prompt)),
                 "sampled_tokens": as_count(int(s["generated_tokens"])),
-                "prefill_tokens_per_s": as_number(_ratio(prompt - cached, s["prefill_seconds"])),
+                "prefill_tokens_per_s": as_number(ratio(prompt - cached, s["prefill_seconds"])),
                 "steps": as_count(int(steps)),
-                "batch": as_number(_ratio(s["generated_tokens"], steps)),
+                "batch": as_number(ratio(s["generated_tokens"], steps)),
                 "step_ms": as_number(None if step is None else 1000 * step),
                 "kv_used": as_share(fullest[engine]),
                 "preemptions": as_count(int(s["preemptions"])),
@@ -310,7 +300,7 @@ def _handoffs(rows: RunRows) -> Table:
     row: Row = {
         "hand_offs": as_count(whole),
         "failed": as_count(failed),
-        "failed_share": as_share(_ratio(failed, whole)),
+        "failed_share": as_share(ratio(failed, whole)),
         "pulled_nothing": as_count(empty),
         "alarm": alarm,
     }
@@ -382,7 +372,7 @@ def _broadcasts(rows: RunRows) -> Table:
                 "received": as_count(len(got)),
                 "gb": as_number(gb),
                 "seconds": as_seconds(seconds),
-                "gb_per_s": as_number(_ratio(gb, seconds)),
+                "gb_per_s": as_number(ratio(gb, seconds)),
                 "missed": as_count(len(missed)),
                 "why": as_text(why, wrap=True),
             }
@@ -429,7 +419,3 @@ def _waits_by_claim(rows: RunRows) -> dict[str, dict[str, float]]:
             )
         last[event.subject] = now
     return found
-
-
-def _ratio(a: float, b: float) -> float | None:
-    return a / b if b else None

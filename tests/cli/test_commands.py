@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from rollart.cli import controller
-from rollart.cli.runs import _new_lines
+from rollart.cli.runs import new_lines
 from rollart.errors import BudgetExceeded, FaultRateExceeded, PartDied, ProviderError, RunFailed, SpecError
 from rollart.ledger.reader import LedgerReader
 
@@ -370,10 +370,10 @@ class TestLogs:
 def test_following_shows_lines_once_they_are_whole(tmp_path: Path) -> None:
     path, seen = tmp_path / "engine-0.log", dict[Path, int]()
     path.write_text("one\ntw")
-    assert list(_new_lines(path, seen)) == ["one"]
-    assert list(_new_lines(path, seen)) == []
+    assert list(new_lines(path, seen)) == ["one"]
+    assert list(new_lines(path, seen)) == []
     path.write_text("one\ntwo\n")
-    assert list(_new_lines(path, seen)) == ["two"]
+    assert list(new_lines(path, seen)) == ["two"]
 
 
 @pytest.mark.slow  # a process

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollart.cli.plan import _spread
+from rollart.cli.plan import spread_changes
 from rollart.errors import SpecError, UsageError
 
 Call = Callable[..., Any]
@@ -62,13 +62,13 @@ def plan(rollart: Call) -> Call:
     ],
 )
 def test_all_that_follows_what_if_is_a_change(given: list[str], expected: list[str]) -> None:
-    assert _spread(given) == expected
+    assert spread_changes(given) == expected
 
 
 @pytest.mark.parametrize("given", [["--what-if"], ["--what-if="], ["--what-if", "-o", "json"], ["--what-if", "h20"]])
 def test_what_if_of_nothing_is_a_usage_error(given: list[str], plan: Call) -> None:
     with pytest.raises(UsageError, match="names no change"):
-        _spread(given)
+        spread_changes(given)
     done = plan(*given)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("rollart: --what-if names no change")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rollart.cli.rewards import _event
+from rollart.cli.rewards import call_event
 from rollart.errors import UsageError
 
 
 def test_the_short_form_of_cases_is_an_item() -> None:
-    (item,) = _event('{"prompt": "6*7?", "completion": "42", "reference_answer": "42"}')
+    (item,) = call_event('{"prompt": "6*7?", "completion": "42", "reference_answer": "42"}')
     assert item["messages"] == [{"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}]
     assert item["id"] == "0"
 
@@ -26,4 +26,4 @@ def test_the_short_form_of_cases_is_an_item() -> None:
 )
 def test_what_is_no_item_is_refused(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        _event(text)
+        call_event(text)
