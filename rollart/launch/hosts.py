@@ -51,19 +51,14 @@ from serverless.workers.remote import WorkerHosts
 
 ENVIRONMENT_ROLE = "environment"
 
-
 FUNCTION_ROLE = "reward"
-
 
 ENVIRONMENT_HOST_MODULE = "rollart.adapters.env_hosts.host"
 
-
 FUNCTION_HOST_MODULE = "serverless.workers.host"
-
 
 MEMORY_POLL_S = 5.0
 """Seconds between checks of the controller's memory."""
-
 
 PROGRAM_CALLS = 4
 """Concurrent calls of a host's actor: its start, the wait for its exit, a kill, a stop."""

@@ -5,35 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Mapping
-from typing import Protocol
+from typing import Any
 
 from rollart.errors import RollartError
 from rollart.ports import Recorder, RunEvent
 from rollart.supervise.nodes import NodeTracker
+from rollart.supervise.supervisor import HostSupervisor
 
 RETRY_S = 30.0
 """Delay after a spawn that found no room: the free devices are spread over too many nodes, or other work holds them."""
 
 LONGEST_S = 3600.0
-
-
-class AutoscaledHosts(Protocol):
-    """A supervised fleet of hosts of one kind: `EnvironmentHostSupervisor`, `FunctionHostSupervisor`."""
-
-    heard: Callable[[], None]
-
-    def where(self) -> Mapping[str, str]:
-        """The node of each host that does not retire ('' for a host without a node), in the order in which to retire
-        hosts."""
-
-    def up(self) -> Collection[str]:
-        """Hosts that accept work now."""
-
-    async def spawn(self) -> str:
-        """Add a host; returns once it is placed on a node. `RollartError` if no node can hold it."""
-
-    def retire(self, name: str) -> None:
-        """Give the host no more work, and end it when its present work is done."""
 
 
 class HostAutoscaler:
@@ -47,7 +29,7 @@ class HostAutoscaler:
 
     def __init__(
         self,
-        crew: AutoscaledHosts,
+        hosts: HostSupervisor[Any],
         nodes: NodeTracker,
         count: Callable[[Mapping[str, int]], int],
         recorder: Recorder,
@@ -56,12 +38,12 @@ class HostAutoscaler:
     ) -> None:
         """`count`: the number of hosts, at least one, for the devices by pool. `what`: the subject of events, the kind
         of work of the hosts."""
-        self._crew = crew
+        self._hosts = hosts
         self._nodes = nodes
         self._count = count
         self._recorder = recorder
         self._what = what
-        self._coming = 0
+        self._spawning = 0
         self._not_before = 0.0
         self._cause = ""
         self._woken = asyncio.Event()
@@ -72,7 +54,7 @@ class HostAutoscaler:
 
     async def run(self) -> None:
         self._nodes.follow(self._woken.set)
-        self._crew.heard = self._woken.set
+        self._hosts.on_change = self._woken.set
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -80,28 +62,28 @@ class HostAutoscaler:
                         async with asyncio.timeout(self._wait()):
                             await self._woken.wait()
                     self._woken.clear()
-                    for _ in range(self._look()):
-                        self._coming += 1
+                    for _ in range(self._adjust()):
+                        self._spawning += 1
                         tasks.create_task(self._spawn(), name=f"one more host of {self._what}")
         finally:
-            self._crew.heard = lambda: None
+            self._hosts.on_change = lambda: None
 
-    def _look(self) -> int:
+    def _adjust(self) -> int:
         """Retire the hosts that must leave; returns the number of hosts to spawn."""
-        here, up, leaving = self._crew.where(), self._crew.up(), self._nodes.doomed()
+        here, up, leaving = self._hosts.where(), self._hosts.up(), self._nodes.doomed()
         want, settled = self._wanted(here), self._nodes.settled()
         if not settled:  # a lost host may be back on another node once the nodes have settled
-            want = min(want, len(here) + self._coming)
+            want = min(want, len(here) + self._spawning)
         going = [name for name, node in here.items() if node in leaving]
         staying = [name for name in here if name not in going]
         if settled:
-            surplus = len(staying) + self._coming - want
+            surplus = len(staying) + self._spawning - want
             going += staying[: max(0, min(surplus, len(staying) - 1))]
         for name in going:
             if any(other in up and other not in going for other in here):
-                self._crew.retire(name)
+                self._hosts.retire(name)
                 self._known.discard(name)
-        more = want - self._coming - sum(name not in going for name in here)
+        more = want - self._spawning - sum(name not in going for name in here)
         return more if _now() >= self._not_before else 0
 
     def _wanted(self, here: Collection[str]) -> int:
@@ -112,7 +94,7 @@ class HostAutoscaler:
 
     async def _spawn(self) -> None:
         try:
-            await self._crew.spawn()
+            await self._hosts.spawn()
             self._cause = ""
         except RollartError as error:
             self._not_before = _now() + RETRY_S
@@ -120,7 +102,7 @@ class HostAutoscaler:
                 self._cause = error.message
                 self._recorder.event(RunEvent(_now(), "host_not_placed", self._what, {"cause": error.message}))
         finally:
-            self._coming -= 1
+            self._spawning -= 1
             self._woken.set()
 
     def _wait(self) -> float:

@@ -117,10 +117,10 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
         making = host.making.setdefault(domain, EnvironmentCreation())
         making.add(made)
         if made.how != "again" and not making.episodes & (making.episodes - 1):
-            self._tell_making(host, domain, making)
+            self._emit_creation(host, domain, making)
 
-    def _tell_making(self, host: EnvironmentHostState, domain: str, making: EnvironmentCreation) -> None:
-        self.tell(ENVIRONMENTS_MADE, host.id, domain=domain, **dataclasses.asdict(making))
+    def _emit_creation(self, host: EnvironmentHostState, domain: str, making: EnvironmentCreation) -> None:
+        self.emit(ENVIRONMENTS_MADE, host.id, domain=domain, **dataclasses.asdict(making))
 
     def known(self, host: EnvironmentHostState, link: EnvironmentHost, fault: EnvironmentFault) -> EnvironmentFault:
         """The fault with its incident: the end of a host belongs to its node's incident if other hosts ended too."""
@@ -174,7 +174,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
 
     def _left_alone(self, host: EnvironmentHostState, cause: str | None) -> None:
         if cause is not None:
-            self.tell("host_quarantined", host.id, cause=cause, seconds=self._policy.standing[host.id].back_off_s)
+            self.emit("host_quarantined", host.id, cause=cause, seconds=self._policy.standing[host.id].back_off_s)
 
     async def connect(self, host: EnvironmentHostState) -> EnvironmentHost:
         link = await host.part.start()
@@ -202,13 +202,13 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
     def removed(self, host: EnvironmentHostState) -> None:
         self._policy.leave(host.id, _now())
         for domain, making in host.making.items():
-            self._tell_making(host, domain, making)
+            self._emit_creation(host, domain, making)
 
     def stopped(self) -> None:
-        self.places.tell()
+        self.places.emit_totals()
 
     def changed(self) -> None:
-        self.places.look()
+        self.places.assign()
 
     def totals(self, host: EnvironmentHostState) -> dict[str, int]:
         return {"episodes": host.episodes, "faults": host.faults}
@@ -227,7 +227,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
         if verdict is MemoryAction.RESTART:
             return cause
         host.draining = True
-        self.tell("host_draining", host.id, cause=cause, episodes=host.live)
+        self.emit("host_draining", host.id, cause=cause, episodes=host.live)
         self.places.lost(host)
         return ""
 
@@ -348,7 +348,6 @@ def mark_in_use(environment: Environment) -> None:
 
 REMEMBERED_PROMPTS = 4096
 """Number of prompts whose images are cached: those of a few batches."""
-
 
 MAX_CONCURRENT_QUERIES = 16
 """Maximum concurrent queries, over all hosts. An environment names its images on its host's event loop, and blocks the

@@ -102,8 +102,8 @@ class _WaitTotals:
 @dataclass(slots=True)
 class HostSlotPool:
     """Owns the queue for slots and the slots of prefetched episodes. Any task may call `take`, which waits for a slot,
-    and holds the slot until `free`. `take` is unblocked by a slot that becomes free or by a host that starts (`look`),
-    in the order of `policy.host_slots`.
+    and holds the slot until `free`. `take` is unblocked by a slot that becomes free or by a host that starts
+    (`assign`), in the order of `policy.host_slots`.
 
     The wait has no lease: it lasts as long as the episodes that hold the slots, and each of their calls has a lease. It
     always ends while any host serves or comes back: prefetched episodes yield their slots, and a running episode never
@@ -133,7 +133,7 @@ class HostSlotPool:
         loop = asyncio.get_running_loop()
         waiter, began = _Waiter(wish, wanted, give_up, loop.create_future()), loop.time()
         number = self.line.add(wish, waiter)
-        self.look()
+        self.assign()
         if waiter.got.done():
             self._count(wish.claim, None)
             return waiter.got.result()
@@ -160,9 +160,9 @@ class HostSlotPool:
         self.going -= place.going
         if place.host.life is place.link:
             place.host.live -= 1
-        self.look()
+        self.assign()
 
-    def look(self) -> None:
+    def assign(self) -> None:
         """Slots may be free: assign free slots, and preempt prefetched episodes for urgent waiters."""
         while (first := self.line.first()) is not None:
             host = None if first.got.cancelled() else self.choose(first.wanted)
@@ -189,10 +189,10 @@ class HostSlotPool:
         for place in [place for place in self.ahead if place.host is host]:
             self._give_up(place, free=False)
 
-    def tell(self) -> None:
+    def emit_totals(self) -> None:
         """Emit the current totals of all priorities."""
         for claim in self.sums:
-            self._tell(claim)
+            self._emit(claim)
 
     def _give_up(self, place: HostSlot, *, free: bool = True) -> None:
         """End a prefetched episode. `free`: its slot becomes free for another episode."""
@@ -211,9 +211,9 @@ class HostSlotPool:
             own.waited, own.wait_s = own.waited + 1, own.wait_s + seconds
             own.longest_s = max(own.longest_s, seconds)
             if not own.waited & (own.waited - 1):
-                self._tell(claim)
+                self._emit(claim)
 
-    def _tell(self, claim: PlacementPriority) -> None:
+    def _emit(self, claim: PlacementPriority) -> None:
         own, now = self.sums[claim], asyncio.get_running_loop().time()
         if own.waited or own.given_up:
             fields = {

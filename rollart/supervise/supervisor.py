@@ -247,7 +247,7 @@ class HostSupervisor(Supervisor[H]):
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._keeping: dict[str, asyncio.Task[None]] = {}
-        self.heard: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
         """Called when a host has started or restarted, and when it is removed."""
 
     async def run(self) -> None:
@@ -319,7 +319,7 @@ class HostSupervisor(Supervisor[H]):
             self.retired(host)
             self._keeping[name].cancel()
 
-    def tell(self, kind: str, host: str, **fields: str | int | float | None) -> None:
+    def emit(self, kind: str, host: str, **fields: str | int | float | None) -> None:
         self._recorder.event(RunEvent(_now(), kind, host, fields))
 
     @abstractmethod
@@ -364,7 +364,7 @@ class HostSupervisor(Supervisor[H]):
             part.link = part.life = await self.connect(part)
         part.resting = False
         self.started(part)
-        self.tell("host_started", part.id, restarts=part.restarts)
+        self.emit("host_started", part.id, restarts=part.restarts)
         self._notify()
 
     async def watch(self, part: H) -> str:
@@ -398,7 +398,7 @@ class HostSupervisor(Supervisor[H]):
     async def lose(self, part: H, cause: str) -> None:
         part.part.clock.enter(ResourceState.DOWN, HOST_DOWN)
         link, part.link = part.link, None
-        self.tell("host_lost", part.id, cause=cause, **self.down(part, served=link is not None))
+        self.emit("host_lost", part.id, cause=cause, **self.down(part, served=link is not None))
         if link is not None:
             await link.aclose()
 
@@ -409,10 +409,10 @@ class HostSupervisor(Supervisor[H]):
         return isinstance(failed, NoPlace) and seconds < self._limits.patience_s
 
     def give_up(self, part: H, cause: str) -> None:
-        self.tell("host_given_up", part.id, cause=cause, restarts=self._limits.max_restarts)
+        self.emit("host_given_up", part.id, cause=cause, restarts=self._limits.max_restarts)
 
     def retired(self, part: H) -> None:
-        self.tell("host_retired", part.id, **self.totals(part))
+        self.emit("host_retired", part.id, **self.totals(part))
 
     def _by_use(self) -> list[H]:
         """The hosts that are not retired, the most dispensable first."""
@@ -473,7 +473,7 @@ class HostSupervisor(Supervisor[H]):
         self.changed()
         self._changed.set()
         self._changed = asyncio.Event()
-        self.heard()
+        self.on_change()
 
 
 def _blocked(health: HostHealth, limit: float) -> str:

@@ -159,7 +159,6 @@ _REPORT = re.compile(
     r"(?:\s+Restore Duration: (?P<restore>[\d.]+) ms)?(?:\s+Billed Restore Duration: (?P<rebilled>\d+) ms)?"
 )
 
-
 _PLATFORM_LINES = ("START RequestId", "END RequestId", "REPORT RequestId", "INIT_START", "INIT_REPORT")
 
 

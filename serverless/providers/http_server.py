@@ -38,16 +38,12 @@ from serverless.types import FaultKind, InfraFault, Invocation
 HEALTH = "/health"
 """The health path answers GET and HEAD with 200, without a token, while the server is up."""
 
-
 _PLAIN = "/functions/"
-
 
 _LAMBDA = "/2015-03-31/functions/"
 
-
 _LONGEST_S = 900.0
 """Lambda's longest time limit, in seconds: the default for callers that set no deadline."""
-
 
 _STOP_S = 1.0
 """Seconds that calls in flight may take to end at closing."""

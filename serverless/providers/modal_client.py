@@ -44,7 +44,6 @@ from serverless.types import FaultKind, InfraFault, Throttle
 if TYPE_CHECKING:
     import modal
 
-
 _CONNECT_S = 20.0
 """Seconds to connect. Modal's client tries for a minute; a command that cannot connect must report it sooner."""
 

@@ -33,7 +33,6 @@ from serverless.sandbox.values import Limits, Ran, Rung, Status
 
 T = TypeVar("T")
 
-
 _log = logging.getLogger(__name__)
 
 
@@ -204,14 +203,11 @@ def _warn(core: SandboxProcess) -> None:
 _START_S = 60.0
 """Maximum seconds for a start, preloads included."""
 
-
 _GRACE_S = 10.0
 """Seconds beyond its wall limit that a job may take to be killed, cleaned up and answered."""
 
-
 _STOP_S = 2.0
 """Seconds after which a sandbox that was asked to end is killed."""
-
 
 _ESCAPED = 6
 """Maximum bytes of JSON per byte of output."""

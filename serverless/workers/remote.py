@@ -133,12 +133,10 @@ class WorkerHosts:
 CONNECT_S = 5.0
 """Seconds to connect to a machine that is already connected: its kernel answers, however busy its processes are."""
 
-
 _SILENT_S = 6
 """Seconds without any acknowledgement from a machine's kernel after which it is considered lost. This is less than a
 function's start may take (`init_timeout_s`), so that a vanished machine is not taken for a function that does not load.
 """
-
 
 _KEEPALIVE_OPTIONS = {
     "TCP_KEEPIDLE": 2,

@@ -26,7 +26,7 @@ class Fleet:
         self.hosts: dict[str, str] = {}
         self.serving: set[str] = set()
         self.numbers = 0
-        self.heard: Any = lambda: None
+        self.on_change: Any = lambda: None
 
     def where(self) -> Mapping[str, str]:
         return dict(sorted(self.hosts.items(), key=lambda item: item[0] in self.serving))
@@ -50,14 +50,14 @@ class Fleet:
         await asyncio.sleep(3.0)
         if name in self.hosts and self.hosts[name] in self.cores:
             self.serving.add(name)
-            self.heard()
+            self.on_change()
         return name
 
     def retire(self, name: str) -> None:
         assert self.serving - {name}, "one is up that stays"
         del self.hosts[name]
         self.serving.discard(name)
-        self.heard()
+        self.on_change()
 
     def look(self) -> None:
         """What supervision does: hosts whose node is gone come back where there is room."""
@@ -67,7 +67,7 @@ class Fleet:
                 if (other := self.room()) is not None:
                     self.hosts[name] = other
                     self.serving.add(name)
-        self.heard()
+        self.on_change()
 
 
 class Scene:
@@ -154,7 +154,7 @@ def test_hosts_that_end_unasked_are_not_replaced_for_ever() -> None:
         for name in list(scene.fleet.hosts)[1:]:  # given up: it broke again and again
             del scene.fleet.hosts[name]
             scene.fleet.serving.discard(name)
-        scene.fleet.heard()
+        scene.fleet.on_change()
         await asyncio.sleep(1000.0)
         assert len(scene.fleet.hosts) == 1
         scene.join("b", 1)

@@ -40,9 +40,7 @@ from serverless.hosts import GREETING_BYTES, greeting, token_matches
 
 AGAIN = EnvironmentOrigin("again", 0.0)
 
-
 MADE_FIRST = EnvironmentOrigin("cold", 0.0)
-
 
 CLOSE_S = 3.0
 """Seconds that a running call may take to end once its episode is closed: less than a trajectory waits for it."""

@@ -34,9 +34,7 @@ from rollart.model import Observation, Step
 ANSI = "ansi"
 """`render: ansi` shows the text that the environment renders itself."""
 
-
 _COLOUR = re.compile(r"(?:\x1b\[[0-9;]*m)+([^\x1b]*)(?:\x1b\[0?m)+")
-
 
 _DRAWS = 200
 """Resets in search of an episode on the seed's side of the split: one in eight is held out, so 200 fail by chance once
@@ -314,9 +312,7 @@ def _shape(answer: Any) -> str:
 
 SpaceRenderer = Callable[[Any], str]
 
-
 ActionParser = Callable[[str], Any]
-
 
 MOST_NUMBERS = 64
 """Maximum entries of an array that is rendered as numbers; an image or a longer vector needs a renderer of its own."""
@@ -405,7 +401,6 @@ def _contained(space: Any, text: str) -> str:
 
 
 T = TypeVar("T")
-
 
 _Call = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
 

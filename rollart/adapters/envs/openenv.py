@@ -35,7 +35,6 @@ from rollart.model import Observation, Step
 _SESSIONS_BY_SERVER: Counter[str] = Counter()
 """Open sessions of this process by server: the next one goes to the server with the fewest."""
 
-
 _NUMBERS = itertools.count()
 
 
@@ -212,10 +211,8 @@ class OpenEnv:
 LARGEST = 64 * 2**20
 """Maximum bytes of a frame: a longer observation exceeds any context."""
 
-
 CLOSE_S = 2.0
 """Seconds for the closing handshake: less than a trajectory waits for the close of its environment."""
-
 
 FULL = "CAPACITY_REACHED"
 
@@ -395,7 +392,6 @@ def _has_wrong_field_names(errors: Any, fields: frozenset[str] | None) -> bool:
 
 
 ObservationRenderer = Callable[[Mapping[str, Any]], str]
-
 
 JSON = "json"
 """`action: json`: the policy writes the whole action."""

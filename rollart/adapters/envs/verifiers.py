@@ -169,10 +169,8 @@ def _new_messages(
 
 _DRAWS = 2000
 
-
 _REWARD_ERRORS: contextvars.ContextVar[list[str]] = contextvars.ContextVar("broken reward functions")
 """Errors of reward functions while the context's episode is scored."""
-
 
 _LOADED: dict[str, VerifiersEnvironment] = {}
 
