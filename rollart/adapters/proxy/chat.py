@@ -153,11 +153,11 @@ class IncrementalDecoder:
         ids = tuple(self._ids[at])
         return OutputDelta(events, ids, tuple(self._logprobs[at]), tuple(map(self._form.token, ids)))
 
-    def finish(self, text: str) -> tuple[tuple[OutputPart, ...], tuple[OutputEvent, ...]]:
-        """All parts of the response with this final text, and the events not emitted yet. Some decoders change earlier
-        text as more tokens follow; emitted text stays as it is."""
+    def finish(self, text: str) -> tuple[str, tuple[OutputPart, ...], tuple[OutputEvent, ...]]:
+        """The content and all parts of the response with this final text, and the events not emitted yet. Some decoders
+        change earlier text as more tokens follow; emitted text stays as it is."""
         rest = (*self._reader.feed(text[self.emitted :]), *self._reader.end())
-        return merge_events((*self._events, *rest)), rest
+        return self._reader.content, merge_events((*self._events, *rest)), rest
 
     def _read(self, token: int, logprob: float) -> None:
         if token in self._form.stops:

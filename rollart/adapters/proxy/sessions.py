@@ -185,11 +185,7 @@ class ProxySession:
         ids = completion.token_ids
         ended = completion.finish is FinishReason.STOP and ids and ids[-1] in self._form.stops
         text = self._form.text(ids[:-1] if ended else ids)
-        emitted = decoder.text[: decoder.emitted]
-        if not text.startswith(emitted):  # some decoders change earlier text as more tokens follow: it is already sent
-            text = emitted + text[len(emitted) :]
-        parts, rest = decoder.finish(text)
-        content, _ = self._form.parse(text) if ask.prompt.tools else (text, ())
+        content, parts, rest = decoder.finish(text)
         calls = tuple(p for p in parts if isinstance(p, ToolCall))
         message = Message("assistant", content, tuple(c for c in calls if c.whole))
         turn = self.capture.keep(planned, completion, message)

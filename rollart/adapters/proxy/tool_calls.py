@@ -63,15 +63,7 @@ def parse_answer(spelling: str, text: str) -> tuple[str, tuple[ToolCall, ...]]:
     parser = ToolCallParser(spelling)
     parser.feed(text)
     parser.end()
-    if not parser.spans:
-        return text, ()
-    rest, end = [], 0
-    for start, stop, _ in parser.spans:
-        rest.append(text[end:start])
-        end = stop
-    rest.append(text[end:])
-    content = "".join(rest).rstrip()
-    return (content if rest[0].strip() else content.lstrip()), tuple(call for *_, call in parser.spans)
+    return parser.content, tuple(call for *_, call in parser.spans)
 
 
 PARSERS: Mapping[str, AnswerParser] = {name: partial(parse_answer, name) for name in ("hermes", "json", "none")}
@@ -131,6 +123,16 @@ class ToolCallParser:
         if self._state == self._tail:
             return self._position
         return self._position - len(self._pending_space)
+
+    @property
+    def content(self) -> str:
+        """The text without its complete calls."""
+        if not self.spans:
+            return self._text
+        starts, ends, _ = zip(*self.spans, strict=True)
+        kept = [self._text[end:start] for end, start in zip((0, *ends), (*starts, None), strict=True)]
+        content = "".join(kept).rstrip()
+        return content if kept[0].strip() else content.lstrip()
 
     def feed(self, text: str) -> list[OutputEvent]:
         self._text += text
