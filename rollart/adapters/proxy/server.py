@@ -11,12 +11,13 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from aiohttp import web
+from pydantic import PlainValidator
 
 from rollart.adapters.proxy.anthropic import Messages, PromptBody
-from rollart.adapters.proxy.api import KEEPALIVE_COMMENT, ApiResponse
+from rollart.adapters.proxy.api import KEEPALIVE_COMMENT, ApiResponse, RequestBody
 from rollart.adapters.proxy.capture import CapturedTurn
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import (
@@ -60,6 +61,28 @@ KEEPALIVE_INTERVAL_S = 10.0
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _finite_number(value: Any) -> float:
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return value
+    except OverflowError:  # an integer beyond the range of float
+        pass
+    raise ValueError(f"is {value!r} (rule: a number)")
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"is {value!r} (rule: true or false)")
+    return value
+
+
+class EndBody(RequestBody):
+    """The body of `POST /sessions/SESSION/end`."""
+
+    reward: Annotated[float | None, PlainValidator(_finite_number)] = None
+    success: Annotated[bool | None, PlainValidator(_boolean)] = None
 
 
 class Proxy:
@@ -182,13 +205,8 @@ class Proxy:
         return _json(session_body(self._existing_session(request)))
 
     async def _end(self, request: web.Request) -> web.Response:
-        session, body = self._existing_session(request), await _body(request)
-        reward, success = body.get("reward"), body.get("success")
-        if reward is not None and not _finite(reward):
-            raise BadRequest(f"reward is {reward!r} (rule: a number)", field="reward")
-        if not isinstance(success, bool | None):
-            raise BadRequest(f"success is {success!r} (rule: true or false)", field="success")
-        session.ending, session.ended = SessionOutcome(reward, success), True
+        session, body = self._existing_session(request), EndBody.read(await _body(request))
+        session.ending, session.ended = SessionOutcome(body.reward, body.success), True
         self._recording.ended(session)
         return _json({"session": session.name})
 
@@ -380,13 +398,6 @@ async def _body(request: web.Request) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise BadRequest("the body must be a JSON object")
     return value
-
-
-def _finite(value: object) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of float
-        return False
 
 
 def _json(value: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
