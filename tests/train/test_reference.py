@@ -20,7 +20,7 @@ from rollart.train import checkpoint
 from rollart.train.config import parse_config
 from rollart.train.learner import Learner
 from rollart.train.losses import kl_estimate
-from tests.train.test_stream import ADVANTAGES, flat, groups, same, state
+from tests.train.test_accumulation import ADVANTAGES, flat, groups, same, state
 from tests.train.trainkit import batch, config, sample
 
 COLUMNS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

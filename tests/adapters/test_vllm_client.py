@@ -1,4 +1,4 @@
-"""Tokens that a vLLM server tells before it says which version drew them: what of them is kept once it has gone."""
+"""The client of a vLLM server: tokens that arrive before the version that drew them is known, and losses in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server under an address that we were told: it may be another one by now, or be in the middle of something."""
+"""A vLLM server under a known address: it may have been restarted, or another program may answer there."""
 
 from __future__ import annotations
 
