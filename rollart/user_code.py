@@ -1,11 +1,8 @@
-"""Guards around users' code on the controller's loop: environments and agent programs.
+"""Users' code on the controller's loop (environments, agent programs): guards around it, and validation of its values.
 
-An error, an exit, a cancellation or a blocked loop is a fault of the call that made it, and of nothing else.
-
-Validation of the values that users' environments return.
-
-An invalid value is the environment's fault, like an exception: an infrastructure fault, never a reward. NumPy scalars
-are converted to plain numbers.
+An error, an exit, a cancellation or a blocked loop is a fault of the call that made it, and of nothing else. An invalid
+value is the environment's fault, like an exception: an infrastructure fault, never a reward. NumPy scalars are
+converted to plain numbers.
 """
 
 from __future__ import annotations
@@ -22,8 +19,9 @@ import sys
 import threading
 import traceback
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextvars import ContextVar, Token
+from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any, TypeVar
 
@@ -32,18 +30,28 @@ from rollart.model import Observation, Step
 from serverless.deploy.handler import end_if_child
 
 T = TypeVar("T")
+
+
 F = TypeVar("F", bound=Callable[..., Any])
+
 
 GRACE_S = 10.0
 """Seconds that a cancelled call may take to end. It is cancelled again half-way, then left behind."""
 
+
+CALLS = ("reset", "step", "close")
+
+
 _INSIDE: ContextVar[bool] = ContextVar("foreign", default=False)
 """True in users' code. Tasks inherit it from the task that starts them."""
+
 
 _GIVEN_UP: set[asyncio.Task[Any]] = set()
 """Cancelled calls that have not ended: the loop itself holds tasks weakly."""
 
+
 _GUARDS: set[CodeType] = set()
+
 
 _HERE: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 """Loops that run in no fork of this process."""
@@ -133,6 +141,21 @@ def in_user_code(frame: FrameType | None) -> bool:
     if _INSIDE.get():
         return True
     return frame is not None and frame.f_code not in _GUARDS and guard_of(frame) is not None
+
+
+@contextlib.contextmanager
+def importable(directory: str | Path) -> Iterator[None]:
+    """Make the modules in a directory importable, as those beside a run file are during a run."""
+    path = str(directory)
+    added = path not in sys.path
+    if added:
+        sys.path.insert(0, path)
+    try:
+        yield
+    finally:
+        if added:
+            with contextlib.suppress(ValueError):
+                sys.path.remove(path)
 
 
 def isolate_user_code(loop: asyncio.AbstractEventLoop) -> None:
@@ -235,9 +258,6 @@ def _contained_error(error: BaseException) -> RuntimeError:
     if isinstance(error, HeldTooLong):
         return RuntimeError(str(error))
     return RuntimeError(f"it raised {one_line(error)}")
-
-
-CALLS = ("reset", "step", "close")
 
 
 def require_awaitable(call: object, method: str) -> Awaitable[object]:

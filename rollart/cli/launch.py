@@ -41,7 +41,8 @@ from rollart.report.profile import measured_profiles
 from rollart.report.rows import RunRows
 from rollart.report.tables import Report
 from rollart.report.utilization import utilization
-from rollart.settings.resolve import Resolved, Specs, SpecSources, read_specs, resolve_saved
+from rollart.settings.load import SpecSources
+from rollart.settings.resolve import Resolved, Specs, read_specs, resolve_saved
 
 
 @click.command()

@@ -15,8 +15,8 @@ from rollart.infra.files import write
 from rollart.launch.preflight import is_plan_only, launch_warnings, launchable, refuse_files, unchecked_remotes
 from rollart.report.profile import measured_profiles
 from rollart.settings.cluster import ClusterSpec
-from rollart.settings.load import json_schema, load_file
-from rollart.settings.resolve import SpecSources, read_specs
+from rollart.settings.load import SpecSources, json_schema, load_file
+from rollart.settings.resolve import read_specs
 from rollart.settings.run import RunSpec
 from rollart.tools.infra import NAMESPACE
 from rollart.tools.infra import render as rendered

@@ -1,4 +1,5 @@
-"""Checks before the first part of a launch starts. `validate`, the dry run and the launch share one function.
+"""Checks before the first part of a launch starts, and the warnings and lines that accompany them. `validate`, the dry
+run and the launch share one function.
 
 The model's configuration and weight headers are read as the embedded engine reads them, the tokenizer is loaded, and
 the reward functions are packed as for their workers. Environments are checked where they will live: the controller's in
@@ -6,11 +7,8 @@ this process, those of hosts once in a process of the hosts' interpreter, with a
 is described as the launch describes it. Programs and files on other machines are not checked, and only the launch asks
 other machines; `unchecked_remotes` names these questions.
 
-Warnings of `rollart validate`, `launch --dry-run` and `launch` about runs that can start and about which the user
-has to know something.
-
-Lines that `launch --dry-run` adds to the specs: commands of vLLM engines, number formats of parts on GPUs, the
-weight path, and the placement of function workers.
+Warnings are about runs that can start and about which the user has to know something. The dry run adds the commands of
+vLLM engines, number formats of parts on GPUs, the weight path, and the placement of function workers.
 """
 
 from __future__ import annotations
@@ -31,7 +29,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -44,7 +41,7 @@ from rollart.errors import RollartError, SpecError, UsageError
 from rollart.launch.broadcasts import collective_backend
 from rollart.launch.functions import check_providers, scaling_settings
 from rollart.launch.hosts import function_actor, hosted_domains, image_hook_config, import_paths, initial_function_hosts
-from rollart.launch.layout import attached_urls, engine_command, torch_device
+from rollart.launch.layout import attached_urls, engine_actor, engine_command, torch_device, trainer_actors
 from rollart.launch.prepare import (
     harness_factory,
     prepare_tokenizer,
@@ -58,36 +55,49 @@ from rollart.launch.routing import SERVING_ROLES
 from rollart.launch.strategies import refuse_lending
 from rollart.settings.base import host_and_port
 from rollart.settings.cluster import UNLESS_QUICK
+from rollart.settings.load import SpecFinding, SpecSources, raise_findings
 from rollart.settings.planning import initial_config
-from rollart.settings.resolve import (
-    Resolved,
-    SpecFinding,
-    Specs,
-    SpecSources,
-    engine_dtype,
-    raise_findings,
-    resolve_specs,
-    trainer_dtype,
-)
+from rollart.settings.resolve import Resolved, Specs, engine_dtype, resolve_specs, trainer_dtype
+from rollart.user_code import importable
 from serverless.deploy.package import Package
 
 _launchable: Resolved | None = None
 """The last run that `launchable` returned to a launch."""
 
+
 _CHECKED: dict[str, bool] = {}
 """Environments that passed their check in this process, with True if all of them declare themselves quick. The command
 line checks before it makes a run's directory; the run checks again for direct callers of `launch`."""
 
+
 SHIPPED_PREFIX = "rollart."
 """Shipped environments may be imported in any process."""
+
 
 PARENT_DEATH_MODULE = "rollart.lifeline"
 """Runs a module that ends with this process."""
 
+
 PORT_WAIT_S, PORT_POLL_S = 5.0, 0.25
 """Seconds to wait for a port in use, and between tries: parts end within 3 s of their controller."""
 
+
 INSTALL_REMEDY = "install its dependencies where environments live: see docs/environments.md"
+
+
+LAMBDA_PACKAGE_MB = 250
+"""Unpacked size of a function's zip on AWS Lambda."""
+
+
+LARGE_DISTRIBUTIONS = frozenset({"torch", "tensorflow", "jax", "jaxlib", "vllm"})
+"""Distributions larger than that by themselves."""
+
+
+LONG_RUN_STEPS = 200
+"""Steps from which a run is worth more than its last two versions. A guess: hours on GPUs, minutes on cores."""
+
+
+ENVIRONMENT_VARIABLE = re.compile(r"^(?:os\.)?(?:environ\[|environ\.get\(|getenv\()['\"](\w+)['\"]")
 
 
 def launchable(specs: Specs | Resolved, where: SpecSources | None = None, *, others: bool = True) -> Resolved:
@@ -112,7 +122,7 @@ def refuse_files(specs: Resolved | Specs, where: SpecSources | None = None, *, l
     """SpecError with a line per problem in files and code that the specs name: the model, reward functions,
     environments, an image hook or interpreter. `launch`: the model must have weights or be initialised in place; a
     configuration suffices for plans."""
-    with _spec_directory_on_path(specs.base):
+    with importable(specs.base):
         found = [*model_problems(specs, launch=launch), *function_problems(specs)]
     raise_findings([*found, *environment_problems(specs)], where)
 
@@ -127,68 +137,6 @@ def unchecked_remotes(resolved: Resolved) -> Iterator[str]:
     for provider in cluster.functions.chain if resolved.run.functions else ():
         if provider != "local":
             yield f"whether {provider} answers, and takes the credentials of this machine"
-
-
-def _refuse_local_problems(resolved: Resolved, others: bool) -> None:
-    token = resolved.cluster.runtime.token
-    if token is not None and not Path(token).is_file():
-        raise SpecError(f"runtime.token is {token}, which is no file", remedy="copy the token of the cluster's head")
-    refuse_lending(resolved)
-    with _spec_directory_on_path(resolved.base):
-        _refuse_programs(resolved)
-    functions = resolved.cluster.functions
-    check_providers(functions, [function.name for function in resolved.run.functions])
-    scaling_settings(functions.scaling)
-    if resolved.cluster.engines.kind == "vllm":  # imported late for the sake of other runs
-        from rollart.launch.vllm import refuse_dead_servers, refuse_without_vllm
-
-        refuse_without_vllm(resolved)
-        if others:
-            refuse_dead_servers(resolved)
-
-
-def _refuse_programs(resolved: Resolved) -> None:
-    """SpecError for parts whose programs cannot be described, or cannot run on this machine."""
-    from rollart.launch.layout import attached_urls, engine_actor, torch_device, trainer_actors
-
-    cluster, plan = resolved.cluster, resolved.plan
-    engines = [a for role in (Role.ENGINE, Role.PREFILL, Role.DECODE) for a in plan.of(role)]
-    with tempfile.TemporaryDirectory() as name:
-        config = trainer_config(resolved, Path(name), Path(name))
-        trainer_actors(resolved, Path(name), config)
-        for engine in engines:
-            if engine.name not in attached_urls(resolved):
-                engine_actor(resolved, Path(name), engine)
-    if resolved.run.weights.collective is not None:
-        from rollart.launch.broadcasts import collective_backend
-
-        collective_backend(resolved)
-    if cluster.runtime.port:
-        _refuse_unavailable_address(f"0.0.0.0:{cluster.runtime.port}", "runtime.port")
-    if cluster.runtime.backend != "local":
-        return
-    if cluster.trainer.external is not None:
-        _refuse_unavailable_address(cluster.trainer.external, "trainer.external")
-    else:
-        engines += plan.of(Role.TRAINER)
-    for part in engines if cluster.engines.kind != "vllm" else ():
-        if torch_device(resolved, part) == "cuda":
-            refuse_without_cuda(f"{part.name} on pool '{part.pool}'")
-
-
-def _refuse_unavailable_address(address: str, key: str) -> None:
-    """SpecError for a local address that a server cannot bind. A port in use is waited for, since a part of a killed
-    controller keeps its port until it ends as well."""
-    for left in reversed(range(round(PORT_WAIT_S / PORT_POLL_S))):
-        try:
-            with socket.create_server(host_and_port(address)):
-                return
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE and left:
-                threading.Event().wait(PORT_POLL_S)
-                continue
-            why = f"{key}: no server can listen on {address}: {error.strerror or error}"
-            raise SpecError(why, remedy="give an address of this machine with a free port, or port 0 for any") from None
 
 
 def is_plan_only(specs: Resolved | Specs) -> bool:
@@ -225,6 +173,134 @@ def model_problems(specs: Resolved | Specs, *, launch: bool = True) -> Iterator[
             if name.rpartition(".")[2] not in LINEAR:
                 why = f"training.lora.targets has '{name}' (rule: all-linear, or linear modules: {', '.join(LINEAR)})"
                 yield SpecFinding(("run", "training", "lora", "targets"), why)
+
+
+def function_problems(specs: Resolved | Specs) -> Iterator[SpecFinding]:
+    """Problems in the source of reward functions. Artefacts do not exist yet and are not needed here."""
+    for number, function in enumerate(specs.run.functions):
+        try:
+            check_function(function, specs)
+        except RollartError as error:
+            yield SpecFinding(("run", "functions", number), error.message, error.remedy)
+
+
+def environment_problems(specs: Resolved | Specs) -> list[SpecFinding]:
+    """Problems of the environments, in the order of the domains."""
+    key = _check_key(specs)
+    if key in _CHECKED:
+        return []
+    quick: set[str] = set()
+    with importable(specs.base):
+        found = [problem for i in range(len(specs.run.domains)) for problem in _harness_problems(specs, i)]
+        if _checks_in_process(specs):
+            problems = check_environments(hosted_domains(specs.run), worked=_warm_start_domains(specs), quick=quick.add)
+            found += [_locate_problem(specs, problem) for problem in problems]
+    if not _checks_in_process(specs) and not _runs_remotely(specs):
+        found += _check_on_host_interpreter(specs, quick)
+    if not found:
+        _CHECKED[key] = quick.issuperset(hosted_domains(specs.run))
+    return found
+
+
+def decide_workers(resolved: Resolved) -> Resolved:
+    """The run with `environments.workers` decided if it depends on the environments' declarations. SpecError as from
+    `refuse_unlaunchable`."""
+    spec = resolved.cluster.environments
+    if spec.workers != UNLESS_QUICK:
+        return resolved
+    raise_findings(environment_problems(resolved))
+    environments = spec.model_copy(update={"workers": 0 if _CHECKED[_check_key(resolved)] else "auto"})
+    return replace(resolved, cluster=resolved.cluster.model_copy(update={"environments": environments}))
+
+
+def launch_warnings(specs: Resolved | Specs) -> list[str]:
+    """The warnings, one line each."""
+    found = [*_unauthenticated_services(specs), *_few_kept_versions(specs), *_unused_cuda(specs)]
+    with contextlib.suppress(RollartError):  # packing errors are reported elsewhere
+        for package in function_packages(specs, {}):
+            found += (f"function '{package.spec.name}': {text}" for text in _package_warnings(package, specs))
+    return found
+
+
+def dry_run_lines(resolved: Resolved) -> Iterator[str]:
+    """One line per engine and one for the trainer, none for embedded parts in float32 on cores; one for broadcasts, and
+    one per host of function workers."""
+    ours, urls = resolved.cluster.engines.kind != "vllm", attached_urls(resolved)
+    for assignment in (a for role in SERVING_ROLES for a in resolved.plan.of(role)):
+        if ours:
+            device = torch_device(resolved, assignment)
+            yield from _dtype_line(assignment.name, device, engine_dtype(resolved, device))
+            continue
+        command = engine_command(resolved, assignment)
+        env = " ".join(f"{name}={shlex.quote(value)}" for name, value in command.env.items())
+        line = f"{env} vllm serve MODEL {shlex.join(command.args)}"
+        url = urls.get(assignment.name)
+        yield f"{assignment.name}: {line if url is None else f'{url}, which runs already, started with {line}'}"
+    for assignment in resolved.plan.of(Role.TRAINER):
+        if resolved.cluster.trainer.external is None:
+            device = torch_device(resolved, assignment)
+            yield from _dtype_line(assignment.name, device, trainer_dtype(resolved, device))
+    if resolved.run.weights.collective is not None:
+        yield f"weights: broadcast over {collective_backend(resolved)}"
+    yield from _function_host_lines(resolved)
+
+
+def _refuse_local_problems(resolved: Resolved, others: bool) -> None:
+    token = resolved.cluster.runtime.token
+    if token is not None and not Path(token).is_file():
+        raise SpecError(f"runtime.token is {token}, which is no file", remedy="copy the token of the cluster's head")
+    refuse_lending(resolved)
+    with importable(resolved.base):
+        _refuse_programs(resolved)
+    functions = resolved.cluster.functions
+    check_providers(functions, [function.name for function in resolved.run.functions])
+    scaling_settings(functions.scaling)
+    if resolved.cluster.engines.kind == "vllm":  # imported late for the sake of other runs
+        from rollart.launch.vllm import refuse_dead_servers, refuse_without_vllm
+
+        refuse_without_vllm(resolved)
+        if others:
+            refuse_dead_servers(resolved)
+
+
+def _refuse_programs(resolved: Resolved) -> None:
+    """SpecError for parts whose programs cannot be described, or cannot run on this machine."""
+    cluster, plan = resolved.cluster, resolved.plan
+    engines = [a for role in (Role.ENGINE, Role.PREFILL, Role.DECODE) for a in plan.of(role)]
+    with tempfile.TemporaryDirectory() as name:
+        config = trainer_config(resolved, Path(name), Path(name))
+        trainer_actors(resolved, Path(name), config)
+        for engine in engines:
+            if engine.name not in attached_urls(resolved):
+                engine_actor(resolved, Path(name), engine)
+    if resolved.run.weights.collective is not None:
+        collective_backend(resolved)
+    if cluster.runtime.port:
+        _refuse_unavailable_address(f"0.0.0.0:{cluster.runtime.port}", "runtime.port")
+    if cluster.runtime.backend != "local":
+        return
+    if cluster.trainer.external is not None:
+        _refuse_unavailable_address(cluster.trainer.external, "trainer.external")
+    else:
+        engines += plan.of(Role.TRAINER)
+    for part in engines if cluster.engines.kind != "vllm" else ():
+        if torch_device(resolved, part) == "cuda":
+            refuse_without_cuda(f"{part.name} on pool '{part.pool}'")
+
+
+def _refuse_unavailable_address(address: str, key: str) -> None:
+    """SpecError for a local address that a server cannot bind. A port in use is waited for, since a part of a killed
+    controller keeps its port until it ends as well."""
+    for left in reversed(range(round(PORT_WAIT_S / PORT_POLL_S))):
+        try:
+            with socket.create_server(host_and_port(address)):
+                return
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and left:
+                threading.Event().wait(PORT_POLL_S)
+                continue
+            why = f"{key}: no server can listen on {address}: {error.strerror or error}"
+            raise SpecError(why, remedy="give an address of this machine with a free port, or port 0 for any") from None
 
 
 def _tokenizer_problems(specs: Resolved | Specs, vocabulary: int | None) -> Iterator[SpecFinding]:
@@ -280,44 +356,6 @@ def _remedy_with_vllm(error: RollartError) -> str:
     return f"{error.remedy}{', or ' if error.remedy else ''}engines: {{kind: vllm}}" if unsupported else error.remedy
 
 
-def function_problems(specs: Resolved | Specs) -> Iterator[SpecFinding]:
-    """Problems in the source of reward functions. Artefacts do not exist yet and are not needed here."""
-    for number, function in enumerate(specs.run.functions):
-        try:
-            check_function(function, specs)
-        except RollartError as error:
-            yield SpecFinding(("run", "functions", number), error.message, error.remedy)
-
-
-def environment_problems(specs: Resolved | Specs) -> list[SpecFinding]:
-    """Problems of the environments, in the order of the domains."""
-    key = _check_key(specs)
-    if key in _CHECKED:
-        return []
-    quick: set[str] = set()
-    with _spec_directory_on_path(specs.base):
-        found = [problem for i in range(len(specs.run.domains)) for problem in _harness_problems(specs, i)]
-        if _checks_in_process(specs):
-            problems = check_environments(hosted_domains(specs.run), worked=_warm_start_domains(specs), quick=quick.add)
-            found += [_locate_problem(specs, problem) for problem in problems]
-    if not _checks_in_process(specs) and not _runs_remotely(specs):
-        found += _check_on_host_interpreter(specs, quick)
-    if not found:
-        _CHECKED[key] = quick.issuperset(hosted_domains(specs.run))
-    return found
-
-
-def decide_workers(resolved: Resolved) -> Resolved:
-    """The run with `environments.workers` decided if it depends on the environments' declarations. SpecError as from
-    `refuse_unlaunchable`."""
-    spec = resolved.cluster.environments
-    if spec.workers != UNLESS_QUICK:
-        return resolved
-    raise_findings(environment_problems(resolved))
-    environments = spec.model_copy(update={"workers": 0 if _CHECKED[_check_key(resolved)] else "auto"})
-    return replace(resolved, cluster=resolved.cluster.model_copy(update={"environments": environments}))
-
-
 def _check_key(specs: Resolved | Specs) -> str:
     spec = specs.cluster.environments
     key = [
@@ -348,19 +386,6 @@ def _warm_start_domains(specs: Resolved | Specs) -> list[str]:
 def _runs_remotely(specs: Resolved | Specs) -> bool:
     runtime = specs.cluster.runtime
     return runtime.backend == "ray" and runtime.address != "local"
-
-
-@contextmanager
-def _spec_directory_on_path(base: str) -> Iterator[None]:
-    """Make modules beside a spec importable."""
-    if base in sys.path:
-        yield
-        return
-    sys.path.insert(0, base)
-    try:
-        yield
-    finally:
-        sys.path.remove(base)
 
 
 def _harness_problems(specs: Resolved | Specs, index: int) -> Iterator[SpecFinding]:
@@ -482,27 +507,6 @@ def _text(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-LAMBDA_PACKAGE_MB = 250
-"""Unpacked size of a function's zip on AWS Lambda."""
-
-LARGE_DISTRIBUTIONS = frozenset({"torch", "tensorflow", "jax", "jaxlib", "vllm"})
-"""Distributions larger than that by themselves."""
-
-LONG_RUN_STEPS = 200
-"""Steps from which a run is worth more than its last two versions. A guess: hours on GPUs, minutes on cores."""
-
-ENVIRONMENT_VARIABLE = re.compile(r"^(?:os\.)?(?:environ\[|environ\.get\(|getenv\()['\"](\w+)['\"]")
-
-
-def launch_warnings(specs: Resolved | Specs) -> list[str]:
-    """The warnings, one line each."""
-    found = [*_unauthenticated_services(specs), *_few_kept_versions(specs), *_unused_cuda(specs)]
-    with contextlib.suppress(RollartError):  # packing errors are reported elsewhere
-        for package in function_packages(specs, {}):
-            found += (f"function '{package.spec.name}': {text}" for text in _package_warnings(package, specs))
-    return found
-
-
 def _unauthenticated_services(specs: Resolved | Specs) -> Iterator[str]:
     cluster = specs.cluster
     if cluster.runtime.backend == "ray" or cluster.engines.kind == "vllm":
@@ -593,29 +597,6 @@ def _distributions() -> dict[str, list[str]]:
 
 def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def dry_run_lines(resolved: Resolved) -> Iterator[str]:
-    """One line per engine and one for the trainer, none for embedded parts in float32 on cores; one for broadcasts, and
-    one per host of function workers."""
-    ours, urls = resolved.cluster.engines.kind != "vllm", attached_urls(resolved)
-    for assignment in (a for role in SERVING_ROLES for a in resolved.plan.of(role)):
-        if ours:
-            device = torch_device(resolved, assignment)
-            yield from _dtype_line(assignment.name, device, engine_dtype(resolved, device))
-            continue
-        command = engine_command(resolved, assignment)
-        env = " ".join(f"{name}={shlex.quote(value)}" for name, value in command.env.items())
-        line = f"{env} vllm serve MODEL {shlex.join(command.args)}"
-        url = urls.get(assignment.name)
-        yield f"{assignment.name}: {line if url is None else f'{url}, which runs already, started with {line}'}"
-    for assignment in resolved.plan.of(Role.TRAINER):
-        if resolved.cluster.trainer.external is None:
-            device = torch_device(resolved, assignment)
-            yield from _dtype_line(assignment.name, device, trainer_dtype(resolved, device))
-    if resolved.run.weights.collective is not None:
-        yield f"weights: broadcast over {collective_backend(resolved)}"
-    yield from _function_host_lines(resolved)
 
 
 def _dtype_line(name: str, device: str, dtype: str) -> Iterator[str]:

@@ -1,9 +1,6 @@
-"""Changes of tensor parallelism during a run, as runtime settings: the sizes of each pool, and the engines that may
-start.
-
-Update policies of engines, and time limits of waits, from the run spec.
-
-Rollout settings of a run spec, for the control plane.
+"""Options of a run, as settings of the control plane: domain shares, update policies of engines, changes of tensor
+parallelism (the sizes of each pool, and the engines that may start) and lent devices; and the longest waits that
+follow from them.
 """
 
 from __future__ import annotations
@@ -29,6 +26,39 @@ from rollart.strategies.rolling_update import Delayed, OnDivergence, Staggered, 
 from rollart.strategies.tp_change import ReshardSettings
 
 DEFAULT_SIZES = (1, 2, 4, 8)
+
+
+STALL_S = 600.0
+"""Seconds without progress after which a run fails loudly, unless one of its leases may take longer."""
+
+
+DELAYED_UPDATE_S = 120.0
+"""Default limit of a turn's generation: most iterations end before it."""
+
+
+def fairness_settings(run: RunSpec) -> FairnessSettings | None:
+    """Domain shares, if the run asks for them."""
+    if not run.fair:
+        return None
+    spec = run.rollout.fairness or FairnessSpec()
+    shares = tuple(DomainShare(d.name, d.weight, d.floor, d.cap) for d in run.domains)
+    units = run.batch.trajectories // run.domains[0].group_size
+    return FairnessSettings(shares, int(spec.slack * units + 1e-9), spec.follow)
+
+
+def update_policy(resolved: Resolved) -> UpdatePolicy | None:
+    """None if all engines update at once."""
+    weights = resolved.run.weights
+    match weights.update:
+        case "delayed":
+            return Delayed(DELAYED_UPDATE_S if weights.longest_s is None else weights.longest_s)
+        case "staggered":
+            return Staggered() if weights.fraction is None else Staggered(weights.fraction)
+        case "on_divergence":
+            assert weights.threshold is not None, "a rule of the spec"
+            return OnDivergence(VersionProbe(-1, "", {}), weights.threshold)
+        case "all":
+            return None
 
 
 def engines_are_elastic(resolved: Resolved) -> bool:
@@ -113,45 +143,6 @@ def refuse_lending(resolved: Resolved) -> None:
         )
 
 
-def _sizes(spec: ParallelismSpec, performance: Performance, pool: Pool, planned: Sequence[int]) -> tuple[int, ...]:
-    """The longest chain of doublings that contains the plan's smallest size."""
-    if not planned:
-        return ()
-    host = min(pool.device.devices_per_host or pool.count, pool.count)
-
-    def fits(tp: int) -> bool:
-        found = performance.instance(pool.device, tp)
-        return tp <= host and not isinstance(found, str) and found.kv_capacity_bytes > 0
-
-    allowed = {tp for tp in (spec.sizes or DEFAULT_SIZES) if fits(tp)} | {planned[0]}
-    halves = (planned[0] // 2**n for n in range(1, 8) if planned[0] % 2**n == 0)
-    down = list(itertools.takewhile(allowed.__contains__, halves))
-    up = list(itertools.takewhile(allowed.__contains__, (planned[0] * 2**n for n in range(8))))
-    return (*reversed(down), *up)
-
-
-STALL_S = 600.0
-"""Seconds without progress after which a run fails loudly, unless one of its leases may take longer."""
-
-DELAYED_UPDATE_S = 120.0
-"""Default limit of a turn's generation: most iterations end before it."""
-
-
-def update_policy(resolved: Resolved) -> UpdatePolicy | None:
-    """None if all engines update at once."""
-    weights = resolved.run.weights
-    match weights.update:
-        case "delayed":
-            return Delayed(DELAYED_UPDATE_S if weights.longest_s is None else weights.longest_s)
-        case "staggered":
-            return Staggered() if weights.fraction is None else Staggered(weights.fraction)
-        case "on_divergence":
-            assert weights.threshold is not None, "a rule of the spec"
-            return OnDivergence(VersionProbe(-1, "", {}), weights.threshold)
-        case "all":
-            return None
-
-
 def engine_wait_s(resolved: Resolved) -> float:
     """Additional seconds that a turn may wait for an engine, beyond a restart and an update."""
     policy = update_policy(resolved)
@@ -179,11 +170,18 @@ def stall_limit_s(resolved: Resolved) -> float:
     return max(STALL_S, 2.0 * longest)
 
 
-def fairness_settings(run: RunSpec) -> FairnessSettings | None:
-    """Domain shares, if the run asks for them."""
-    if not run.fair:
-        return None
-    spec = run.rollout.fairness or FairnessSpec()
-    shares = tuple(DomainShare(d.name, d.weight, d.floor, d.cap) for d in run.domains)
-    units = run.batch.trajectories // run.domains[0].group_size
-    return FairnessSettings(shares, int(spec.slack * units + 1e-9), spec.follow)
+def _sizes(spec: ParallelismSpec, performance: Performance, pool: Pool, planned: Sequence[int]) -> tuple[int, ...]:
+    """The longest chain of doublings that contains the plan's smallest size."""
+    if not planned:
+        return ()
+    host = min(pool.device.devices_per_host or pool.count, pool.count)
+
+    def fits(tp: int) -> bool:
+        found = performance.instance(pool.device, tp)
+        return tp <= host and not isinstance(found, str) and found.kv_capacity_bytes > 0
+
+    allowed = {tp for tp in (spec.sizes or DEFAULT_SIZES) if fits(tp)} | {planned[0]}
+    halves = (planned[0] // 2**n for n in range(1, 8) if planned[0] % 2**n == 0)
+    down = list(itertools.takewhile(allowed.__contains__, halves))
+    up = list(itertools.takewhile(allowed.__contains__, (planned[0] * 2**n for n in range(8))))
+    return (*reversed(down), *up)

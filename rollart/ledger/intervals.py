@@ -1,8 +1,6 @@
-"""Accounting laws of intervals: each resource is in exactly one state at a time, and every sum gives the same total.
-
-Pure: values in, values out. `rollart.ports.Interval` is the value.
-
-Meters: intervals from state changes, and each trajectory's share of engine time.
+"""Accounting of intervals: meters that make them from state changes, each trajectory's share of engine time, and their
+laws. Each resource is in exactly one state at a time, and every sum gives the same total. `rollart.ports.Interval` is
+the value; sums and checks are pure.
 """
 
 from __future__ import annotations
@@ -16,6 +14,13 @@ from typing import Literal
 
 from rollart.ports import Clock, Interval, Recorder, RunEvent
 
+ENGINE_DID = "engine_did"
+"""Event of an engine: the increase of its counters in an interval."""
+
+
+RESOURCE_OPENED, RESOURCE_CLOSED = "resource_opened", "resource_closed"
+"""Events that bound a resource's life: its intervals tile the time between them."""
+
 
 class ResourceState(enum.StrEnum):
     """The state of a resource. Only `busy` time is useful; the other states are its overhead."""
@@ -25,106 +30,6 @@ class ResourceState(enum.StrEnum):
     IDLE = "idle"
     SYNC = "sync"
     DOWN = "down"
-
-
-@dataclass(frozen=True, slots=True)
-class TilingError:
-    """A stretch in which a resource's intervals do not tile its span."""
-
-    resource: str
-    kind: Literal["gap", "overlap", "backwards"]
-    t0: float
-    t1: float
-
-
-@dataclass(frozen=True, slots=True)
-class IntervalSum:
-    """Intervals of one resource in one state for one cause, added up. `t0` and `t1` enclose them."""
-
-    role: str
-    resource: str
-    state: str
-    cause: str
-    seconds: float
-    unit_seconds: float
-    usd: float
-    t0: float
-    t1: float
-
-
-@dataclass(frozen=True, slots=True)
-class CostTotals:
-    """Dollars in all, and the same dollars by role and by resource."""
-
-    usd: float
-    by_role: Mapping[str, float]
-    by_resource: Mapping[str, float]
-
-
-def find_tiling_errors(
-    intervals: Iterable[Interval], *, start: float | None = None, end: float | None = None, tolerance: float = 1e-9
-) -> list[TilingError]:
-    """Gaps, overlaps, and intervals that end before they begin.
-
-    Each resource must be covered from its first interval to its last, or over [start, end] where these are given.
-    """
-    by_resource: dict[str, list[Interval]] = defaultdict(list)
-    for interval in intervals:
-        by_resource[interval.resource].append(interval)
-    found: list[TilingError] = []
-    for resource, own in by_resource.items():
-        found += [TilingError(resource, "backwards", i.t0, i.t1) for i in own if i.t1 < i.t0]
-        own.sort(key=lambda i: (i.t0, i.t1))
-        at = own[0].t0 if start is None else start
-        for interval in own:
-            if interval.t0 > at + tolerance:
-                found.append(TilingError(resource, "gap", at, interval.t0))
-            elif interval.t0 < at - tolerance:
-                found.append(TilingError(resource, "overlap", interval.t0, at))
-            at = max(at, interval.t1)
-        if end is not None and abs(end - at) > tolerance:
-            found.append(TilingError(resource, "gap" if at < end else "overlap", min(at, end), max(at, end)))
-    return found
-
-
-def sum_intervals(intervals: Iterable[Interval]) -> list[IntervalSum]:
-    """Intervals added up by (role, resource, state, cause), in that order."""
-    groups: dict[tuple[str, str, str, str], list[Interval]] = defaultdict(list)
-    for i in intervals:
-        groups[i.role, i.resource, i.state, i.cause].append(i)
-    return [
-        IntervalSum(
-            *key,
-            seconds=math.fsum(i.seconds for i in own),
-            unit_seconds=math.fsum(i.seconds * i.units for i in own),
-            usd=math.fsum(i.usd for i in own),
-            t0=min(i.t0 for i in own),
-            t1=max(i.t1 for i in own),
-        )
-        for key, own in sorted(groups.items())
-    ]
-
-
-def totals(rows: Iterable[IntervalSum]) -> CostTotals:
-    """Dollars in all, by role and by resource. The three agree to rounding (property test)."""
-    rows = list(rows)
-    by_role: dict[str, list[float]] = defaultdict(list)
-    by_resource: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        by_role[row.role].append(row.usd)
-        by_resource[row.resource].append(row.usd)
-    return CostTotals(
-        usd=math.fsum(row.usd for row in rows),
-        by_role={role: math.fsum(usd) for role, usd in by_role.items()},
-        by_resource={resource: math.fsum(usd) for resource, usd in by_resource.items()},
-    )
-
-
-ENGINE_DID = "engine_did"
-"""Event of an engine: the increase of its counters in an interval."""
-
-RESOURCE_OPENED, RESOURCE_CLOSED = "resource_opened", "resource_closed"
-"""Events that bound a resource's life: its intervals tile the time between them."""
 
 
 class ResourceClock:
@@ -281,3 +186,96 @@ class EngineShares:
             self._grown = 0.0  # no request refers to it: reset, so that precision does not degrade
         if not self._held:
             self._resource.enter(ResourceState.BUSY if self._entered else ResourceState.IDLE)
+
+
+@dataclass(frozen=True, slots=True)
+class TilingError:
+    """A stretch in which a resource's intervals do not tile its span."""
+
+    resource: str
+    kind: Literal["gap", "overlap", "backwards"]
+    t0: float
+    t1: float
+
+
+@dataclass(frozen=True, slots=True)
+class IntervalSum:
+    """Intervals of one resource in one state for one cause, added up. `t0` and `t1` enclose them."""
+
+    role: str
+    resource: str
+    state: str
+    cause: str
+    seconds: float
+    unit_seconds: float
+    usd: float
+    t0: float
+    t1: float
+
+
+@dataclass(frozen=True, slots=True)
+class CostTotals:
+    """Dollars in all, and the same dollars by role and by resource."""
+
+    usd: float
+    by_role: Mapping[str, float]
+    by_resource: Mapping[str, float]
+
+
+def find_tiling_errors(
+    intervals: Iterable[Interval], *, start: float | None = None, end: float | None = None, tolerance: float = 1e-9
+) -> list[TilingError]:
+    """Gaps, overlaps, and intervals that end before they begin.
+
+    Each resource must be covered from its first interval to its last, or over [start, end] where these are given.
+    """
+    by_resource: dict[str, list[Interval]] = defaultdict(list)
+    for interval in intervals:
+        by_resource[interval.resource].append(interval)
+    found: list[TilingError] = []
+    for resource, own in by_resource.items():
+        found += [TilingError(resource, "backwards", i.t0, i.t1) for i in own if i.t1 < i.t0]
+        own.sort(key=lambda i: (i.t0, i.t1))
+        at = own[0].t0 if start is None else start
+        for interval in own:
+            if interval.t0 > at + tolerance:
+                found.append(TilingError(resource, "gap", at, interval.t0))
+            elif interval.t0 < at - tolerance:
+                found.append(TilingError(resource, "overlap", interval.t0, at))
+            at = max(at, interval.t1)
+        if end is not None and abs(end - at) > tolerance:
+            found.append(TilingError(resource, "gap" if at < end else "overlap", min(at, end), max(at, end)))
+    return found
+
+
+def sum_intervals(intervals: Iterable[Interval]) -> list[IntervalSum]:
+    """Intervals added up by (role, resource, state, cause), in that order."""
+    groups: dict[tuple[str, str, str, str], list[Interval]] = defaultdict(list)
+    for i in intervals:
+        groups[i.role, i.resource, i.state, i.cause].append(i)
+    return [
+        IntervalSum(
+            *key,
+            seconds=math.fsum(i.seconds for i in own),
+            unit_seconds=math.fsum(i.seconds * i.units for i in own),
+            usd=math.fsum(i.usd for i in own),
+            t0=min(i.t0 for i in own),
+            t1=max(i.t1 for i in own),
+        )
+        for key, own in sorted(groups.items())
+    ]
+
+
+def totals(rows: Iterable[IntervalSum]) -> CostTotals:
+    """Dollars in all, by role and by resource. The three agree to rounding (property test)."""
+    rows = list(rows)
+    by_role: dict[str, list[float]] = defaultdict(list)
+    by_resource: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        by_role[row.role].append(row.usd)
+        by_resource[row.resource].append(row.usd)
+    return CostTotals(
+        usd=math.fsum(row.usd for row in rows),
+        by_role={role: math.fsum(usd) for role, usd in by_role.items()},
+        by_resource={resource: math.fsum(usd) for resource, usd in by_resource.items()},
+    )

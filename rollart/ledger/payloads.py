@@ -1,9 +1,9 @@
-"""Large payloads beside the database: append-only files of [length, crc32, payload].
+"""Large payloads beside the database, and the encoding of training samples in either.
 
-A payload is on disk before the row that refers to it is committed. Bytes after the last committed payload of a crashed
-run are never read and never overwritten, because each opening starts a new file.
-
-Lossless encoding of training samples: per-token numbers as packed arrays inside msgpack, behind a checksum.
+Segments are append-only files of [length, crc32, payload]. A payload is on disk before the row that refers to it is
+committed. Bytes after the last committed payload of a crashed run are never read and never overwritten, because each
+opening starts a new file. Samples are encoded losslessly: per-token numbers as packed arrays inside msgpack, behind a
+checksum.
 """
 
 from __future__ import annotations
@@ -24,10 +24,22 @@ from rollart.model import GroupId, TrainSample, TrajectoryId
 INLINE_LIMIT = 64 * 1024
 """Payloads above it leave the database: SQLite's own overflow pages are slower than a file from this size on."""
 
+
 ROLL_BYTES = 64 * 1024 * 1024
 """A file beyond this size is closed, so that whole files can be deleted once their samples are consumed."""
 
+
+FORMAT = 1
+
+
 _PAYLOAD_HEAD = struct.Struct("<II")
+
+
+_SAMPLE_HEAD = struct.Struct("<cI")
+
+
+_CHECKED = b"\xc1"
+"""First byte of data with a checksum, which no msgpack value begins with; older ledgers hold samples without one."""
 
 
 class PayloadDamaged(StorageFailed):
@@ -111,13 +123,6 @@ class PayloadFiles:
 
     def _path(self, segment: int) -> Path:
         return self._directory / f"{segment:06d}.seg"
-
-
-FORMAT = 1
-
-_SAMPLE_HEAD = struct.Struct("<cI")
-_CHECKED = b"\xc1"
-"""First byte of data with a checksum, which no msgpack value begins with; older ledgers hold samples without one."""
 
 
 def encode_sample(sample: TrainSample) -> bytes:

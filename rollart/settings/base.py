@@ -1,7 +1,4 @@
-"""The base of all spec models: frozen, no unknown keys, a name grammar.
-
-Addresses in specs and command lines. Pure.
-"""
+"""The base of all settings: models that are frozen and know no other keys, names, import paths and addresses. Pure."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationInfo, f
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 """Letters, digits, '_', '.', '-': a name becomes a directory, a label and a function name."""
+
 
 ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*(\.\w+)*$")]
 """`package.module:attribute`."""

@@ -1,10 +1,5 @@
-"""The cluster spec: devices with their prices and links, and how the parts of a run are laid out on them.
-
-The cluster spec's `environments`: where episodes are played.
-
-The cluster spec's `runtime`: the launcher of a run's parts.
-
-vLLM engines: their installation, and settings that do not follow from the plan.
+"""The cluster spec: devices with their prices and links, and how the parts of a run are laid out on them: engines, the
+trainer, environments, functions, and the runtime that launches them.
 """
 
 from __future__ import annotations
@@ -20,213 +15,14 @@ from rollart.settings.prices import PriceEntry
 UNLESS_QUICK: Literal["unless_quick"] = "unless_quick"
 
 
-class EnvironmentsSpec(SpecEntry):
-    """Where environments live: in the controller's process, or on separate hosts. See docs/environments.md."""
-
-    workers: Literal["auto", "unless_quick"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
-        default=UNLESS_QUICK,
-        description="Environment hosts: processes that hold many environments each. 0: environments live in the "
-        "controller's process; auto: as many as the plan gives them cores, or as the profiles require "
-        "(`core_s`), with slots for all concurrent episodes: redundant, prefetched and held-out ones too; "
-        "unless_quick: 0 where every environment of the run declares `quick = True` (it answers at once, without "
-        "waiting), else auto. Plans and simulations know no classes, and take unless_quick for 0.",
-    )
-    pool: Name | None = Field(
-        default=None,
-        description="Pool whose machines they run on, beside the parts that the plan put there; by default the first "
-        "pool of cores. Cores that the plan gave to environments go to hosts first, whatever their pool.",
-    )
-    per_worker: int = Field(
-        default=512,
-        ge=1,
-        le=1_000_000,
-        description="Concurrent environments of one host; further ones wait for a slot, which does not count as a "
-        "fault.",
-    )
-    python: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Python interpreter with the environments' packages, and rollart, installed, relative to the "
-        "cluster file; by default the controller's.",
-    )
-    warm: int = Field(
-        default=0,
-        ge=0,
-        le=10_000,
-        description="Environments of each domain that a host makes before they are needed, or keeps for reuse.",
-    )
-    reuse: int = Field(
-        default=1,
-        ge=1,
-        le=1_000_000,
-        description="Episodes that one environment plays, reset in between, if it declares itself `reusable`; 1: a new "
-        "environment for each episode. No more than `warm` are kept.",
-    )
-    images: ImportPath | None = Field(
-        default=None,
-        description="`package.module:Class` that lists and pulls container images on a host, for environments that "
-        "name theirs by `images(seed)`.",
-    )
-    images_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of that class.")
-    images_gb: float | None = Field(
-        default=None, gt=0, le=1e6, description="Images that a host keeps, 10^9 bytes; evicted by least recent use."
-    )
-    pull_s: float = Field(
-        default=600.0,
-        gt=0,
-        le=86400,
-        description="Longest wait for an episode's images, which is no part of its reset.",
-    )
-    memory_gb: Literal["auto"] | Annotated[float, Field(ge=0.1, le=1e6)] = Field(
-        default="auto",
-        description="Resident memory of one host, 10^9 bytes, with the programs that its environments start: a host "
-        "above it gets no more episodes, and is restarted when it holds none, or at once above 1.25 times of it. "
-        "auto: an equal share of 70 % of its machine's memory (its container's, if that is limited) for each host "
-        "there, but 1 at least. With `workers` 0 the controller reports when it has grown by this much.",
-    )
-    health_s: float = Field(
-        default=15.0,
-        ge=0.5,
-        le=3600,
-        description="A host that is silent, or whose environments are all blocked by one call, for this long is "
-        "restarted.",
-    )
-    start_s: float = Field(
-        default=60.0, ge=1, le=86400, description="Longest start of a host, its environments' imports included."
-    )
-
-
 ADDRESSES = ("local", "start", "auto")
 """Values of `address` besides those with a port."""
-
-
-class ElasticSpec(SpecEntry):
-    """Nodes may join and leave: the plan is recomputed for the present nodes. `true` alone: with the defaults. The
-    gain that a move must have, and its horizon, are settings of `placement.rebalance`."""
-
-    settle_s: float = Field(
-        default=30.0,
-        gt=0,
-        le=86400,
-        description="Seconds that a node must stay before the plan uses it (doubled for every short-lived node of its "
-        "pool just before), and seconds after a loss before the plan changes.",
-    )
-    wait_s: float = Field(
-        default=3600.0,
-        ge=0,
-        le=604800,
-        description="Longest wait for a node when the last engine, the last environment host or the last function "
-        "host is lost, and no present node could hold one; then the run ends.",
-    )
-
-
-class RuntimeSpec(SpecEntry):
-    """The launcher of engines and the trainer: this process, or a Ray cluster. See docs/fleet.md."""
-
-    backend: Literal["local", "ray"] = Field(
-        default="local", description="`local`: processes of this machine; `ray`: actors on the nodes of a Ray cluster."
-    )
-    address: str = Field(
-        default="local",
-        min_length=1,
-        description="Address of the Ray cluster. `local`: a private cluster on this machine during the run, with a "
-        "node per host of each pool; `start`: a head on this machine during the run, which hosts join by the printed "
-        "commands; `auto`: RAY_ADDRESS, else a cluster on this machine; `host:port`, from one of its nodes; "
-        "`ray://host:port`: its client server, from a machine outside the cluster that reaches the nodes' addresses.",
-    )
-    port: int = Field(default=0, ge=0, le=65535, description="Port of the head of `address: start`; 0: a free port.")
-    token: str | None = Field(
-        default=None,
-        min_length=1,
-        description="File with the cluster's token, relative to the cluster file; if not given, Ray's own rules.",
-    )
-    wait_s: float = Field(default=60.0, ge=0, le=86400, description="Longest wait for nodes that the plan needs.")
-    elastic: ElasticSpec | None = Field(
-        default=None,
-        description="The plan follows nodes that join or leave: engines are started on new nodes, and drained on nodes "
-        "that will leave. Pools then have between `min` and `count` devices.",
-    )
-    health_s: float = Field(
-        default=10.0,
-        ge=0.5,
-        le=600,
-        description="Seconds of silence after which a node counts as lost; a quarter of it after its process was "
-        "killed. For clusters that rollart makes: `address: local`, and those of `rollart infra render`; other "
-        "clusters have their own settings.",
-    )
-
-    @field_validator("address")
-    @classmethod
-    def _of_a_cluster(cls, value: str) -> str:
-        """Reject malformed addresses: Ray itself would retry them for minutes."""
-        try:
-            host = "" if value in ADDRESSES else host_and_port(value.removeprefix("ray://").partition("?")[0])[0]
-        except ValueError:
-            host = "/"
-        if "/" in host:
-            raise ValueError(f"{', '.join(ADDRESSES)}, HOST:PORT or ray://HOST:PORT")
-        return value
-
-    @field_validator("elastic", mode="before")
-    @classmethod
-    def _switch(cls, value: object) -> object:
-        if isinstance(value, str | int | float | list) and not isinstance(value, bool):
-            raise ValueError("true, false, or a mapping of keys to values")
-        return {True: {}, False: None}[value] if isinstance(value, bool) else value
-
-    @model_validator(mode="after")
-    def _only_ray_has_an_address(self) -> RuntimeSpec:
-        if self.backend == "local" and (self.address != "local" or self.token is not None):
-            raise ValueError("address and token are for backend: ray")
-        if self.port and self.address != "start":
-            raise ValueError("port is for address: start")
-        return self
 
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 
-class VllmSpec(SpecEntry):
-    """vLLM servers. Tensor parallelism, context, concurrent requests and roles come from the plan and the run."""
-
-    python: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Interpreter of the environment that vLLM and integrations/vllm are installed in; "
-        "ROLLART_VLLM_PYTHON if not given.",
-    )
-    dtype: Dtype = Field(
-        default="auto",
-        description="Precision of weights and computation; `auto`: `engines.dtype`, and if that is `auto`, vLLM's "
-        "choice.",
-    )
-    memory: float = Field(
-        default=0.9, gt=0, le=1, description="Share of a GPU's memory that vLLM takes, weights and KV together."
-    )
-    kv_gb: float = Field(
-        default=1.0, ge=0.001, le=1e6, description="KV memory of an engine on CPU cores, GB of 1e9 bytes."
-    )
-    block_size: int | None = Field(
-        default=None, ge=1, le=4096, description="Tokens of a KV block, the unit of prefix caching; by default vLLM's."
-    )
-    probe: float | None = Field(
-        default=None,
-        ge=0,
-        le=100,
-        description="After each start and update: how far log-probabilities of a fixed prompt may be from the "
-        "trainer's, on average (0.05 is usual in bfloat16, 0.0001 in float32). An engine that is further off is "
-        "restarted. Default: 0.01 where engines and trainer compute in float32, else 0.2. 0, or a temperature other "
-        "than 1: not checked.",
-    )
-    args: list[str] = Field(default_factory=list, description="More arguments of `vllm serve`; they win.")
-    env: dict[str, str] = Field(default_factory=dict, description="More environment variables of it; they win.")
-
-
-def http_url(value: str) -> str:
-    parts = urllib.parse.urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("an http or https URL")
-    return value
+FunctionProvider = Literal["local", "aws_lambda", "modal", "http"]
 
 
 class DeviceSpec(SpecEntry):
@@ -337,6 +133,42 @@ class PublishSpec(SpecEntry):
     broadcast_gb_per_s: float | None = Field(
         default=None, ge=1e-6, le=1e6, description="GB/s of a broadcast (`weights.collective`), at most."
     )
+
+
+class VllmSpec(SpecEntry):
+    """vLLM servers. Tensor parallelism, context, concurrent requests and roles come from the plan and the run."""
+
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Interpreter of the environment that vLLM and integrations/vllm are installed in; "
+        "ROLLART_VLLM_PYTHON if not given.",
+    )
+    dtype: Dtype = Field(
+        default="auto",
+        description="Precision of weights and computation; `auto`: `engines.dtype`, and if that is `auto`, vLLM's "
+        "choice.",
+    )
+    memory: float = Field(
+        default=0.9, gt=0, le=1, description="Share of a GPU's memory that vLLM takes, weights and KV together."
+    )
+    kv_gb: float = Field(
+        default=1.0, ge=0.001, le=1e6, description="KV memory of an engine on CPU cores, GB of 1e9 bytes."
+    )
+    block_size: int | None = Field(
+        default=None, ge=1, le=4096, description="Tokens of a KV block, the unit of prefix caching; by default vLLM's."
+    )
+    probe: float | None = Field(
+        default=None,
+        ge=0,
+        le=100,
+        description="After each start and update: how far log-probabilities of a fixed prompt may be from the "
+        "trainer's, on average (0.05 is usual in bfloat16, 0.0001 in float32). An engine that is further off is "
+        "restarted. Default: 0.01 where engines and trainer compute in float32, else 0.2. 0, or a temperature other "
+        "than 1: not checked.",
+    )
+    args: list[str] = Field(default_factory=list, description="More arguments of `vllm serve`; they win.")
+    env: dict[str, str] = Field(default_factory=dict, description="More environment variables of it; they win.")
 
 
 class EnginesSpec(SpecEntry):
@@ -460,7 +292,80 @@ class TrainerSpec(SpecEntry):
         return (self.ranks or 1) > 1 or self.dtype == "bfloat16"
 
 
-FunctionProvider = Literal["local", "aws_lambda", "modal", "http"]
+class EnvironmentsSpec(SpecEntry):
+    """Where environments live: in the controller's process, or on separate hosts. See docs/environments.md."""
+
+    workers: Literal["auto", "unless_quick"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
+        default=UNLESS_QUICK,
+        description="Environment hosts: processes that hold many environments each. 0: environments live in the "
+        "controller's process; auto: as many as the plan gives them cores, or as the profiles require "
+        "(`core_s`), with slots for all concurrent episodes: redundant, prefetched and held-out ones too; "
+        "unless_quick: 0 where every environment of the run declares `quick = True` (it answers at once, without "
+        "waiting), else auto. Plans and simulations know no classes, and take unless_quick for 0.",
+    )
+    pool: Name | None = Field(
+        default=None,
+        description="Pool whose machines they run on, beside the parts that the plan put there; by default the first "
+        "pool of cores. Cores that the plan gave to environments go to hosts first, whatever their pool.",
+    )
+    per_worker: int = Field(
+        default=512,
+        ge=1,
+        le=1_000_000,
+        description="Concurrent environments of one host; further ones wait for a slot, which does not count as a "
+        "fault.",
+    )
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Python interpreter with the environments' packages, and rollart, installed, relative to the "
+        "cluster file; by default the controller's.",
+    )
+    warm: int = Field(
+        default=0,
+        ge=0,
+        le=10_000,
+        description="Environments of each domain that a host makes before they are needed, or keeps for reuse.",
+    )
+    reuse: int = Field(
+        default=1,
+        ge=1,
+        le=1_000_000,
+        description="Episodes that one environment plays, reset in between, if it declares itself `reusable`; 1: a new "
+        "environment for each episode. No more than `warm` are kept.",
+    )
+    images: ImportPath | None = Field(
+        default=None,
+        description="`package.module:Class` that lists and pulls container images on a host, for environments that "
+        "name theirs by `images(seed)`.",
+    )
+    images_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of that class.")
+    images_gb: float | None = Field(
+        default=None, gt=0, le=1e6, description="Images that a host keeps, 10^9 bytes; evicted by least recent use."
+    )
+    pull_s: float = Field(
+        default=600.0,
+        gt=0,
+        le=86400,
+        description="Longest wait for an episode's images, which is no part of its reset.",
+    )
+    memory_gb: Literal["auto"] | Annotated[float, Field(ge=0.1, le=1e6)] = Field(
+        default="auto",
+        description="Resident memory of one host, 10^9 bytes, with the programs that its environments start: a host "
+        "above it gets no more episodes, and is restarted when it holds none, or at once above 1.25 times of it. "
+        "auto: an equal share of 70 % of its machine's memory (its container's, if that is limited) for each host "
+        "there, but 1 at least. With `workers` 0 the controller reports when it has grown by this much.",
+    )
+    health_s: float = Field(
+        default=15.0,
+        ge=0.5,
+        le=3600,
+        description="A host that is silent, or whose environments are all blocked by one call, for this long is "
+        "restarted.",
+    )
+    start_s: float = Field(
+        default=60.0, ge=1, le=86400, description="Longest start of a host, its environments' imports included."
+    )
 
 
 class LocalFunctions(SpecEntry):
@@ -589,6 +494,89 @@ class ClusterFunctions(SpecEntry):
         return {"aws_lambda": self.aws_lambda, "modal": self.modal}.get(provider, {})
 
 
+class ElasticSpec(SpecEntry):
+    """Nodes may join and leave: the plan is recomputed for the present nodes. `true` alone: with the defaults. The
+    gain that a move must have, and its horizon, are settings of `placement.rebalance`."""
+
+    settle_s: float = Field(
+        default=30.0,
+        gt=0,
+        le=86400,
+        description="Seconds that a node must stay before the plan uses it (doubled for every short-lived node of its "
+        "pool just before), and seconds after a loss before the plan changes.",
+    )
+    wait_s: float = Field(
+        default=3600.0,
+        ge=0,
+        le=604800,
+        description="Longest wait for a node when the last engine, the last environment host or the last function "
+        "host is lost, and no present node could hold one; then the run ends.",
+    )
+
+
+class RuntimeSpec(SpecEntry):
+    """The launcher of engines and the trainer: this process, or a Ray cluster. See docs/fleet.md."""
+
+    backend: Literal["local", "ray"] = Field(
+        default="local", description="`local`: processes of this machine; `ray`: actors on the nodes of a Ray cluster."
+    )
+    address: str = Field(
+        default="local",
+        min_length=1,
+        description="Address of the Ray cluster. `local`: a private cluster on this machine during the run, with a "
+        "node per host of each pool; `start`: a head on this machine during the run, which hosts join by the printed "
+        "commands; `auto`: RAY_ADDRESS, else a cluster on this machine; `host:port`, from one of its nodes; "
+        "`ray://host:port`: its client server, from a machine outside the cluster that reaches the nodes' addresses.",
+    )
+    port: int = Field(default=0, ge=0, le=65535, description="Port of the head of `address: start`; 0: a free port.")
+    token: str | None = Field(
+        default=None,
+        min_length=1,
+        description="File with the cluster's token, relative to the cluster file; if not given, Ray's own rules.",
+    )
+    wait_s: float = Field(default=60.0, ge=0, le=86400, description="Longest wait for nodes that the plan needs.")
+    elastic: ElasticSpec | None = Field(
+        default=None,
+        description="The plan follows nodes that join or leave: engines are started on new nodes, and drained on nodes "
+        "that will leave. Pools then have between `min` and `count` devices.",
+    )
+    health_s: float = Field(
+        default=10.0,
+        ge=0.5,
+        le=600,
+        description="Seconds of silence after which a node counts as lost; a quarter of it after its process was "
+        "killed. For clusters that rollart makes: `address: local`, and those of `rollart infra render`; other "
+        "clusters have their own settings.",
+    )
+
+    @field_validator("address")
+    @classmethod
+    def _of_a_cluster(cls, value: str) -> str:
+        """Reject malformed addresses: Ray itself would retry them for minutes."""
+        try:
+            host = "" if value in ADDRESSES else host_and_port(value.removeprefix("ray://").partition("?")[0])[0]
+        except ValueError:
+            host = "/"
+        if "/" in host:
+            raise ValueError(f"{', '.join(ADDRESSES)}, HOST:PORT or ray://HOST:PORT")
+        return value
+
+    @field_validator("elastic", mode="before")
+    @classmethod
+    def _switch(cls, value: object) -> object:
+        if isinstance(value, str | int | float | list) and not isinstance(value, bool):
+            raise ValueError("true, false, or a mapping of keys to values")
+        return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _only_ray_has_an_address(self) -> RuntimeSpec:
+        if self.backend == "local" and (self.address != "local" or self.token is not None):
+            raise ValueError("address and token are for backend: ray")
+        if self.port and self.address != "start":
+            raise ValueError("port is for address: start")
+        return self
+
+
 class ClusterSpec(SpecEntry):
     """A fleet. Only `name` and `pools` have no default."""
 
@@ -625,3 +613,10 @@ class ClusterSpec(SpecEntry):
         if self.engines.attach and self.runtime.elastic is not None:
             raise ValueError("engines.attach names servers, which no node brings: leave out runtime.elastic")
         return self
+
+
+def http_url(value: str) -> str:
+    parts = urllib.parse.urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("an http or https URL")
+    return value

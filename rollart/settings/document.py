@@ -1,10 +1,8 @@
-"""YAML text with source positions: plain values, and for every path in them its line and column in the file.
+"""YAML text with source positions: plain values, and for every path in them its line and column in the file; and
+`key=value` of the command line, which sets values at dotted paths.
 
 The dialect is YAML 1.2's core schema where it matters: `no` and `on` are texts, `1e-3` is a number, a date is a text.
-
-`key=value` on the command line: dotted paths into a document, values in YAML.
-
-List items are named by index or by their `name`: `domains.0.max_turns=5`, `domains.frozen_lake.max_turns=5`.
+Overrides name list items by index or by their `name`: `domains.0.max_turns=5`, `domains.frozen_lake.max_turns=5`.
 """
 
 from __future__ import annotations
@@ -22,11 +20,14 @@ from rollart.errors import SpecError, did_you_mean
 KeyPath: TypeAlias = tuple[str | int, ...]
 """A path into a document: keys and indices."""
 
+
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 """Specs that ship with rollart."""
 
+
 MAX_NODES = 20_000
 """Largest document, aliases expanded: a spec has hundreds of nodes, an alias bomb billions."""
+
 
 MAX_BYTES = 2_000_000
 """Largest file: the parser takes 2 s for a MB of comments, and `MAX_NODES` values seldom take more than that."""
@@ -68,27 +69,6 @@ class Document:
             for known in [k for k in table if k[: len(loc)] == loc]:
                 del table[known]
             table[loc] = position
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's booleans and floats, and without dates."""
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":", 1)[1] not in ("bool", "float", "timestamp")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
-        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
-    ),
-    list("-+.0123456789"),
-)
 
 
 def read_document(path: str | Path) -> Document:
@@ -142,6 +122,44 @@ def parse_value(text: str, *, name: str) -> Any:
     """The value of an override: `3` is a number, `[a, b]` a list, an empty text nothing."""
     node = _compose(text, name)
     return None if node is None else _DocumentBuilder(Document(name, {})).build(node, ())
+
+
+def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
+    """Set values in the document, the last override of a path wins. SpecError names the override."""
+    for whole in overrides:
+        path, separator, value = whole.partition("=")
+        text = whole if len(whole) <= 200 else f"{whole[:197]}..."
+        if not separator or not path.strip(".") or path != path.strip():
+            raise SpecError(
+                f"override '{text}' is not key=value (rule: a dotted path, '=', a YAML value)",
+                remedy="write it like batch.trajectories=64",
+            )
+        _set(document, path.split("."), parse_value(value, name=f"override '{text}'"), text)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with YAML 1.2's booleans and floats, and without dates."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rsplit(":", 1)[1] not in ("bool", "float", "timestamp")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"^(?:[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+    list("-+.0123456789"),
+)
 
 
 def _compose(text: str, name: str) -> yaml.Node | None:
@@ -229,19 +247,6 @@ class _DocumentBuilder:
             problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
             shown = repr(node.value) if len(node.value) <= 60 else f"{node.value[:57]!r}..."
             raise SpecError(f"value {shown}: {problem}", where=str(self.at(node))) from None
-
-
-def apply_overrides(document: Document, overrides: Sequence[str]) -> None:
-    """Set values in the document, the last override of a path wins. SpecError names the override."""
-    for whole in overrides:
-        path, separator, value = whole.partition("=")
-        text = whole if len(whole) <= 200 else f"{whole[:197]}..."
-        if not separator or not path.strip(".") or path != path.strip():
-            raise SpecError(
-                f"override '{text}' is not key=value (rule: a dotted path, '=', a YAML value)",
-                remedy="write it like batch.trajectories=64",
-            )
-        _set(document, path.split("."), parse_value(value, name=f"override '{text}'"), text)
 
 
 def _set(document: Document, parts: Sequence[str], value: Any, text: str) -> None:

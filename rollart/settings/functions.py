@@ -1,20 +1,18 @@
-"""Effective settings of each function: from the run's function entries and the `@rollart.reward` of their sources.
+"""Settings of functions: the effective settings of each reward function, and the models of the function layer's
+settings in a cluster spec.
 
-A resolved run keeps the entries as written and shows the effective settings beside them. A resume reads the sources
-again: an edit of a decorator counts there as an edit of the reward's code does.
+Effective settings are the run's function entry over the `@rollart.reward` of its source. A resolved run keeps the
+entries as written and shows the effective settings beside them. A resume reads the sources again: an edit of a
+decorator counts there as an edit of the reward's code does.
 
-Settings of the function layer inside a cluster spec: the model of each mapping under `functions`.
-
-The models belong to the function layer. They are imported only if a spec has settings to check, and none of them needs
-a provider's library.
+The models of the mappings under `functions` belong to the function layer. They are imported only if a spec has settings
+to check, and none of them needs a provider's library.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.machinery
-import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
@@ -27,6 +25,7 @@ from rollart.errors import SpecError
 from rollart.settings.cluster import ClusterSpec
 from rollart.settings.document import KeyPath
 from rollart.settings.run import FunctionEntry
+from rollart.user_code import importable
 from serverless.deploy.package import settings
 from serverless.errors import PackageError, ServerlessError
 from serverless.spec import FunctionBatchSpec, FunctionSpec
@@ -34,7 +33,17 @@ from serverless.spec import FunctionBatchSpec, FunctionSpec
 _BATCH = {"batch_items": "max_items", "batch_wait_ms": "max_wait_ms", "batch_bytes": "max_bytes"}
 """Keys of an entry by those of the function's `batch`."""
 
+
 _OWN = {"name", "source", "handler", "artefact", *_BATCH}
+
+
+MODELS: Mapping[str, tuple[str, str]] = {
+    "aws_lambda": ("serverless.deploy.aws_function", "AwsSettings"),
+    "modal": ("serverless.providers.modal_client", "ModalSettings"),
+    "pipeline": ("serverless.pipeline.settings", "PipelineSpec"),
+    "scaling": ("serverless.scaling.settings", "ScalingSpec"),
+}
+"""Module and name of the model, by key under `functions`."""
 
 
 def function_spec(entry: FunctionEntry, artefacts: Sequence[str] = ()) -> FunctionSpec:
@@ -64,7 +73,7 @@ def effective_spec(entry: FunctionEntry, base: str | Path) -> FunctionSpec:
     planned), the decorator's settings are missing. SpecError for settings that do not fit together."""
     spec = function_spec(entry)
     try:
-        with run_modules_importable(base):
+        with importable(base):
             return settings(_located(spec, base), base=Path(base))
     except PackageError:
         return _validated_entry(entry, spec)
@@ -72,57 +81,9 @@ def effective_spec(entry: FunctionEntry, base: str | Path) -> FunctionSpec:
         raise SpecError(f"function '{entry.name}': {error.message}", remedy=error.remedy) from None
 
 
-def _validated_entry(entry: FunctionEntry, spec: FunctionSpec) -> FunctionSpec:
-    try:
-        return FunctionSpec.model_validate(spec.model_dump(exclude_unset=True))
-    except ValidationError as error:
-        text = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise SpecError(f"function '{entry.name}': {text}") from None
-
-
 def shown_settings(spec: FunctionSpec) -> dict[str, Any]:
     """For a resolved run: without the keys that the entry has already, and without paths of this machine."""
     return spec.model_dump(mode="json", exclude={"name", "source", "handler", "artefacts"})
-
-
-@contextlib.contextmanager
-def run_modules_importable(base: str | Path) -> Iterator[None]:
-    """Make modules beside the run file importable, as they are during a run."""
-    path = str(base)
-    added = path not in sys.path
-    if added:
-        sys.path.insert(0, path)
-    try:
-        yield
-    finally:
-        if added:
-            with contextlib.suppress(ValueError):
-                sys.path.remove(path)
-
-
-def _located(spec: FunctionSpec, base: str | Path) -> FunctionSpec:
-    """A dotted module as its file, found without importing the packages around it."""
-    dotted, _, attribute = spec.source.partition(":")
-    if spec.handler or "." not in dotted or "/" in dotted or dotted.endswith(".py"):
-        return spec
-    where, found = None, None
-    for n, _part in enumerate(parts := dotted.split("."), 1):
-        found = importlib.machinery.PathFinder.find_spec(".".join(parts[:n]), where)
-        where = found.submodule_search_locations if found is not None else None
-        if found is None or (where is None and n < len(parts)):
-            return spec
-    if found is None or found.origin is None or not found.origin.endswith(".py"):
-        return spec
-    return spec.model_copy(update={"source": found.origin, "handler": attribute})
-
-
-MODELS: Mapping[str, tuple[str, str]] = {
-    "aws_lambda": ("serverless.deploy.aws_function", "AwsSettings"),
-    "modal": ("serverless.providers.modal_client", "ModalSettings"),
-    "pipeline": ("serverless.pipeline.settings", "PipelineSpec"),
-    "scaling": ("serverless.scaling.settings", "ScalingSpec"),
-}
-"""Module and name of the model, by key under `functions`."""
 
 
 def settings_parts(cluster: ClusterSpec) -> Iterator[tuple[KeyPath, type[BaseModel], Mapping[str, Any]]]:
@@ -145,3 +106,27 @@ def settings_model(key: str) -> type[BaseModel]:
         for field in dataclasses.fields(found)
     }
     return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+
+
+def _validated_entry(entry: FunctionEntry, spec: FunctionSpec) -> FunctionSpec:
+    try:
+        return FunctionSpec.model_validate(spec.model_dump(exclude_unset=True))
+    except ValidationError as error:
+        text = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise SpecError(f"function '{entry.name}': {text}") from None
+
+
+def _located(spec: FunctionSpec, base: str | Path) -> FunctionSpec:
+    """A dotted module as its file, found without importing the packages around it."""
+    dotted, _, attribute = spec.source.partition(":")
+    if spec.handler or "." not in dotted or "/" in dotted or dotted.endswith(".py"):
+        return spec
+    where, found = None, None
+    for n, _part in enumerate(parts := dotted.split("."), 1):
+        found = importlib.machinery.PathFinder.find_spec(".".join(parts[:n]), where)
+        where = found.submodule_search_locations if found is not None else None
+        if found is None or (where is None and n < len(parts)):
+            return spec
+    if found is None or found.origin is None or not found.origin.endswith(".py"):
+        return spec
+    return spec.model_copy(update={"source": found.origin, "handler": attribute})

@@ -1,6 +1,5 @@
-"""The `placement` section of a run spec: objective and constraints of the plan.
-
-The hardware demands of a task domain as the user states them: input of the placer.
+"""The `placement` section of a run spec, with the objective and constraints of the plan; and the profile of a task
+domain, its demands on hardware as the user states them. Both are input of the placer.
 """
 
 from __future__ import annotations

@@ -1,16 +1,12 @@
-"""From specs to the placement problem, and from its solution to the parts that will run. With `fleet` and `work`, and
-`resolve` above them, the only caller of `placement`. Imported only when a plan is solved or predicted.
-
-The run spec as values of `placement`: domain profiles, training, and hardware affinity.
-
-The cluster spec as values of `placement`: pools with devices and prices, links, and prices of functions.
+"""From specs to the placement problem, and from its solution to the parts that will run: pools with devices and
+prices, links, domain profiles, training and hardware affinity as values of `placement`. With `resolve` above it, the
+only caller of `placement`. Solving imports numpy, and does so late.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,9 +36,123 @@ from rollart.settings.placement import ProfileSpec, QuantitySpec
 from rollart.settings.prices import PriceEntry, PriceList
 from rollart.settings.rules import quotas
 from rollart.settings.run import LAG, DomainSpec, RunSpec
-from rollart.user_code import UserCodeGuard, guard
+from rollart.user_code import UserCodeGuard, guard, importable
+
+ASSUMED = "assumed"
+"""Source of a profile that is assumed, not given: every trajectory is as long as the spec allows."""
+
+
+DEFAULT_TP = (1, 2, 4, 8)
+
+
+PUBLISH = "publish"
+"""Key of a calibration file's entry that holds publish speeds."""
+
+
+SPLIT = frozenset({Role.PREFILL, Role.DECODE})
+
 
 GIB_IN_GB = 1.073741824
+
+
+RECALIBRATE = "write it anew with `rollart calibrate`"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningProblem:
+    """A placement problem, and notes on how it was derived from the specs, for readers of the plan."""
+
+    problem: Problem
+    notes: tuple[str, ...] = ()
+
+
+def problem_of(
+    run: RunSpec,
+    cluster: ClusterSpec,
+    prices: PriceList,
+    profiles: Sequence[DomainProfile] | None = None,
+    *,
+    base: str = ".",
+    fixed: Sequence[Deployment] | None = None,
+) -> Problem:
+    """The placement problem. `profiles`: measured ones, for domains whose spec gives none. SpecError names the key."""
+    return planning_problem(run, cluster, prices, profiles, base=base, fixed=fixed).problem
+
+
+def planning_problem(
+    run: RunSpec,
+    cluster: ClusterSpec,
+    prices: PriceList,
+    profiles: Sequence[DomainProfile] | None = None,
+    *,
+    base: str = ".",
+    fixed: Sequence[Deployment] | None = None,
+) -> PlanningProblem:
+    """As `problem_of`, with notes on assumptions. `fixed`: the instances are given; only flows are solved for."""
+    spec = run.placement
+    shape = run_shape(run, base, cluster.engines.dtype)
+    pools = pools_of(cluster, prices)
+    performance = _performance(run, cluster, pools, shape)
+    degrees = _degrees(run, shape, fixed)
+    _check_sizes(run, shape)
+    domains = profiles_of(run, quotas(run), profiles or ())
+    usable = {p.name: _unservable_reason(performance, p, degrees) for p in pools}
+    affinity, fallbacks = affinity_of(run, pools, usable)
+    pool, devices = _trainer_placement(run, cluster, pools, fixed)
+    windowed = run.schedule not in LAG and spec.in_flight is None
+    only = None if cluster.engines.device is None else frozenset({device_name(cluster.engines.device)})
+    try:
+        problem = Problem(
+            pools=pools,
+            domains=domains,
+            performance=performance,
+            links=links_of(cluster),
+            train=train_of(run, cluster, shape, pool, devices, load_training(cluster)),
+            objective=Objective(spec.objective),
+            rate=spec.rate,
+            budget_usd_per_hour=spec.budget_usd_per_hour,
+            in_flight=spec.in_flight,
+            functions=function_price(cluster, prices),
+            roles=frozenset(Role) - SPLIT if spec.prefill_decode == "off" else frozenset(Role),
+            tensor_parallel=degrees,
+            max_batch=cluster.engines.max_slots,
+            affinity=affinity,
+            fixed=None if fixed is None else tuple(fixed),
+            restriction=Restriction.PD_ONLY if spec.prefill_decode == "only" else Restriction.FULL,
+            device_types=only,
+            utilisation=spec.utilisation,
+            rate_tolerance=spec.rate_tolerance,
+            window=window_of(run, cluster, shape) if fixed is None and windowed else None,
+        )
+    except ValueError as error:
+        raise SpecError(f"the plan's problem: {error}") from None
+    return PlanningProblem(problem, (*_assumptions(run, domains), *fallbacks))
+
+
+def solve_placement(question: PlanningProblem) -> Placement:
+    """Solve. SpecError with the conflicting constraints if there is no plan."""
+    from placement.solve import solve  # late: imports numpy
+
+    try:
+        found = solve(question.problem)
+    except ValueError as error:  # found only while solving: no plan costs anything, so no ratio is best
+        raise SpecError(f"the plan's problem: {error}") from None
+    if isinstance(found, Infeasible):
+        raise infeasible(found)
+    return found
+
+
+def infeasible(found: Infeasible) -> SpecError:
+    """Why there is no plan, a constraint a line."""
+    message = found.message
+    lines = [f"no plan: {message}", *(f"binds: {conflict}" for conflict in found.conflicts if conflict not in message)]
+    return SpecError("\n".join(lines), remedy="loosen one of these, or see what would do with `rollart plan --what-if`")
+
+
+def demands_of(placement: Placement) -> list[Demand]:
+    """Demands for device assignment: the largest parts of a pool first, so that none of them straddles hosts."""
+    parts = sorted(placement.deployments, key=lambda d: (d.role is not Role.TRAINER, -d.tp, d.pool, d.role))
+    return [Demand(d.role, d.replicas, d.tp, pool=d.pool) for d in parts if d.replicas]
 
 
 def pools_of(cluster: ClusterSpec, prices: PriceList) -> tuple[Pool, ...]:
@@ -56,6 +166,14 @@ def pool_labels(pool: PoolSpec) -> dict[str, str]:
     return {"pool": pool.name, "device": pool.device, **pool.labels}
 
 
+def device_name(name: str) -> str:
+    """The catalogue's canonical name of a device type; an unknown name is returned unchanged."""
+    try:
+        return canonical(name)
+    except ValueError:
+        return name
+
+
 def links_of(cluster: ClusterSpec) -> tuple[Link, ...]:
     """Links between pools, which KV crosses."""
     return tuple(link for link in _links(cluster) if not _to_store(cluster, link))
@@ -64,15 +182,6 @@ def links_of(cluster: ClusterSpec) -> tuple[Link, ...]:
 def store_links_of(cluster: ClusterSpec) -> tuple[Link, ...]:
     """Links to the store of weight versions, which only weights cross."""
     return tuple(link for link in _links(cluster) if _to_store(cluster, link))
-
-
-def _links(cluster: ClusterSpec) -> tuple[Link, ...]:
-    return tuple(Link(link.a, link.b, link.gb_per_s, link.latency_ms / 1000.0) for link in cluster.links)
-
-
-def _to_store(cluster: ClusterSpec, link: Link) -> bool:
-    """True if the link ends at the store. A pool of the same name takes precedence."""
-    return STORE in (link.a, link.b) and STORE not in {pool.name for pool in cluster.pools}
 
 
 def merged_prices(prices: PriceList, own: Sequence[PriceEntry]) -> PriceList:
@@ -100,68 +209,6 @@ def function_price(cluster: ClusterSpec, prices: PriceList) -> FunctionPrice | N
         usd_per_million_requests=units.get("million-requests", 0.0),
         usd_per_gpu_s=units.get("gpu-second"),
     )
-
-
-def _pool(pool: PoolSpec, own: DeviceSpec | None, prices: PriceList) -> Pool:
-    device = _device(pool, own)
-    return Pool(
-        name=pool.name,
-        device=device,
-        count=pool.count,
-        usd_per_device_hour=_hourly(pool, prices),
-        memory_gb=pool.memory_gb if device.is_cpu else None,
-        labels=pool.labels,
-        rented=pool.rented,
-    )
-
-
-def _device(pool: PoolSpec, own: DeviceSpec | None) -> Device:
-    """The type's figures: the cluster's, else the catalogue's, else none; the pool's own figures replace them."""
-    try:
-        if own is not None:
-            figures = own.model_dump(exclude_none=True, exclude={"name", "base", "source"})
-            device = override(own.name, base=own.base, source=own.source, **figures)
-        else:
-            device = _known(pool.device)
-    except ValueError as error:
-        raise SpecError(f"pool '{pool.name}': {error}") from None
-    if pool.memory_gb is not None and not device.is_cpu:
-        device = replace(device, memory_gb=pool.memory_gb)
-    if pool.devices_per_host is not None:
-        device = replace(device, devices_per_host=pool.devices_per_host)
-    return device
-
-
-def device_name(name: str) -> str:
-    """The catalogue's canonical name of a device type; an unknown name is returned unchanged."""
-    try:
-        return canonical(name)
-    except ValueError:
-        return name
-
-
-def _known(name: str) -> Device:
-    entry = catalogue().get(device_name(name))
-    return Device(name) if entry is None else entry.device
-
-
-def _hourly(pool: PoolSpec, prices: PriceList) -> float:
-    if pool.price is not None:
-        return pool.price
-    listed = {p.name: p.usd for p in prices.prices if p.unit == "device-hour"}
-    if pool.device in listed:
-        return listed[pool.device]
-    synonyms = {device_name(name): usd for name, usd in listed.items()}
-    if device_name(pool.device) not in synonyms:
-        raise SpecError(
-            f"pool '{pool.name}': device '{pool.device}' has no price{did_you_mean(pool.device, listed)}",
-            remedy="give the pool a price (dollars per device-hour) or add one to price_list",
-        )
-    return synonyms[device_name(pool.device)]
-
-
-ASSUMED = "assumed"
-"""Source of a profile that is assumed, not given: every trajectory is as long as the spec allows."""
 
 
 def profiles_of(
@@ -250,303 +297,6 @@ def affinity_of(
     return found, tuple(notes)
 
 
-def model_config(run: RunSpec, base: str) -> Mapping[str, object]:
-    """The `config.json` that the plan is computed for. SpecError, naming the key, if it cannot be read."""
-    model = run.model
-    if isinstance(model.config, str):
-        return _config_file(Path(base) / model.config, "model.config")
-    if model.config is not None:
-        return model.config
-    if model.path is not None:
-        return _config_file(Path(base) / model.path, "model.path")
-    assert model.init is not None, "the rules of the run spec want one of them"
-    return initial_config(model.init, base)
-
-
-def model_name(run: RunSpec) -> str:
-    """The model's name in calibrations and reports: the directory of its config.json, or the source of the config."""
-    model = run.model
-    path = model.config if isinstance(model.config, str) else model.path
-    if path is not None and not isinstance(model.config, dict):
-        return Path(path).parent.name or run.name if Path(path).suffix == ".json" else Path(path).name
-    given = model.config if isinstance(model.config, dict) else model.init
-    if isinstance(given, str):
-        return given
-    return str((given or {}).get("_name_or_path") or run.name)
-
-
-def _given(domain: DomainSpec, spec: ProfileSpec, weight: float) -> DomainProfile:
-    environment, reward = spec.environment, spec.reward
-    return DomainProfile(
-        name=domain.name,
-        turns=_quantity(spec.turns),
-        new_tokens=_quantity(spec.new_tokens),
-        output_tokens=_quantity(spec.output_tokens),
-        weight=weight,
-        first_tokens=None if spec.first_tokens is None else _quantity(spec.first_tokens),
-        shared_prefix=spec.shared_prefix,
-        environment=EnvironmentCost(environment.wait_s, environment.core_s, environment.reset_s),
-        reward=None if reward is None else RewardCost(**reward.model_dump()),
-        max_turns=domain.max_turns,
-        source="given",
-    )
-
-
-def _assumed(domain: DomainSpec, context: int, weight: float) -> DomainProfile:
-    """Every turn generates `max_tokens`, and observations fill the context: an upper bound of real trajectories."""
-    output = domain.max_tokens
-    turns = max(1, min(domain.max_turns, context // (output + 1)))
-    new = max(1.0, context / turns - output)
-    return DomainProfile(
-        name=domain.name,
-        turns=Quantity(float(turns)),
-        new_tokens=Quantity(new),
-        output_tokens=Quantity(float(output)),
-        weight=weight,
-        max_turns=domain.max_turns,
-        source=ASSUMED,
-    )
-
-
-def _quantity(spec: QuantitySpec) -> Quantity:
-    return Quantity(spec.mean, spec.p50, spec.p90)
-
-
-def _pools_named(wanted: str, pools: Sequence[Pool]) -> tuple[str, ...]:
-    if any(p.name == wanted for p in pools):
-        return (wanted,)
-    return tuple(p.name for p in pools if p.device.name == device_name(wanted))
-
-
-def _config_file(path: Path, key: str) -> Mapping[str, object]:
-    file = path if path.suffix == ".json" else path / "config.json"
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SpecError(
-            f"{key}: {file} cannot be read: {error.strerror}",
-            remedy="give model.config a config.json, as a file or a mapping, to plan without the weights",
-        ) from None
-    except ValueError as error:
-        raise SpecError(f"{key}: {file} is not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise SpecError(f"{key}: {file} holds no mapping (rule: a Hugging Face config.json)")
-    return found
-
-
-@guard
-def initial_config(init: Mapping[str, Any] | str, base: str) -> dict[str, Any]:
-    """`model.init`: the configuration, or the return value of `package.module:function`; the run file's directory is
-    importable meanwhile, as in a run. SpecError if there is no configuration."""
-    if not isinstance(init, str):
-        return dict(init)
-    module, _, name = init.partition(":")
-    added = base not in sys.path
-    if added:
-        sys.path.insert(0, base)
-    try:
-        with UserCodeGuard():
-            found: Any = getattr(importlib.import_module(module), name)()
-    except Exception as error:  # a user's module may raise any exception
-        raise SpecError(f"model.init '{init}' gives no configuration: {one_line(error, 500)}") from None
-    finally:
-        if added:
-            sys.path.remove(base)
-    if not isinstance(found, dict):
-        raise SpecError(f"model.init '{init}' returned {type(found).__name__} (rule: a mapping, as in config.json)")
-    return found
-
-
-DEFAULT_TP = (1, 2, 4, 8)
-
-PUBLISH = "publish"
-"""Key of a calibration file's entry that holds publish speeds."""
-
-SPLIT = frozenset({Role.PREFILL, Role.DECODE})
-
-
-@dataclass(frozen=True, slots=True)
-class PlanningProblem:
-    """A placement problem, and notes on how it was derived from the specs, for readers of the plan."""
-
-    problem: Problem
-    notes: tuple[str, ...] = ()
-
-
-def problem_of(
-    run: RunSpec,
-    cluster: ClusterSpec,
-    prices: PriceList,
-    profiles: Sequence[DomainProfile] | None = None,
-    *,
-    base: str = ".",
-    fixed: Sequence[Deployment] | None = None,
-) -> Problem:
-    """The placement problem. `profiles`: measured ones, for domains whose spec gives none. SpecError names the key."""
-    return planning_problem(run, cluster, prices, profiles, base=base, fixed=fixed).problem
-
-
-def planning_problem(
-    run: RunSpec,
-    cluster: ClusterSpec,
-    prices: PriceList,
-    profiles: Sequence[DomainProfile] | None = None,
-    *,
-    base: str = ".",
-    fixed: Sequence[Deployment] | None = None,
-) -> PlanningProblem:
-    """As `problem_of`, with notes on assumptions. `fixed`: the instances are given; only flows are solved for."""
-    spec = run.placement
-    shape = run_shape(run, base, cluster.engines.dtype)
-    pools = pools_of(cluster, prices)
-    performance = _performance(run, cluster, pools, shape)
-    degrees = _degrees(run, shape, fixed)
-    _check_sizes(run, shape)
-    domains = profiles_of(run, quotas(run), profiles or ())
-    usable = {p.name: _unservable_reason(performance, p, degrees) for p in pools}
-    affinity, fallbacks = affinity_of(run, pools, usable)
-    pool, devices = _trainer_placement(run, cluster, pools, fixed)
-    windowed = run.schedule not in LAG and spec.in_flight is None
-    only = None if cluster.engines.device is None else frozenset({device_name(cluster.engines.device)})
-    try:
-        problem = Problem(
-            pools=pools,
-            domains=domains,
-            performance=performance,
-            links=links_of(cluster),
-            train=train_of(run, cluster, shape, pool, devices, load_training(cluster)),
-            objective=Objective(spec.objective),
-            rate=spec.rate,
-            budget_usd_per_hour=spec.budget_usd_per_hour,
-            in_flight=spec.in_flight,
-            functions=function_price(cluster, prices),
-            roles=frozenset(Role) - SPLIT if spec.prefill_decode == "off" else frozenset(Role),
-            tensor_parallel=degrees,
-            max_batch=cluster.engines.max_slots,
-            affinity=affinity,
-            fixed=None if fixed is None else tuple(fixed),
-            restriction=Restriction.PD_ONLY if spec.prefill_decode == "only" else Restriction.FULL,
-            device_types=only,
-            utilisation=spec.utilisation,
-            rate_tolerance=spec.rate_tolerance,
-            window=window_of(run, cluster, shape) if fixed is None and windowed else None,
-        )
-    except ValueError as error:
-        raise SpecError(f"the plan's problem: {error}") from None
-    return PlanningProblem(problem, (*_assumptions(run, domains), *fallbacks))
-
-
-def load_training(cluster: ClusterSpec, base: str = ".") -> TrainingConstants | None:
-    """The trainer's constants of the cluster's calibration files; of several the last. None if no file has any."""
-    found = None
-    for entry in _entries(cluster, base):
-        if "training" in entry[1]:
-            try:
-                found = TrainingConstants.from_dict(entry[1]["training"])
-            except ValueError as error:
-                raise SpecError(f"calibration '{entry[0]}': {error}", remedy=RECALIBRATE) from None
-    return found
-
-
-def solve_placement(question: PlanningProblem) -> Placement:
-    """Solve. SpecError with the conflicting constraints if there is no plan."""
-    from placement.solve import solve  # late: imports numpy
-
-    try:
-        found = solve(question.problem)
-    except ValueError as error:  # found only while solving: no plan costs anything, so no ratio is best
-        raise SpecError(f"the plan's problem: {error}") from None
-    if isinstance(found, Infeasible):
-        raise infeasible(found)
-    return found
-
-
-def infeasible(found: Infeasible) -> SpecError:
-    """Why there is no plan, a constraint a line."""
-    message = found.message
-    lines = [f"no plan: {message}", *(f"binds: {conflict}" for conflict in found.conflicts if conflict not in message)]
-    return SpecError("\n".join(lines), remedy="loosen one of these, or see what would do with `rollart plan --what-if`")
-
-
-def demands_of(placement: Placement) -> list[Demand]:
-    """Demands for device assignment: the largest parts of a pool first, so that none of them straddles hosts."""
-    parts = sorted(placement.deployments, key=lambda d: (d.role is not Role.TRAINER, -d.tp, d.pool, d.role))
-    return [Demand(d.role, d.replicas, d.tp, pool=d.pool) for d in parts if d.replicas]
-
-
-def run_shape(run: RunSpec, base: str, dtype: str = "auto") -> DecoderShape:
-    """The model's shape at the serving precision: the run's, else that of the engines' `dtype`. SpecError for a
-    config.json that describes no supported model."""
-    spec, width = run.placement, 4.0 if dtype == "float32" else 2.0
-    try:
-        return shape_of(
-            model_config(run, base),
-            name=model_name(run),
-            weight_bytes_per_parameter=width if spec.weight_bytes is None else spec.weight_bytes,
-            kv_bytes_per_element=width if spec.kv_bytes is None else spec.kv_bytes,
-        )
-    except ValueError as error:
-        raise SpecError(f"model: {error}", remedy="give model.config the model's Hugging Face config.json") from None
-
-
-def load_calibrations(cluster: ClusterSpec, base: str = ".") -> dict[str, Calibration]:
-    """The cluster's calibration files by device. A file holds one calibration or a list of them (JSON or YAML)."""
-    found: dict[str, Calibration] = {}
-    for name, entry in _entries(cluster, base):
-        if "training" in entry or PUBLISH in entry:
-            continue
-        try:
-            one = _calibration(entry)
-        except ValueError as error:
-            raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=RECALIBRATE) from None
-        found[one.device] = one
-    return found
-
-
-RECALIBRATE = "write it anew with `rollart calibrate`"
-
-
-def _entries(cluster: ClusterSpec, base: str) -> list[tuple[str, Mapping[str, object]]]:
-    """Entries of the calibration files, each with the name of its file."""
-    import yaml
-
-    found: list[tuple[str, Mapping[str, object]]] = []
-    for name in cluster.calibration:
-        path = Path(base) / name
-        try:
-            text = path.read_text(encoding="utf-8")
-            data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-        except OSError as error:
-            raise SpecError(f"calibration '{name}': {path} cannot be read: {error.strerror}") from None
-        except (ValueError, yaml.YAMLError) as error:
-            raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=RECALIBRATE) from None
-        for entry in data if isinstance(data, list) else [data]:
-            if not isinstance(entry, Mapping):
-                raise SpecError(
-                    f"calibration '{name}': it holds no mapping (rule: what `rollart calibrate` writes)",
-                    remedy=RECALIBRATE,
-                )
-            found.append((name, entry))
-    return found
-
-
-def _calibration(entry: Mapping[str, object]) -> Calibration:
-    """The calibration of an entry: a calibration, a fit (which has more keys), or a whole machine with an `engine`."""
-    engine = entry.get("engine")
-    fitted = engine if isinstance(engine, Mapping) else entry
-    return Calibration.from_dict({key: value for key, value in fitted.items() if key != "fit"})
-
-
-def _measured_speeds(name: str, value: object) -> PublishSpeeds:
-    try:
-        if not isinstance(value, Mapping):
-            raise TypeError
-        return PublishSpeeds(**{key: float(speed) for key, speed in value.items()})
-    except (TypeError, ValueError):
-        rule = "rule: speeds in GB/s, as `rollart calibrate --from` writes them"
-        raise SpecError(f"calibration '{name}': {PUBLISH} is {value!r} ({rule})", remedy=RECALIBRATE) from None
-
-
 def window_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> InFlightWindow:
     """Parameters of the in-flight window where groups are admitted one by one."""
     return InFlightWindow(
@@ -573,14 +323,87 @@ def publishing_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> Pu
     )
 
 
-def _speeds(cluster: ClusterSpec) -> PublishSpeeds:
-    """Publish speeds: the preset's, overridden by the calibration files', overridden by the cluster's `publish`."""
-    spec = cluster.publish
-    speeds = PublishSpeeds() if spec.preset is None else PRESETS[spec.preset]
-    for name, entry in _entries(cluster, "."):
-        if PUBLISH in entry:
-            speeds = replace(speeds, **_measured_speeds(name, entry[PUBLISH]).stated())
-    return replace(speeds, **spec.model_dump(exclude={"preset"}, exclude_none=True))
+def run_shape(run: RunSpec, base: str, dtype: str = "auto") -> DecoderShape:
+    """The model's shape at the serving precision: the run's, else that of the engines' `dtype`. SpecError for a
+    config.json that describes no supported model."""
+    spec, width = run.placement, 4.0 if dtype == "float32" else 2.0
+    try:
+        return shape_of(
+            model_config(run, base),
+            name=model_name(run),
+            weight_bytes_per_parameter=width if spec.weight_bytes is None else spec.weight_bytes,
+            kv_bytes_per_element=width if spec.kv_bytes is None else spec.kv_bytes,
+        )
+    except ValueError as error:
+        raise SpecError(f"model: {error}", remedy="give model.config the model's Hugging Face config.json") from None
+
+
+def model_config(run: RunSpec, base: str) -> Mapping[str, object]:
+    """The `config.json` that the plan is computed for. SpecError, naming the key, if it cannot be read."""
+    model = run.model
+    if isinstance(model.config, str):
+        return _config_file(Path(base) / model.config, "model.config")
+    if model.config is not None:
+        return model.config
+    if model.path is not None:
+        return _config_file(Path(base) / model.path, "model.path")
+    assert model.init is not None, "the rules of the run spec want one of them"
+    return initial_config(model.init, base)
+
+
+def model_name(run: RunSpec) -> str:
+    """The model's name in calibrations and reports: the directory of its config.json, or the source of the config."""
+    model = run.model
+    path = model.config if isinstance(model.config, str) else model.path
+    if path is not None and not isinstance(model.config, dict):
+        return Path(path).parent.name or run.name if Path(path).suffix == ".json" else Path(path).name
+    given = model.config if isinstance(model.config, dict) else model.init
+    if isinstance(given, str):
+        return given
+    return str((given or {}).get("_name_or_path") or run.name)
+
+
+@guard
+def initial_config(init: Mapping[str, Any] | str, base: str) -> dict[str, Any]:
+    """`model.init`: the configuration, or the return value of `package.module:function`; the run file's directory is
+    importable meanwhile, as in a run. SpecError if there is no configuration."""
+    if not isinstance(init, str):
+        return dict(init)
+    module, _, name = init.partition(":")
+    try:
+        with importable(base), UserCodeGuard():
+            found: Any = getattr(importlib.import_module(module), name)()
+    except Exception as error:  # a user's module may raise any exception
+        raise SpecError(f"model.init '{init}' gives no configuration: {one_line(error, 500)}") from None
+    if not isinstance(found, dict):
+        raise SpecError(f"model.init '{init}' returned {type(found).__name__} (rule: a mapping, as in config.json)")
+    return found
+
+
+def load_training(cluster: ClusterSpec, base: str = ".") -> TrainingConstants | None:
+    """The trainer's constants of the cluster's calibration files; of several the last. None if no file has any."""
+    found = None
+    for entry in _entries(cluster, base):
+        if "training" in entry[1]:
+            try:
+                found = TrainingConstants.from_dict(entry[1]["training"])
+            except ValueError as error:
+                raise SpecError(f"calibration '{entry[0]}': {error}", remedy=RECALIBRATE) from None
+    return found
+
+
+def load_calibrations(cluster: ClusterSpec, base: str = ".") -> dict[str, Calibration]:
+    """The cluster's calibration files by device. A file holds one calibration or a list of them (JSON or YAML)."""
+    found: dict[str, Calibration] = {}
+    for name, entry in _entries(cluster, base):
+        if "training" in entry or PUBLISH in entry:
+            continue
+        try:
+            one = _calibration(entry)
+        except ValueError as error:
+            raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=RECALIBRATE) from None
+        found[one.device] = one
+    return found
 
 
 def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shape: DecoderShape) -> RooflinePerformance:
@@ -663,3 +486,172 @@ def _assumptions(run: RunSpec, domains: Sequence[DomainProfile]) -> tuple[str, .
             f"schedule is {run.schedule}: generation and training take turns, which the rate does not account for"
         )
     return tuple(notes)
+
+
+def _pool(pool: PoolSpec, own: DeviceSpec | None, prices: PriceList) -> Pool:
+    device = _device(pool, own)
+    return Pool(
+        name=pool.name,
+        device=device,
+        count=pool.count,
+        usd_per_device_hour=_hourly(pool, prices),
+        memory_gb=pool.memory_gb if device.is_cpu else None,
+        labels=pool.labels,
+        rented=pool.rented,
+    )
+
+
+def _device(pool: PoolSpec, own: DeviceSpec | None) -> Device:
+    """The type's figures: the cluster's, else the catalogue's, else none; the pool's own figures replace them."""
+    try:
+        if own is not None:
+            figures = own.model_dump(exclude_none=True, exclude={"name", "base", "source"})
+            device = override(own.name, base=own.base, source=own.source, **figures)
+        else:
+            device = _known(pool.device)
+    except ValueError as error:
+        raise SpecError(f"pool '{pool.name}': {error}") from None
+    if pool.memory_gb is not None and not device.is_cpu:
+        device = replace(device, memory_gb=pool.memory_gb)
+    if pool.devices_per_host is not None:
+        device = replace(device, devices_per_host=pool.devices_per_host)
+    return device
+
+
+def _known(name: str) -> Device:
+    entry = catalogue().get(device_name(name))
+    return Device(name) if entry is None else entry.device
+
+
+def _hourly(pool: PoolSpec, prices: PriceList) -> float:
+    if pool.price is not None:
+        return pool.price
+    listed = {p.name: p.usd for p in prices.prices if p.unit == "device-hour"}
+    if pool.device in listed:
+        return listed[pool.device]
+    synonyms = {device_name(name): usd for name, usd in listed.items()}
+    if device_name(pool.device) not in synonyms:
+        raise SpecError(
+            f"pool '{pool.name}': device '{pool.device}' has no price{did_you_mean(pool.device, listed)}",
+            remedy="give the pool a price (dollars per device-hour) or add one to price_list",
+        )
+    return synonyms[device_name(pool.device)]
+
+
+def _links(cluster: ClusterSpec) -> tuple[Link, ...]:
+    return tuple(Link(link.a, link.b, link.gb_per_s, link.latency_ms / 1000.0) for link in cluster.links)
+
+
+def _to_store(cluster: ClusterSpec, link: Link) -> bool:
+    """True if the link ends at the store. A pool of the same name takes precedence."""
+    return STORE in (link.a, link.b) and STORE not in {pool.name for pool in cluster.pools}
+
+
+def _given(domain: DomainSpec, spec: ProfileSpec, weight: float) -> DomainProfile:
+    environment, reward = spec.environment, spec.reward
+    return DomainProfile(
+        name=domain.name,
+        turns=_quantity(spec.turns),
+        new_tokens=_quantity(spec.new_tokens),
+        output_tokens=_quantity(spec.output_tokens),
+        weight=weight,
+        first_tokens=None if spec.first_tokens is None else _quantity(spec.first_tokens),
+        shared_prefix=spec.shared_prefix,
+        environment=EnvironmentCost(environment.wait_s, environment.core_s, environment.reset_s),
+        reward=None if reward is None else RewardCost(**reward.model_dump()),
+        max_turns=domain.max_turns,
+        source="given",
+    )
+
+
+def _assumed(domain: DomainSpec, context: int, weight: float) -> DomainProfile:
+    """Every turn generates `max_tokens`, and observations fill the context: an upper bound of real trajectories."""
+    output = domain.max_tokens
+    turns = max(1, min(domain.max_turns, context // (output + 1)))
+    new = max(1.0, context / turns - output)
+    return DomainProfile(
+        name=domain.name,
+        turns=Quantity(float(turns)),
+        new_tokens=Quantity(new),
+        output_tokens=Quantity(float(output)),
+        weight=weight,
+        max_turns=domain.max_turns,
+        source=ASSUMED,
+    )
+
+
+def _quantity(spec: QuantitySpec) -> Quantity:
+    return Quantity(spec.mean, spec.p50, spec.p90)
+
+
+def _pools_named(wanted: str, pools: Sequence[Pool]) -> tuple[str, ...]:
+    if any(p.name == wanted for p in pools):
+        return (wanted,)
+    return tuple(p.name for p in pools if p.device.name == device_name(wanted))
+
+
+def _config_file(path: Path, key: str) -> Mapping[str, object]:
+    file = path if path.suffix == ".json" else path / "config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SpecError(
+            f"{key}: {file} cannot be read: {error.strerror}",
+            remedy="give model.config a config.json, as a file or a mapping, to plan without the weights",
+        ) from None
+    except ValueError as error:
+        raise SpecError(f"{key}: {file} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise SpecError(f"{key}: {file} holds no mapping (rule: a Hugging Face config.json)")
+    return found
+
+
+def _entries(cluster: ClusterSpec, base: str) -> list[tuple[str, Mapping[str, object]]]:
+    """Entries of the calibration files, each with the name of its file."""
+    import yaml
+
+    found: list[tuple[str, Mapping[str, object]]] = []
+    for name in cluster.calibration:
+        path = Path(base) / name
+        try:
+            text = path.read_text(encoding="utf-8")
+            data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        except OSError as error:
+            raise SpecError(f"calibration '{name}': {path} cannot be read: {error.strerror}") from None
+        except (ValueError, yaml.YAMLError) as error:
+            raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=RECALIBRATE) from None
+        for entry in data if isinstance(data, list) else [data]:
+            if not isinstance(entry, Mapping):
+                raise SpecError(
+                    f"calibration '{name}': it holds no mapping (rule: what `rollart calibrate` writes)",
+                    remedy=RECALIBRATE,
+                )
+            found.append((name, entry))
+    return found
+
+
+def _calibration(entry: Mapping[str, object]) -> Calibration:
+    """The calibration of an entry: a calibration, a fit (which has more keys), or a whole machine with an `engine`."""
+    engine = entry.get("engine")
+    fitted = engine if isinstance(engine, Mapping) else entry
+    return Calibration.from_dict({key: value for key, value in fitted.items() if key != "fit"})
+
+
+def _measured_speeds(name: str, value: object) -> PublishSpeeds:
+    try:
+        if not isinstance(value, Mapping):
+            raise TypeError
+        return PublishSpeeds(**{key: float(speed) for key, speed in value.items()})
+    except (TypeError, ValueError):
+        rule = "rule: speeds in GB/s, as `rollart calibrate --from` writes them"
+        raise SpecError(f"calibration '{name}': {PUBLISH} is {value!r} ({rule})", remedy=RECALIBRATE) from None
+
+
+def _speeds(cluster: ClusterSpec) -> PublishSpeeds:
+    """Publish speeds: the preset's, overridden by the calibration files', overridden by the cluster's `publish`."""
+    spec = cluster.publish
+    speeds = PublishSpeeds() if spec.preset is None else PRESETS[spec.preset]
+    for name, entry in _entries(cluster, "."):
+        if PUBLISH in entry:
+            speeds = replace(speeds, **_measured_speeds(name, entry[PUBLISH]).stated())
+    return replace(speeds, **spec.model_dump(exclude={"preset"}, exclude_none=True))

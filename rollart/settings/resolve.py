@@ -1,12 +1,7 @@
-"""From written specs to a runnable configuration: specs, prices and the placement plan in one frozen value.
+"""From written specs to a runnable configuration: specs, prices and the placement plan in one frozen value, and what
+follows from it alone: concurrent episodes, and the number format of each part where the specs leave it open.
 
 Nothing is started here. Without engine counts the plan is computed; with them, parts are only assigned to devices.
-
-The number of concurrent episodes of a run, compared with the slots of its environment hosts.
-
-The number format of each part where the specs leave it open: bfloat16 on GPUs, float32 on cores.
-
-Source positions of a run's specs, for problems that are found after the specs were read.
 """
 
 from __future__ import annotations
@@ -24,10 +19,16 @@ from placement.problem import DomainProfile, Problem
 from placement.types import Demand, Deployment, Placement, Plan, Pool, Role, Shortage
 from rollart.errors import SpecError
 from rollart.settings.cluster import ClusterSpec
-from rollart.settings.document import Document, KeyPath, apply_overrides, read_document
 from rollart.settings.functions import effective_spec, shown_settings
 from rollart.settings.load import builtin, load_cluster, load_prices, load_run, saved_specs, split_overrides
-from rollart.settings.planning import device_name, merged_prices, pools_of
+from rollart.settings.planning import (
+    demands_of,
+    device_name,
+    merged_prices,
+    planning_problem,
+    pools_of,
+    solve_placement,
+)
 from rollart.settings.prices import PriceList
 from rollart.settings.rules import quotas
 from rollart.settings.run import RunSpec
@@ -36,61 +37,26 @@ from serverless.spec import FunctionSpec
 MAX_CONCURRENT_EVALUATIONS = 128
 """Largest number of concurrent held-out episodes (`control.evaluation`)."""
 
+
 ROUNDING_TOLERANCE = 1e-9
 """A product this close below a whole number counts as that number."""
 
 
-@dataclass(frozen=True, slots=True)
-class ConcurrentEpisodes:
-    """Upper bounds: running trajectories (redundant ones too), prefetched environments beside them, and held-out
-    episodes, which run while nothing trains. `prefetch: auto` counts as one batch: its initial value, which it gives up
-    where other episodes wait."""
-
-    running: int
-    ahead: int
-    held_out: int
-
-    @property
-    def most(self) -> int:
-        return max(self.running + self.ahead, self.held_out)
+FLOAT32_TOLERANCE = 0.01
+"""Mean difference of log-probabilities from which two float32 sides are taken to have different weights: 0.0001 is
+usual, and another summation order does not make it ten times that."""
 
 
-def concurrent_episodes(run: RunSpec) -> ConcurrentEpisodes:
-    """The largest numbers of concurrent episodes. SpecError where domains cannot fill the batch."""
-    rollout, running = run.rollout, 0
-    more, members, extra = rollout.redundancy.groups, rollout.redundancy.size, 0
-    if rollout.tail_batching is not None:
-        more, members = rollout.tail_batching.eta_prompts, rollout.tail_batching.eta_responses
-    for name, quota in quotas(run).items():
-        size = run.domain(name).group_size
-        groups = quota // size
-        started = groups * run.staleness + math.floor(groups * more + ROUNDING_TOLERANCE)
-        running += started * math.floor(size * members + ROUNDING_TOLERANCE)
-        extra = max(extra, math.floor(size * members + ROUNDING_TOLERANCE))
-    running += rollout.filter.max_additional_running_prompts * extra
-    ahead = run.batch.trajectories if rollout.prefetch == "auto" else rollout.prefetch * len(run.domains)
-    return ConcurrentEpisodes(
-        running, ahead, min(MAX_CONCURRENT_EVALUATIONS, run.evaluation.episodes * len(run.domains))
-    )
+HALF_TOLERANCE = 0.2
+"""The same tolerance where one side computes in bfloat16 or float16: 0.05 is usual."""
 
 
-def episode_slot_notes(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
-    """A note if some episodes will wait for slots of others."""
-    spec, most = cluster.environments, concurrent_episodes(run)
-    if not isinstance(spec.workers, int) or not spec.workers or spec.workers * spec.per_worker >= most.most:
-        return ()
-    ahead = f", {most.ahead} ahead of need" if most.ahead else ""
-    return (
-        f"environments: {spec.workers} x {spec.per_worker} places (workers x per_worker) for up to {most.most} "
-        f"episodes at a time ({most.running} trajectories{ahead}): the others wait for a place",
-    )
+NO_PREDICTION = "no prediction: "
+"""Prefix of the note that explains why a plan of given engines has no rate."""
 
 
 ProfileReader = Callable[[Path], Sequence[DomainProfile]]
 """Reads the work of each domain from the directory of a finished run."""
-
-NO_PREDICTION = "no prediction: "
-"""Prefix of the note that explains why a plan of given engines has no rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,35 +144,6 @@ def recorded_specs(
     return Specs(run, saved, prices, base, tuple(measured))
 
 
-def _read_cluster(cluster: str | Path | None, overrides: Sequence[str]) -> tuple[ClusterSpec, PriceList]:
-    cluster_path = Path(cluster) if cluster is not None else builtin("clusters/local.yaml")
-    cluster_spec = load_cluster(cluster_path, overrides)
-    prices = load_prices(
-        cluster_path.parent / cluster_spec.prices if cluster_spec.prices is not None else builtin("prices.yaml")
-    )
-    # A run's directory keeps the specs, where relative paths would resolve differently.
-    measured = [str((cluster_path.parent / name).resolve()) for name in cluster_spec.calibration]
-    runtime = cluster_spec.runtime
-    if runtime.token is not None:
-        runtime = runtime.model_copy(update={"token": str((cluster_path.parent / runtime.token).resolve())})
-    environments = cluster_spec.environments
-    if environments.python is not None and os.sep in environments.python:  # keep symlinks: they make a virtual env
-        python = os.path.abspath(cluster_path.parent / environments.python)
-        environments = environments.model_copy(update={"python": python})
-    changed = {"calibration": measured, "runtime": runtime, "environments": environments}
-    return cluster_spec.model_copy(update=changed), prices
-
-
-def forecast(specs: Specs) -> Resolved:
-    """Resolve, and predict the rate of given engines even where the work has to be assumed."""
-    resolved = resolve_specs(specs)
-    played = _plan_independent_notes(specs.run, specs.cluster)
-    if resolved.plan.placement is not None or resolved.notes != played or not specs.cluster.engines.fixed:
-        return resolved
-    plan, problem, notes = _predicted_plan(resolved.plan, replace(specs, prices=resolved.prices))
-    return replace(resolved, plan=plan, problem=problem, notes=(*notes, *played))
-
-
 def resolve_files(
     run: str | Path | None = None,
     cluster: str | Path | None = None,
@@ -252,125 +189,20 @@ def resolve_specs(specs: Specs) -> Resolved:
     return Resolved(run, cluster, plan, listed, quotas(run), hourly, base, notes, problem, functions)
 
 
-def _check_engine_support(run: RunSpec, cluster: ClusterSpec) -> None:
-    """SpecError for settings that the engines do not support."""
-    cut = [d.name for d in run.domains if d.top_p < 1.0]
-    if cluster.engines.kind == "vllm" and cut:
-        raise SpecError(
-            f"domain '{cut[0]}' has top_p below 1 (rule: 1 with engines of kind vllm, whose log-probabilities are "
-            "after the cut; those that losses take are before it)",
-            remedy="leave top_p out, or use embedded engines",
-        )
-    if cluster.runtime.elastic is not None and run.rollout.parallelism is not None:
-        raise SpecError(
-            "rollout.parallelism and runtime.elastic are given (rule: one of them starts and stops engines)",
-            remedy="leave one of them out",
-        )
-    store = run.weights.store
-    if cluster.engines.attach and store is not None and store.local is None:
-        raise SpecError(
-            "weights.store has no local, and engines.attach names servers that run already (rule: a directory of their "
-            "hosts, which have the run's directory nowhere)",
-            remedy="set weights.store.local to a directory that each server's host can write",
-        )
-    if cluster.trainer.external is not None and run.weights.collective is not None:
-        raise SpecError(
-            "weights.collective is given, and trainer.external is somebody else's trainer (rule: one of them; the "
-            "embedded trainer's ranks broadcast)",
-            remedy="leave out weights.collective",
-        )
-
-
-PlanningResult = tuple[Plan, Problem | None, tuple[str, ...]]
-"""A plan, the problem that its placement solves, and notes."""
-
-
-def _fixed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
-    """The parts that the cluster spec counts, on the devices that are free."""
-    engines, trainer = specs.cluster.engines, specs.cluster.trainer
-    wanted = [(Role.ENGINE, engines.count), (Role.PREFILL, engines.prefill), (Role.DECODE, engines.decode)]
-    device = None if engines.device is None else device_name(engines.device)
-    demands = [Demand(role, count, engines.threads, device=device) for role, count in wanted if count is not None]
-    for_training = None if trainer.device is None else device_name(trainer.device)
-    demands.append(Demand(Role.TRAINER, 1, trainer.threads, device=for_training))
-    plan = _assigned_plan(specs.cluster, pools, demands)
-    measured = {profile.name for profile in specs.measured}
-    if not all(d.profile is not None or d.name in measured for d in specs.run.domains):
-        return plan, None, ()
-    return _predicted_plan(plan, specs)
-
-
-def _predicted_plan(plan: Plan, specs: Specs) -> PlanningResult:
-    """A plan of given engines with its predicted rate, or with a note on why there is no prediction."""
-    from rollart.settings.planning import planning_problem, solve_placement
-
-    try:
-        question = planning_problem(
-            specs.run, specs.cluster, specs.prices, specs.measured, base=specs.base, fixed=deployments_of(plan)
-        )
-        found = solve_placement(question)
-    except SpecError as error:
-        return plan, None, (f"{NO_PREDICTION}{error.message.splitlines()[0]}",)
-    return replace(_with_placement(plan, found), binds=plan.binds), question.problem, question.notes
-
-
-def _computed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
-    from rollart.settings.planning import demands_of, planning_problem, solve_placement
-
-    question = planning_problem(specs.run, specs.cluster, specs.prices, specs.measured, base=specs.base)
-    found = solve_placement(question)
-    plan = _assigned_plan(specs.cluster, pools, demands_of(found))
-    return _with_placement(plan, found), question.problem, (*question.notes, *_ignored_threads_notes(specs.cluster))
-
-
-def _ignored_threads_notes(cluster: ClusterSpec) -> tuple[str, ...]:
-    """Notes on device counts that a computed plan ignores."""
-    instead = {"engines": "placement.tensor_parallel", "trainer": "placement.train.devices"}
-    return tuple(
-        f"{part}.threads is {threads}: ignored, since the plan is computed; {instead[part]} says it there"
-        for part, threads in (("engines", cluster.engines.threads), ("trainer", cluster.trainer.threads))
-        if threads != 1
-    )
-
-
-def _plan_independent_notes(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
-    """Notes that do not depend on the plan."""
-    played, notes = cluster.functions.local.rehearse, episode_slot_notes(run, cluster)
-    if played is None or "local" not in cluster.functions.chain:
-        return notes
-    return (
-        *notes,
-        f"a rehearsal: functions run here with the cold starts, overheads and throttles modelled for {played}",
-    )
-
-
-def _with_placement(plan: Plan, found: Placement) -> Plan:
-    """The plan with the placer's figures."""
-    return replace(
-        plan, placement=found, rates={"trajectories": float(found.rate)}, binds="; ".join(found.binds) or plan.binds
-    )
+def forecast(specs: Specs) -> Resolved:
+    """Resolve, and predict the rate of given engines even where the work has to be assumed."""
+    resolved = resolve_specs(specs)
+    played = _plan_independent_notes(specs.run, specs.cluster)
+    if resolved.plan.placement is not None or resolved.notes != played or not specs.cluster.engines.fixed:
+        return resolved
+    plan, problem, notes = _predicted_plan(resolved.plan, replace(specs, prices=resolved.prices))
+    return replace(resolved, plan=plan, problem=problem, notes=(*notes, *played))
 
 
 def deployments_of(plan: Plan) -> tuple[Deployment, ...]:
     """The instances of a plan, counted."""
     counts = Counter((a.pool, a.role, len(a.devices)) for a in plan.assignments)
     return tuple(Deployment(pool, role, tp, n) for (pool, role, tp), n in counts.items())
-
-
-def _measured_profiles(run: RunSpec, base: str, measure: ProfileReader | None) -> tuple[DomainProfile, ...]:
-    if run.placement.profile is None or measure is None:
-        return ()
-    return tuple(measure(Path(base) / run.placement.profile))
-
-
-def _assigned_plan(cluster: ClusterSpec, pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan:
-    plan = assign(pools, demands)
-    if isinstance(plan, Shortage):
-        raise SpecError(
-            f"cluster '{cluster.name}' cannot hold the run: {plan.message}",
-            remedy="add devices to the pool, or lower engines.count, engines.threads or trainer.threads",
-        )
-    return plan
 
 
 def plan_dict(plan: Plan) -> dict[str, Any]:
@@ -438,12 +270,38 @@ def placement_dict(found: Placement) -> dict[str, Any]:
     }
 
 
-FLOAT32_TOLERANCE = 0.01
-"""Mean difference of log-probabilities from which two float32 sides are taken to have different weights: 0.0001 is
-usual, and another summation order does not make it ten times that."""
+@dataclass(frozen=True, slots=True)
+class ConcurrentEpisodes:
+    """Upper bounds: running trajectories (redundant ones too), prefetched environments beside them, and held-out
+    episodes, which run while nothing trains. `prefetch: auto` counts as one batch: its initial value, which it gives up
+    where other episodes wait."""
 
-HALF_TOLERANCE = 0.2
-"""The same tolerance where one side computes in bfloat16 or float16: 0.05 is usual."""
+    running: int
+    ahead: int
+    held_out: int
+
+    @property
+    def most(self) -> int:
+        return max(self.running + self.ahead, self.held_out)
+
+
+def concurrent_episodes(run: RunSpec) -> ConcurrentEpisodes:
+    """The largest numbers of concurrent episodes. SpecError where domains cannot fill the batch."""
+    rollout, running = run.rollout, 0
+    more, members, extra = rollout.redundancy.groups, rollout.redundancy.size, 0
+    if rollout.tail_batching is not None:
+        more, members = rollout.tail_batching.eta_prompts, rollout.tail_batching.eta_responses
+    for name, quota in quotas(run).items():
+        size = run.domain(name).group_size
+        groups = quota // size
+        started = groups * run.staleness + math.floor(groups * more + ROUNDING_TOLERANCE)
+        running += started * math.floor(size * members + ROUNDING_TOLERANCE)
+        extra = max(extra, math.floor(size * members + ROUNDING_TOLERANCE))
+    running += rollout.filter.max_additional_running_prompts * extra
+    ahead = run.batch.trajectories if rollout.prefetch == "auto" else rollout.prefetch * len(run.domains)
+    return ConcurrentEpisodes(
+        running, ahead, min(MAX_CONCURRENT_EVALUATIONS, run.evaluation.episodes * len(run.domains))
+    )
 
 
 def engine_dtype(resolved: Resolved, device: str) -> str:
@@ -478,54 +336,143 @@ def probe_tolerance(resolved: Resolved, trainer_device: str) -> float:
     return FLOAT32_TOLERANCE if both == {"float32"} else HALF_TOLERANCE
 
 
-@dataclass(frozen=True, slots=True)
-class SpecFinding:
-    """A problem in a spec. `loc` begins with `run` or `cluster`; `key`: the key is wrong, not its value."""
-
-    loc: KeyPath
-    message: str
-    remedy: str = ""
-    key: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class SpecSources:
-    """The documents that a run's specs were read from."""
-
-    run: Document
-    cluster: Document
-
-    @classmethod
-    def files(cls, run: str | Path | None, cluster: str | Path | None, overrides: Sequence[str] = ()) -> SpecSources:
-        """The documents of `read_specs`' arguments."""
-        found = [
-            read_document(builtin(default) if path is None else path)
-            for path, default in ((run, "runs/quickstart.yaml"), (cluster, "clusters/local.yaml"))
-        ]
-        for document, own in zip(found, split_overrides(overrides), strict=True):
-            apply_overrides(document, own)
-        return cls(*found)
-
-    @classmethod
-    def saved(cls, path: str | Path) -> SpecSources:
-        """The documents of a run's directory. They have no line numbers, since no user wrote them."""
-        return cls(Document(f"{path}: run", {}), Document(f"{path}: cluster", {}))
-
-    def position(self, finding: SpecFinding) -> str:
-        """A finding's position as `file:line:column`."""
-        document = self.run if finding.loc[0] == "run" else self.cluster
-        return str(document.position(finding.loc[1:], key=finding.key))
+def _read_cluster(cluster: str | Path | None, overrides: Sequence[str]) -> tuple[ClusterSpec, PriceList]:
+    cluster_path = Path(cluster) if cluster is not None else builtin("clusters/local.yaml")
+    cluster_spec = load_cluster(cluster_path, overrides)
+    prices = load_prices(
+        cluster_path.parent / cluster_spec.prices if cluster_spec.prices is not None else builtin("prices.yaml")
+    )
+    # A run's directory keeps the specs, where relative paths would resolve differently.
+    measured = [str((cluster_path.parent / name).resolve()) for name in cluster_spec.calibration]
+    runtime = cluster_spec.runtime
+    if runtime.token is not None:
+        runtime = runtime.model_copy(update={"token": str((cluster_path.parent / runtime.token).resolve())})
+    environments = cluster_spec.environments
+    if environments.python is not None and os.sep in environments.python:  # keep symlinks: they make a virtual env
+        python = os.path.abspath(cluster_path.parent / environments.python)
+        environments = environments.model_copy(update={"python": python})
+    changed = {"calibration": measured, "runtime": runtime, "environments": environments}
+    return cluster_spec.model_copy(update=changed), prices
 
 
-def raise_findings(found: Sequence[SpecFinding], where: SpecSources | None = None) -> None:
-    """Raise one SpecError for all findings, a line each. Does nothing without findings."""
-    if not found:
-        return
-    positions = ["" if where is None else where.position(one) for one in found]
-    first, *rest = [(position, one.message) for position, one in zip(positions, found, strict=True)]
-    remedies = list(dict.fromkeys(one.remedy for one in found if one.remedy))
-    raise SpecError(
-        "\n".join([first[1], *(f"{position}: {message}" if position else message for position, message in rest)]),
-        where=first[0],
-        remedy=remedies[0] if len(remedies) == 1 else "",
+def _measured_profiles(run: RunSpec, base: str, measure: ProfileReader | None) -> tuple[DomainProfile, ...]:
+    if run.placement.profile is None or measure is None:
+        return ()
+    return tuple(measure(Path(base) / run.placement.profile))
+
+
+def _check_engine_support(run: RunSpec, cluster: ClusterSpec) -> None:
+    """SpecError for settings that the engines do not support."""
+    cut = [d.name for d in run.domains if d.top_p < 1.0]
+    if cluster.engines.kind == "vllm" and cut:
+        raise SpecError(
+            f"domain '{cut[0]}' has top_p below 1 (rule: 1 with engines of kind vllm, whose log-probabilities are "
+            "after the cut; those that losses take are before it)",
+            remedy="leave top_p out, or use embedded engines",
+        )
+    if cluster.runtime.elastic is not None and run.rollout.parallelism is not None:
+        raise SpecError(
+            "rollout.parallelism and runtime.elastic are given (rule: one of them starts and stops engines)",
+            remedy="leave one of them out",
+        )
+    store = run.weights.store
+    if cluster.engines.attach and store is not None and store.local is None:
+        raise SpecError(
+            "weights.store has no local, and engines.attach names servers that run already (rule: a directory of their "
+            "hosts, which have the run's directory nowhere)",
+            remedy="set weights.store.local to a directory that each server's host can write",
+        )
+    if cluster.trainer.external is not None and run.weights.collective is not None:
+        raise SpecError(
+            "weights.collective is given, and trainer.external is somebody else's trainer (rule: one of them; the "
+            "embedded trainer's ranks broadcast)",
+            remedy="leave out weights.collective",
+        )
+
+
+PlanningResult = tuple[Plan, Problem | None, tuple[str, ...]]
+"""A plan, the problem that its placement solves, and notes."""
+
+
+def _fixed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
+    """The parts that the cluster spec counts, on the devices that are free."""
+    engines, trainer = specs.cluster.engines, specs.cluster.trainer
+    wanted = [(Role.ENGINE, engines.count), (Role.PREFILL, engines.prefill), (Role.DECODE, engines.decode)]
+    device = None if engines.device is None else device_name(engines.device)
+    demands = [Demand(role, count, engines.threads, device=device) for role, count in wanted if count is not None]
+    for_training = None if trainer.device is None else device_name(trainer.device)
+    demands.append(Demand(Role.TRAINER, 1, trainer.threads, device=for_training))
+    plan = _assigned_plan(specs.cluster, pools, demands)
+    measured = {profile.name for profile in specs.measured}
+    if not all(d.profile is not None or d.name in measured for d in specs.run.domains):
+        return plan, None, ()
+    return _predicted_plan(plan, specs)
+
+
+def _predicted_plan(plan: Plan, specs: Specs) -> PlanningResult:
+    """A plan of given engines with its predicted rate, or with a note on why there is no prediction."""
+    try:
+        question = planning_problem(
+            specs.run, specs.cluster, specs.prices, specs.measured, base=specs.base, fixed=deployments_of(plan)
+        )
+        found = solve_placement(question)
+    except SpecError as error:
+        return plan, None, (f"{NO_PREDICTION}{error.message.splitlines()[0]}",)
+    return replace(_with_placement(plan, found), binds=plan.binds), question.problem, question.notes
+
+
+def _computed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
+    question = planning_problem(specs.run, specs.cluster, specs.prices, specs.measured, base=specs.base)
+    found = solve_placement(question)
+    plan = _assigned_plan(specs.cluster, pools, demands_of(found))
+    return _with_placement(plan, found), question.problem, (*question.notes, *_ignored_threads_notes(specs.cluster))
+
+
+def _ignored_threads_notes(cluster: ClusterSpec) -> tuple[str, ...]:
+    """Notes on device counts that a computed plan ignores."""
+    instead = {"engines": "placement.tensor_parallel", "trainer": "placement.train.devices"}
+    return tuple(
+        f"{part}.threads is {threads}: ignored, since the plan is computed; {instead[part]} says it there"
+        for part, threads in (("engines", cluster.engines.threads), ("trainer", cluster.trainer.threads))
+        if threads != 1
+    )
+
+
+def _with_placement(plan: Plan, found: Placement) -> Plan:
+    """The plan with the placer's figures."""
+    return replace(
+        plan, placement=found, rates={"trajectories": float(found.rate)}, binds="; ".join(found.binds) or plan.binds
+    )
+
+
+def _assigned_plan(cluster: ClusterSpec, pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan:
+    plan = assign(pools, demands)
+    if isinstance(plan, Shortage):
+        raise SpecError(
+            f"cluster '{cluster.name}' cannot hold the run: {plan.message}",
+            remedy="add devices to the pool, or lower engines.count, engines.threads or trainer.threads",
+        )
+    return plan
+
+
+def _plan_independent_notes(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
+    """Notes that do not depend on the plan."""
+    played, notes = cluster.functions.local.rehearse, _episode_slot_notes(run, cluster)
+    if played is None or "local" not in cluster.functions.chain:
+        return notes
+    return (
+        *notes,
+        f"a rehearsal: functions run here with the cold starts, overheads and throttles modelled for {played}",
+    )
+
+
+def _episode_slot_notes(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
+    """A note if some episodes will wait for slots of others."""
+    spec, most = cluster.environments, concurrent_episodes(run)
+    if not isinstance(spec.workers, int) or not spec.workers or spec.workers * spec.per_worker >= most.most:
+        return ()
+    ahead = f", {most.ahead} ahead of need" if most.ahead else ""
+    return (
+        f"environments: {spec.workers} x {spec.per_worker} places (workers x per_worker) for up to {most.most} "
+        f"episodes at a time ({most.running} trajectories{ahead}): the others wait for a place",
     )

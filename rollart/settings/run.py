@@ -1,8 +1,5 @@
-"""The run spec: the model, its task domains and rewards, the schedule and the bounds of training.
-
-The parts of a run spec, in the order in which a run spec names them.
-
-How new weights reach the engines.
+"""The run spec: the model, its task domains and rewards, the schedule, the bounds of training, and how new weights
+reach the engines. Its parts come first, in the order in which a run spec names them.
 """
 
 from __future__ import annotations
@@ -16,6 +13,13 @@ from rollart.settings.placement import PlacementSpec, ProfileSpec
 from rollart.settings.rollout import RolloutSpec
 from rollart.settings.training import AdvantageSpec, ImitationSpec, LossWeight, TrainingSpec
 from serverless.spec import Takes, Trust
+
+LAG = {"sync": 0, "sync_plus": 0, "one_off": 1}
+"""Staleness of the schedules whose stages follow each other (those of `policy.schedules`)."""
+
+
+MAX_STALENESS = 8
+"""Largest staleness bound: at 8 versions every loss has degraded on a small task (docs/training.md)."""
 
 
 class ModelSpec(SpecEntry):
@@ -367,13 +371,6 @@ class WeightsSpec(SpecEntry):
         description="KL from an engine's weights to the current ones, nats per token, beyond which it loads them; with "
         "`on_divergence`, which needs it. The trainer measures it on samples of each batch.",
     )
-
-
-LAG = {"sync": 0, "sync_plus": 0, "one_off": 1}
-"""Staleness of the schedules whose stages follow each other (those of `policy.schedules`)."""
-
-MAX_STALENESS = 8
-"""Largest staleness bound: at 8 versions every loss has degraded on a small task (docs/training.md)."""
 
 
 class RunSpec(SpecEntry):

@@ -1,4 +1,6 @@
-"""`rollart plan --what-if`: small changes to hardware, prices, links, model and objective, as specs.
+"""Variants of specs: small changes for `rollart plan --what-if`, and a run under another schedule than its own. Pure.
+
+What-if changes are to hardware, prices, links, model and objective. Names are case-insensitive:
 
     h20=+32  h20=-8  h20=64      devices of a pool, by its name or its device type; a type that the cluster lacks makes
                                  a new pool, and 0 takes the pool away
@@ -7,9 +9,6 @@
     model=DIR_OR_CONFIG.json     another model
     in_flight= rate= budget= objective= prefill_decode= utilisation= staleness= batch= train.devices= train.pool=
                                  keys of the run spec
-Names are case-insensitive. Pure.
-
-A run under another schedule than its own, without the settings that the other schedule lacks. Pure.
 """
 
 from __future__ import annotations
@@ -34,7 +33,9 @@ from rollart.settings.run import LAG, RunSpec, WeightsSpec
 
 Values = dict[str, Any]
 
+
 SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec)
+
 
 RUN_KEYS: dict[str, tuple[str, ...]] = {
     "in_flight": ("placement", "in_flight"),
@@ -70,6 +71,40 @@ def apply_changes(specs: Specs, changes: Sequence[str]) -> Specs:
         run=_validated(RunSpec, run, changes, run_problems),
         cluster=_validated(ClusterSpec, cluster, changes, cluster_problems),
     )
+
+
+def adapt_to_schedule(run: RunSpec, schedule: str) -> tuple[RunSpec, tuple[str, ...]]:
+    """The run without the settings that its spec could not have under `schedule`, and the names of those settings. Its
+    `schedule` and `staleness` are unchanged: the caller of the simulation chooses them."""
+    if schedule == run.schedule or {schedule, run.schedule} == {"rollart", "async"}:
+        return run, ()
+    batches, left = schedule in LAG, []
+    rollout: dict[str, Any] = {}
+    whole: dict[str, Any] = {}
+    if run.rollout.tail_batching is not None and schedule not in ("sync", "sync_plus"):
+        left.append("rollout.tail_batching")
+        rollout["tail_batching"] = None
+    if run.rollout.lending is not None and schedule != "sync_plus":
+        left.append("rollout.lending")
+        rollout["lending"] = None
+    if run.rollout.dispatch != "fifo" and schedule == "sync":
+        left.append(f"rollout.dispatch={run.rollout.dispatch}")
+        rollout["dispatch"] = "fifo"
+    if run.rollout.concurrency.mode == "on" and schedule == "sync":
+        left.append("rollout.concurrency")
+    if batches and run.weights.update != "all":
+        left.append(f"weights.update={run.weights.update}")
+        weights = run.weights
+        whole["weights"] = WeightsSpec(overlap=weights.overlap, store=weights.store, collective=weights.collective)
+    if batches and run.batch.sampler == "deadline":
+        left.append("batch.sampler=deadline")
+        whole["batch"] = run.batch.model_copy(update={"sampler": "fifo", "deadline_s": None, "least": None})
+    if batches and run.batch.sampler == "fifo" and run.batch.tokens is not None:
+        left.append("batch.tokens")
+        whole["batch"] = run.batch.model_copy(update={"tokens": None})
+    if rollout:
+        whole["rollout"] = run.rollout.model_copy(update=rollout)
+    return run.model_copy(update=whole) if whole else run, tuple(left)
 
 
 def _change(run: Values, cluster: Values, key: str, value: str, text: str) -> None:
@@ -213,37 +248,3 @@ def _validated(
     if problems:
         raise SpecError("\n".join(f"{option}: {problem.message}" for problem in problems))
     return spec
-
-
-def adapt_to_schedule(run: RunSpec, schedule: str) -> tuple[RunSpec, tuple[str, ...]]:
-    """The run without the settings that its spec could not have under `schedule`, and the names of those settings. Its
-    `schedule` and `staleness` are unchanged: the caller of the simulation chooses them."""
-    if schedule == run.schedule or {schedule, run.schedule} == {"rollart", "async"}:
-        return run, ()
-    batches, left = schedule in LAG, []
-    rollout: dict[str, Any] = {}
-    whole: dict[str, Any] = {}
-    if run.rollout.tail_batching is not None and schedule not in ("sync", "sync_plus"):
-        left.append("rollout.tail_batching")
-        rollout["tail_batching"] = None
-    if run.rollout.lending is not None and schedule != "sync_plus":
-        left.append("rollout.lending")
-        rollout["lending"] = None
-    if run.rollout.dispatch != "fifo" and schedule == "sync":
-        left.append(f"rollout.dispatch={run.rollout.dispatch}")
-        rollout["dispatch"] = "fifo"
-    if run.rollout.concurrency.mode == "on" and schedule == "sync":
-        left.append("rollout.concurrency")
-    if batches and run.weights.update != "all":
-        left.append(f"weights.update={run.weights.update}")
-        weights = run.weights
-        whole["weights"] = WeightsSpec(overlap=weights.overlap, store=weights.store, collective=weights.collective)
-    if batches and run.batch.sampler == "deadline":
-        left.append("batch.sampler=deadline")
-        whole["batch"] = run.batch.model_copy(update={"sampler": "fifo", "deadline_s": None, "least": None})
-    if batches and run.batch.sampler == "fifo" and run.batch.tokens is not None:
-        left.append("batch.tokens")
-        whole["batch"] = run.batch.model_copy(update={"tokens": None})
-    if rollout:
-        whole["rollout"] = run.rollout.model_copy(update=rollout)
-    return run.model_copy(update=whole) if whole else run, tuple(left)

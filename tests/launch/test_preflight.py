@@ -26,8 +26,8 @@ from rollart.cli.main import run as rollart
 from rollart.errors import SpecError
 from rollart.launch.preflight import decide_workers, environment_problems, refuse_files
 from rollart.launch.prepare import prepare_tokenizer
-from rollart.settings.load import builtin
-from rollart.settings.resolve import SpecSources, read_specs, resolve_files
+from rollart.settings.load import SpecSources, builtin
+from rollart.settings.resolve import read_specs, resolve_files
 from tests.e2e.harness import CLUSTER, ROOT, changed, tiny
 
 EXTRA = pytest.mark.slow

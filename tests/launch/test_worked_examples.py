@@ -17,8 +17,8 @@ from rollart.launch.preflight import environment_problems, refuse_files
 from rollart.launch.prepare import warm_start_samples
 from rollart.leases import Leases
 from rollart.quickstart.tokenizer import write_tokenizer
-from rollart.settings.load import builtin
-from rollart.settings.resolve import SpecSources, read_specs, resolve_files
+from rollart.settings.load import SpecSources, builtin
+from rollart.settings.resolve import read_specs, resolve_files
 from rollart.sim import loop as virtual
 from rollart.testing.ledger import MemoryRecorder
 from tests.contracts.host_fixture import hosts_of
