@@ -111,7 +111,7 @@ class EnvironmentHostServer:
                 self.connected = True
                 problems = {name: one.problem for name, one in self.factories.items() if one.problem}
                 about = [os.getpid(), problems, self._domains_with_images()]
-                writer.write(encode_frame(HostResponse(hello.id, "", CallStatus.OK, about).to_json()))
+                writer.write(encode_frame(hello.answer(CallStatus.OK, about).to_json()))
                 await self._converse(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError):
             pass
@@ -162,7 +162,7 @@ class EnvironmentHostServer:
         except asyncio.CancelledError:
             if task.cancelling() and request.id not in self.cancelled:
                 raise  # the connection ends
-            response = HostResponse(request.id, request.episode, CallStatus.REFUSED, "it was given up")
+            response = request.answer(CallStatus.REFUSED, "it was given up")
         finally:
             self.cancelled.discard(request.id)
         if response is None:
@@ -171,7 +171,7 @@ class EnvironmentHostServer:
             frame = encode_frame(response.to_json())
         except (TypeError, ValueError, RecursionError) as error:
             reason = f"returned a value that cannot be sent: {error}"
-            frame = encode_frame(HostResponse(request.id, request.episode, CallStatus.LIED, reason).to_json())
+            frame = encode_frame(request.answer(CallStatus.LIED, reason).to_json())
         writer.write(frame)
         with contextlib.suppress(ConnectionError):
             await writer.drain()
@@ -179,7 +179,7 @@ class EnvironmentHostServer:
     async def _handle(self, request: HostRequest) -> HostResponse | None:
         match request.op:
             case HostOperation.HEALTH:
-                return HostResponse(request.id, "", CallStatus.OK, self._health())
+                return request.answer(CallStatus.OK, self._health())
             case HostOperation.CANCEL:
                 if (call := self.calls.get(request.value)) is not None and call.cancel():
                     self.cancelled.add(request.value)
@@ -189,16 +189,14 @@ class EnvironmentHostServer:
                 reason = "" if episode is None else await self._close(episode)
                 if (pinned := self.pinned.pop(request.episode, None)) is not None and self.images is not None:
                     await self.images.release(pinned)
-                return HostResponse(
-                    request.id, request.episode, CallStatus.RAISED if reason else CallStatus.OK, reason or None
-                )
+                return request.answer(CallStatus.RAISED if reason else CallStatus.OK, reason or None)
             case HostOperation.IMAGES | HostOperation.PULL:
                 return await self._images(request)
             case HostOperation.RESET:
                 return await self._reset(request)
             case HostOperation.STEP:
                 return await self._step(request)
-        return HostResponse(request.id, request.episode, CallStatus.REFUSED, f"a second {request.op}")
+        return request.answer(CallStatus.REFUSED, f"a second {request.op}")
 
     async def _reset(self, request: HostRequest) -> HostResponse:
         domain, seed = request.value
@@ -207,7 +205,7 @@ class EnvironmentHostServer:
             factory = self.factories.get(domain)
             if factory is None or factory.make is None:
                 reason = f"no domain '{domain}' here" if factory is None else factory.problem
-                return HostResponse(request.id, request.episode, CallStatus.REFUSED, reason)
+                return request.answer(CallStatus.REFUSED, reason)
             episode = self.episodes[request.episode] = self._open_episode(request.episode, factory, self.pools[domain])
         elif episode.environment is not None:
             episode.made = AGAIN
@@ -251,7 +249,7 @@ class EnvironmentHostServer:
         domain, seed = request.value
         factory = self.factories.get(domain)
         if factory is None or factory.images is None or self.images is None:
-            return HostResponse(request.id, request.episode, CallStatus.REFUSED, f"no images of domain '{domain}' here")
+            return request.answer(CallStatus.REFUSED, f"no images of domain '{domain}' here")
         began, pulled = asyncio.get_running_loop().time(), 0
         task = asyncio.current_task()
         assert task is not None
@@ -270,26 +268,20 @@ class EnvironmentHostServer:
                 pulled = await self.images.ensure(wanted)
                 self.pinned.setdefault(request.episode, []).extend(wanted)
         except PullFailed as error:
-            return HostResponse(request.id, request.episode, CallStatus.REFUSED, str(error))
+            return request.answer(CallStatus.REFUSED, str(error))
         except Exception as error:
-            return HostResponse(
-                request.id, request.episode, CallStatus.RAISED, f"{type(error).__name__}: {error}"[:500]
-            )
+            return request.answer(CallStatus.RAISED, f"{type(error).__name__}: {error}"[:500])
         finally:
             self.calls.pop(request.id, None)
         seconds = asyncio.get_running_loop().time() - began
-        return HostResponse(
-            request.id, request.episode, CallStatus.OK, [wanted, list(self.images.present), pulled], seconds
-        )
+        return request.answer(CallStatus.OK, [wanted, list(self.images.present), pulled], seconds)
 
     async def _step(self, request: HostRequest) -> HostResponse:
         episode = self.episodes.get(request.episode)
         if episode is None or episode.environment is None:
-            return HostResponse(
-                request.id, request.episode, CallStatus.REFUSED, "a step of an episode that was not reset here"
-            )
+            return request.answer(CallStatus.REFUSED, "a step of an episode that was not reset here")
         if episode.over:
-            return HostResponse(request.id, request.episode, CallStatus.REFUSED, "a step after the end of its episode")
+            return request.answer(CallStatus.REFUSED, "a step after the end of its episode")
         environment = episode.environment
 
         async def step() -> Any:
@@ -305,7 +297,7 @@ class EnvironmentHostServer:
     ) -> HostResponse:
         """Run a call on the loop of its environment; its response."""
         if episode.running is not None:
-            return HostResponse(request.id, request.episode, CallStatus.REFUSED, "two calls of one episode at a time")
+            return request.answer(CallStatus.REFUSED, "two calls of one episode at a time")
         call = run_on_loop(
             episode.env_loop.loop, run_timed(f"{request.op} of {request.episode}", episode.call_lock, work)
         )
@@ -318,7 +310,7 @@ class EnvironmentHostServer:
             self.calls.pop(request.id, None)
             if call.done():
                 episode.running = None
-        return HostResponse(request.id, request.episode, status, value, env_s)
+        return request.answer(status, value, env_s)
 
     async def _close(self, episode: HostedEpisode) -> str:
         """Cancel the episode's call, close its environment and release its thread. Returns the error as text, '' if

@@ -58,6 +58,9 @@ class HostRequest:
     episode: str = ""
     value: Any = None
 
+    def answer(self, status: CallStatus, value: Any = None, env_s: float = 0.0) -> HostResponse:
+        return HostResponse(self.id, self.episode, status, value, env_s)
+
     def to_json(self) -> list[Any]:
         return [self.id, str(self.op), self.episode, pack(self.value)]
 
