@@ -19,6 +19,7 @@ from rollart.ledger.intervals import ENGINE_DID, EngineShares, ResourceState
 from rollart.model import EngineId, EngineStats, WeightsRef
 from rollart.ports import Engine, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
+from rollart.supervise.supervisor import back_off_s
 
 HEALTH_S = 5.0
 """Limit of a health check. An engine answers from its event loop even while it computes: seconds of silence mean that
@@ -35,9 +36,6 @@ RESTARTS_FORGIVEN_AFTER_S = 600.0
 
 FIRST_STARTS = 3
 """Attempts at the first start of an engine: one failure may be chance, three are a misconfiguration."""
-
-BACK_OFF_S, LONGEST_BACK_OFF_S = 0.25, 5.0
-"""Delay before the second attempt at a start: twice `BACK_OFF_S`. It doubles with each attempt, up to the longest."""
 
 ENGINE_RESTART = "engine_restart"
 """The cause of the start of an engine that was lost."""
@@ -114,7 +112,7 @@ class EngineSupervisor:
                         part.id, f"{cause}, {FIRST_STARTS} starts in a row", remedy=error.remedy or "see its log"
                     )
                 if tries < FIRST_STARTS:
-                    await asyncio.sleep(_back_off_s(tries))
+                    await asyncio.sleep(back_off_s(tries))
             self._never_started.add(part.id)
 
         async with asyncio.TaskGroup() as tasks:
@@ -220,7 +218,7 @@ class EngineSupervisor:
                     break
                 except (PartDied, LeaseExpired, EngineError) as error:
                     cause, homeless = str(error), isinstance(error, NoPlace)
-                    await asyncio.sleep(_back_off_s(restarts))
+                    await asyncio.sleep(back_off_s(restarts))
 
     def _wait(self, engine_id: EngineId, cause: str, *, homeless: bool, waited_s: float) -> None:
         """No engine serves: record the wait for a node. `PartDied` if the wait is over or a node would not help."""
@@ -294,10 +292,6 @@ class EngineSupervisor:
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
-
-
-def _back_off_s(tries: int) -> float:
-    return min(BACK_OFF_S * float(2 ** min(tries, 8)), LONGEST_BACK_OFF_S)
 
 
 class Watchdog:
