@@ -98,6 +98,18 @@ class ConstraintMatrix:
         self._j.append(first + np.nonzero(used)[0])
         self._v.append(values[used])
 
+    @contextmanager
+    def bounded(self, bounds: Mapping[int, tuple[float, float]]) -> Iterator[None]:
+        """Within this context columns have other bounds."""
+        before = {j: (self.low[j], self.high[j]) for j in bounds}
+        for j, (low, high) in bounds.items():
+            self.low[j], self.high[j] = low, high
+        try:
+            yield
+        finally:
+            for j, (low, high) in before.items():
+                self.low[j], self.high[j] = low, high
+
     def fix(self, column: int, value: float) -> None:
         self.low[column] = self.high[column] = float(value)
 

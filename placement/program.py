@@ -19,7 +19,6 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -206,17 +205,6 @@ class PlacementProgram:
         """Seconds of a publish from a trainer to these pools."""
         pools = self.problem.pools
         return self.problem.publish_s(pools[option.pool].name, {pools[g].name for g in serving})
-
-    @contextmanager
-    def rate_within(self, low: float, high: float) -> Iterator[None]:
-        """Within this context the rate has other limits."""
-        m, j = self.matrix, self.rate
-        before = m.low[j], m.high[j]
-        m.low[j], m.high[j] = low, high
-        try:
-            yield
-        finally:
-            m.low[j], m.high[j] = before
 
     def terms(self, paths: Paths) -> Iterator[tuple[list[RowKey], Ints, Floats]]:
         """The coefficients of paths in the rows: row keys, the index of the key by path (-1: none), and the

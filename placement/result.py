@@ -30,7 +30,7 @@ def build_placement(p: PlacementProgram, x: Floats, bound: float, first: FirstSt
             p.matrix.limit(key)  # prices are of the problem, not of the search for one of its best plans
     relaxed = p.relaxed
     if relaxed is None:
-        with p.rate_within(0.0, math.inf):
+        with p.matrix.bounded({p.rate: (0.0, math.inf)}):
             relaxed = solve_relaxation(p, {p.rate: 1.0})
     best, x = _final_flows(p, x, fix)
     rate, cost = p.rate_of(x), p.usd_per_hour(x)
@@ -78,7 +78,7 @@ def devices_text(pool: Pool, used: int) -> str:
 def _final_flows(p: PlacementProgram, x: Floats, fix: dict[int, float]) -> tuple[MilpSolution, Floats]:
     """The solutions with fixed instances: the maximum flow (for dual prices), and the reported flows, which are the
     cheapest at the plan's rate and then take the fewest device-seconds."""
-    with p.rate_within(0.0, math.inf):
+    with p.matrix.bounded({p.rate: (0.0, math.inf)}):
         best = solve_relaxation(p, {p.rate: 1.0}, fix=fix)
     if best is None:
         raise RuntimeError("HiGHS: the solution found does not hold with its instances fixed")
@@ -88,7 +88,8 @@ def _final_flows(p: PlacementProgram, x: Floats, fix: dict[int, float]) -> tuple
     dollars = max((q.usd_per_device_hour for q in p.problem.pools), default=0.0) or 1.0
     least = p.vector({j: -v for j, v in p.cost().items()})
     least[p.first_path :] -= 1e-3 * dollars * p.scale * p.tableau.device_seconds(p.active)
-    with p.rate_within(rate * (1 - 1e-9), rate * (1 - 1e-9)):
+    reported = rate * (1 - 1e-9)
+    with p.matrix.bounded({p.rate: (reported, reported)}):
         flows = p.matrix.relaxed(least, fix=fix)
     return best, best.x if flows is None else flows.x
 

@@ -78,7 +78,7 @@ def relaxed_value(p: PlacementProgram) -> tuple[float, Floats | None]:
         return most.bound * p.scale, most.x
     if p.problem.objective is Objective.MIN_COST:
         asked = (p.problem.rate or 0.0) / p.scale
-        with p.rate_within(asked, asked):
+        with p.matrix.bounded({p.rate: (asked, asked)}):
             least = solve_relaxation(p, {j: -v for j, v in p.cost().items()})
         if least is not None:
             return least.bound, least.x

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -190,20 +190,12 @@ class _TrainerCase:
     solved: int = 0
     """Linear programs solved."""
 
-    @contextmanager
-    def restricted(self) -> Iterator[None]:
+    def restricted(self) -> AbstractContextManager[None]:
         """Within this context no other pool trains, and only the case's pools serve."""
         p, m = self.p, self.p.matrix
-        shut = [c for t in p.trainers if t is not self.option for c in (t.devices, t.chosen)]
-        shut += [p.units[u] for u, unit in enumerate(p.tableau.units) if unit.pool not in self.serving]
-        before = [(c, m.high[c]) for c in shut]
-        for c in shut:
-            m.high[c] = min(m.high[c], max(m.low[c], 0.0))
-        try:
-            yield
-        finally:
-            for c, high in before:
-                m.high[c] = high
+        excluded = [c for t in p.trainers if t is not self.option for c in (t.devices, t.chosen)]
+        excluded += [p.units[u] for u, unit in enumerate(p.tableau.units) if unit.pool not in self.serving]
+        return m.bounded({c: (m.low[c], min(m.high[c], max(m.low[c], 0.0))) for c in excluded})
 
     def slopes(self, train_s: float) -> tuple[HoldingSlopes, ...]:
         """The slopes of the holding time by domain."""
