@@ -19,7 +19,6 @@ from rollart.policy.parallelism import TensorParallelRule
 from rollart.settings.resolve import Resolved
 from rollart.settings.rollout import FairnessSpec, ParallelismSpec
 from rollart.settings.run import RunSpec
-from rollart.shares import DomainShare
 from rollart.strategies.fairness import FairnessSettings
 from rollart.strategies.lending import LendingSettings
 from rollart.strategies.rolling_update import Delayed, OnDivergence, Staggered, UpdatePolicy, VersionProbe
@@ -41,9 +40,8 @@ def fairness_settings(run: RunSpec) -> FairnessSettings | None:
     if not run.fair:
         return None
     spec = run.rollout.fairness or FairnessSpec()
-    shares = tuple(DomainShare(d.name, d.weight, d.floor, d.cap) for d in run.domains)
     units = run.batch.trajectories // run.domains[0].group_size
-    return FairnessSettings(shares, int(spec.slack * units + 1e-9), spec.follow)
+    return FairnessSettings(run.shares, int(spec.slack * units + 1e-9), spec.follow)
 
 
 def update_policy(resolved: Resolved) -> UpdatePolicy | None:

@@ -11,15 +11,13 @@ to check, and none of them needs a provider's library.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.machinery
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ValidationError
 
 from rollart.errors import SpecError
 from rollart.settings.cluster import ClusterSpec
@@ -95,17 +93,10 @@ def settings_parts(cluster: ClusterSpec) -> Iterator[tuple[KeyPath, type[BaseMod
 
 
 def settings_model(key: str) -> type[BaseModel]:
-    """The model of a key of `MODELS`; a dataclass becomes a model with the same fields that forbids others."""
+    """The model of a key of `MODELS`."""
     module, name = MODELS[key]
-    found = getattr(import_module(module), name)
-    if issubclass(found, BaseModel):
-        return typing.cast(type[BaseModel], found)
-    hints = typing.get_type_hints(found)
-    fields: dict[str, Any] = {
-        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
-        for field in dataclasses.fields(found)
-    }
-    return create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
+    found: type[BaseModel] = getattr(import_module(module), name)
+    return found
 
 
 def _validated_entry(entry: FunctionEntry, spec: FunctionSpec) -> FunctionSpec:

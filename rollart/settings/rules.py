@@ -19,7 +19,7 @@ from rollart.settings.cluster import ClusterSpec
 from rollart.settings.document import KeyPath
 from rollart.settings.prices import PriceList
 from rollart.settings.run import LAG, DomainSpec, RunSpec, WeightStoreSpec
-from rollart.shares import DomainShare, bounded_shares
+from rollart.shares import bounded_shares
 
 ROUNDING = 1e-9
 """Tolerance for rounding in sums and products of fractions."""
@@ -109,7 +109,7 @@ def quotas(run: RunSpec) -> dict[str, int]:
         return explicit
     batch = run.batch.trajectories
     try:
-        shares = bounded_shares([DomainShare(d.name, d.weight, d.floor, d.cap) for d in run.domains])
+        shares = bounded_shares(run.shares)
     except ValueError as error:
         raise SpecError(f"domains: {error}") from None
     share = {name: batch * part for name, part in shares.items()}

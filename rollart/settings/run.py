@@ -12,6 +12,7 @@ from rollart.settings.base import ImportPath, Name, SpecEntry
 from rollart.settings.placement import PlacementSpec, ProfileSpec
 from rollart.settings.rollout import RolloutSpec
 from rollart.settings.training import AdvantageSpec, ImitationSpec, LossWeight, TrainingSpec
+from rollart.shares import DomainShare
 from serverless.spec import Takes, Trust
 
 LAG = {"sync": 0, "sync_plus": 0, "one_off": 1}
@@ -435,6 +436,11 @@ class RunSpec(SpecEntry):
     def fair(self) -> bool:
         """True if domains have shares of the whole run instead of quotas per step."""
         return self.rollout.fairness is not None or any(d.floor > 0 or d.cap < 1 for d in self.domains)
+
+    @property
+    def shares(self) -> tuple[DomainShare, ...]:
+        """The domains' weights, floors and caps."""
+        return tuple(DomainShare(d.name, d.weight, d.floor, d.cap) for d in self.domains)
 
     def domain(self, name: str) -> DomainSpec:
         """The domain of that name; KeyError if there is none."""

@@ -38,6 +38,8 @@ from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequenc
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel, ConfigDict
+
 from serverless.errors import BackendFailed, CredentialsMissing, ExtraMissing, SpecInvalid, UnknownFunction
 from serverless.types import FaultKind, InfraFault, Throttle
 
@@ -288,10 +290,11 @@ _NAME = 63
 """Maximum characters of an app's name."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModalSettings:
+class ModalSettings(BaseModel):
     """Settings of functions on Modal. `python` is the minor version of the interpreter in the container ('' for this
     one's); `keep` is the number of versions before the live one that are kept for a rollback."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prefix: str = "rollart-"
     environment: str = ""
