@@ -82,8 +82,9 @@ class ExperienceRow:
 
 
 class ServiceState:
-    """Serves any number of clients; all calls on one loop. Invariants: those of `SampleTable`; a payload is held
-    exactly as long as its row; no row is handed out that was sampled more than `staleness` publishes ago."""
+    """Serves any number of clients; all calls on one loop. A call that waits polls at every change. Invariants: those
+    of `SampleTable`; a payload is held exactly as long as its row; no row is handed out that was sampled more than
+    `staleness` publishes ago."""
 
     def __init__(self, setup: ServiceSetup, store: ServiceStore | None = None) -> None:
         """RequestRefused for an invalid setup. With a `store`, changes are persisted; `recovered` loads them."""
@@ -97,7 +98,8 @@ class ServiceState:
         self._sampled: dict[str, int] = {}
         """Policy version by row, for rows that were sampled."""
         self._groups = 0
-        self._changes = ChangeNotifier()
+        self._changed = asyncio.Event()
+        """Set at the next change, and then replaced."""
         self._leases = RowLeases()
         self._answered: OrderedDict[str, list[str]] = OrderedDict()
         """Row ids by the key of the request that put the prompts."""
@@ -202,7 +204,7 @@ class ServiceState:
             stored = {row: self._put(row, values, version) for row, values, version in rows}
         finally:
             self._drop_stale()
-            self._changes.wake()
+            self._wake()
         await self._flush()
         return {row: was and row in self._values for row, was in stored.items()}
 
@@ -281,7 +283,7 @@ class ServiceState:
         require_positive_lease(seconds)
         self._expire()
         renewed = self._leases.renew(lease_id, seconds, asyncio.get_running_loop().time()) is not None
-        self._changes.wake()
+        self._wake()
         return renewed
 
     async def return_lease(self, lease_id: str) -> bool:
@@ -298,7 +300,7 @@ class ServiceState:
         now = asyncio.get_running_loop().time()
         lease = self._leases.grant(task, batches, taken.consumed, lease_s, now, key)
         self._store.lease(lease)
-        self._changes.wake()  # waiting callers must consider the new lease's deadline
+        self._wake()  # waiting callers must consider the new lease's deadline
         return lease
 
     def _columns(self, request: ExperienceRequest) -> Sequence[str]:
@@ -423,18 +425,28 @@ class ServiceState:
     async def _notify_and_flush(self) -> None:
         """Wake the waiting callers, then wait for the disk. In this order, a caller that is cancelled during the
         flush, or whose flush fails, delays no other. The woken callers answer only after their own flush."""
-        self._changes.wake()
+        self._wake()
         await self._flush()
 
+    def _wake(self) -> None:
+        """Let all waiting callers poll again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
     async def _until(self, poll: Callable[[], Polled | None], seconds: float) -> Polled | None:
-        """The first result of `poll` that is not None, polled at every change and at every lease's expiry; None after
-        `seconds`."""
-
-        def expire_and_poll() -> Polled | None:
+        """The first result of `poll` that is not None; None after `seconds`. `poll` is called at once, at every change
+        and at every lease's expiry."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while True:
             self._expire()
-            return poll()
-
-        return await self._changes.until(expire_and_poll, seconds, self._leases.next_due)
+            found = poll()
+            if found is not None or loop.time() >= end:
+                return found
+            due, changed = self._leases.next_due(), self._changed
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(end if due is None else min(end, due)):
+                    await changed.wait()
 
 
 class RowLeases:
@@ -496,34 +508,6 @@ class RowLeases:
 
     def next_due(self) -> float | None:
         return min((lease.until for lease in self.open.values()), default=None)
-
-
-class ChangeNotifier:
-    """Serves any number of callers on one loop; each polls again after every `wake`, which never waits."""
-
-    def __init__(self) -> None:
-        self._changed = asyncio.Event()
-        """Set at the next change, and then replaced."""
-
-    def wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def until(
-        self, poll: Callable[[], Polled | None], seconds: float, due: Callable[[], float | None]
-    ) -> Polled | None:
-        """The first result of `poll` that is not None; None after `seconds`. `poll` is called at once, at every change
-        and at the loop time that `due` returns."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
-        while True:
-            found = poll()
-            if found is not None or loop.time() >= end:
-                return found
-            next_due, changed = due(), self._changed
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(end if next_due is None else min(end, next_due)):
-                    await changed.wait()
 
 
 def _row_id(group: str, member: int) -> str:
