@@ -149,7 +149,11 @@ def test_what_failed_is_said_in_the_apis_words_and_not_captured(form: ChatFormat
         (CHAT, {**HI, "temperature": 10**400}, "temperature is 1000"),
         (CHAT, {**HI, "top_p": 0}, "top_p is 0"),
         (CHAT, {**HI, "max_tokens": 0}, "max_tokens is 0"),
+        (CHAT, {**HI, "max_completion_tokens": 0, "max_tokens": 9}, "max_completion_tokens is 0"),
         (CHAT, {**HI, "stop": [1]}, "stop must be"),
+        (CHAT, {"messages": [{"content": "x"}]}, "messages has the role None"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "a part of type 'image_url'"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool_calls names no function"),
         (
             CHAT,
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
@@ -171,6 +175,8 @@ def test_what_failed_is_said_in_the_apis_words_and_not_captured(form: ChatFormat
         ("/v1/responses", {"input": "x", "previous_response_id": "resp-other-1"}, "not of this session"),
         ("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}]}, "web_search"),
         ("/v1/messages", HI, "max_tokens: field required"),
+        ("/v1/messages", {**HI, "max_tokens": None}, "max_tokens: field required"),
+        ("/v1/messages", {**HI, "max_tokens": 1, "stop_sequences": [1]}, "stop_sequences must be"),
         (
             "/v1/messages",
             {**HI, "max_tokens": 1, "tools": [{"type": "bash_20250124", "name": "bash"}]},

@@ -35,12 +35,6 @@ CHUNK_CHARACTERS = 48
 """Maximum characters of an event after the generation. The response is captured whole before these events are sent, so
 splitting serves clients that expect several events, not latency."""
 
-KEEPALIVE_COMMENT = b": the policy is still generating\n\n"
-"""An SSE comment: clients ignore it, and it keeps the connection open."""
-
-PreviousConversation = Callable[[str], Sequence[Message] | None]
-"""Maps a response's id to its conversation, the response included, without system messages."""
-
 
 class ApiResponse(ABC):
     """One response of an endpoint: whole (`body`), or as server-sent events: `begin`, `add` for every delta that is

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
@@ -15,7 +15,6 @@ from rollart.adapters.proxy.api import (
     Content,
     Count,
     Flag,
-    PreviousConversation,
     RequestBody,
     SamplingBody,
     Seed,
@@ -42,6 +41,9 @@ from rollart.adapters.proxy.messages import (
     ToolCallEnd,
     ToolCallStart,
 )
+
+PreviousConversation = Callable[[str], Sequence[Message] | None]
+"""Maps a response's id to its conversation, the response included, without system messages."""
 
 DEFAULT_MAX_TOKENS = 16
 """Default of `/v1/completions`."""

@@ -17,7 +17,7 @@ from aiohttp import web
 from pydantic import PlainValidator
 
 from rollart.adapters.proxy.anthropic import Messages, PromptBody
-from rollart.adapters.proxy.api import KEEPALIVE_COMMENT, ApiResponse, RequestBody
+from rollart.adapters.proxy.api import ApiResponse, RequestBody
 from rollart.adapters.proxy.capture import CapturedTurn
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import (
@@ -57,6 +57,9 @@ RETRY_AFTER_S = 1
 
 KEEPALIVE_INTERVAL_S = 10.0
 """Longest silence of a stream, seconds. A failure within the first such interval still gets its own HTTP status."""
+
+KEEPALIVE_COMMENT = b": the policy is still generating\n\n"
+"""An SSE comment: clients ignore it, and it keeps the connection open."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}")
 
