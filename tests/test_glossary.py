@@ -1,8 +1,4 @@
-"""The words of docstrings, comments, spec descriptions and names: rates per 1,000 words, and one class per name.
-
-Such words replace a noun or a subject that the reader needs. `RATES` allows them where they are the plainest; a further
-word gets a line of its own.
-"""
+"""The words of docstrings, comments, spec descriptions, error texts and names: `words.toml` bounds their rates."""
 
 from __future__ import annotations
 
@@ -10,7 +6,8 @@ import ast
 import io
 import re
 import tokenize
-from collections import Counter, defaultdict
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,29 +18,33 @@ PRODUCT = [
     path for package in ("rollart", "serverless", "placement") for path in sorted((ROOT / package).rglob("*.py"))
 ]
 
-RATES = {
-    r"what": 2.0,
-    r"told|tells|said|says": 0.3,
-    r"whoever|nobody|somebody": 0.3,
-    r"that which|the one that|those that|ones that|one that": 0.5,
-}
-"""Most occurrences per 1,000 words of each family of words."""
+WORDS = tomllib.loads((ROOT / "tests" / "words.toml").read_text())
 
 SHOWN = 10
 
 
 def texts(path: Path) -> Iterator[str]:
-    """Docstrings of all kinds (also those of constants), comments, and the texts that a spec key or option is given."""
+    """Docstrings of all kinds (also those of constants), comments, and the texts of spec keys, options and errors."""
     source = path.read_text()
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield text
-            case ast.keyword(arg="description" | "help", value=ast.Constant(value=str(text))):
-                yield text
+            case ast.keyword(arg="description" | "help" | "remedy", value=value):
+                yield from constants(value)
+            case ast.Raise(exc=ast.Call(args=arguments)):
+                for argument in arguments:
+                    yield from constants(argument)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
+
+
+def constants(value: ast.expr) -> Iterator[str]:
+    """The text of an expression without its values."""
+    for node in ast.walk(value):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def words() -> dict[Path, str]:
     return {path.relative_to(ROOT): " ".join(texts(path)) for path in PRODUCT}
 
 
-@pytest.mark.parametrize(("family", "most"), RATES.items())
+@pytest.mark.parametrize(("family", "most"), WORDS["per_thousand"].items())
 def test_private_words_are_rare(words: dict[Path, str], family: str, most: float) -> None:
     found = Counter({path: len(re.findall(rf"\b({family})\b", text, re.IGNORECASE)) for path, text in words.items()})
     rate = 1000 * found.total() / sum(len(text.split()) for text in words.values())
@@ -59,10 +60,12 @@ def test_private_words_are_rare(words: dict[Path, str], family: str, most: float
     assert rate <= most, f"{rate:.2f} per 1,000 words of: {family}\n{worst}"
 
 
-def test_a_public_class_name_stands_once() -> None:
-    defined = defaultdict(list)
+def test_names_are_terms_of_the_field() -> None:
+    banned = {name.lower() for name in WORDS["names"]["not_for"]}
+    found = set()
     for path in PRODUCT:
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                defined[node.name].append(str(path.relative_to(ROOT)))
-    assert {name: places for name, places in defined.items() if len(places) > 1} == {}
+        classes = (n.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef))
+        found |= {str(path.relative_to(ROOT)) + ":" + name for name in classes if name.strip("_").lower() in banned}
+        if path.stem in banned:
+            found.add(str(path.relative_to(ROOT)))
+    assert found == set()
