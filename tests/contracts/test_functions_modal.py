@@ -2,11 +2,11 @@
 
 Left out, because on Modal they cannot hold:
 - `a_full_queue_throttles`: the queue is Modal's, thousands long, and not a setting of a function;
-- `a_cancelled_call_...`: the suite wants its worker gone; Modal's is not, see tests/serverless/test_modal_calls.py;
+- `a_cancelled_call_...`: the suite wants its worker gone; Modal's is not, see tests/serverless/providers/test_modal.py;
 - `an_idle_function_scales_to_zero_and_back`: the suite wants its first call cold, and the trial of a deployment has
   started a container already, see tests/serverless/deploy/test_modal.py;
 - `concurrency_is_a_bound_and_workers_are_reused`: the suite wants two containers from 0.4 s of work, which one does
-  while another starts, see tests/serverless/test_modal_calls.py.
+  while another starts, see tests/serverless/providers/test_modal.py.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from tests.serverless.support import Books, alive, item, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
-FUNCTIONS = pathlib.Path(__file__).parent / "modal_plane" / "functions"
+FUNCTIONS = pathlib.Path(__file__).parents[1] / "modal_plane" / "functions"
 
 LONG_S = 60.0
 

@@ -25,7 +25,7 @@ from tests.serverless.support import item
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]
 
-FUNCTIONS = pathlib.Path(__file__).parent / "modal_plane" / "functions"
+FUNCTIONS = pathlib.Path(__file__).parents[1] / "modal_plane" / "functions"
 
 
 @pytest.fixture(scope="module")
