@@ -64,6 +64,9 @@ class Supervisor(ABC, Generic[P]):
     again as long as `patient`, then `keep` raises `PartDied`. Between two restarts lies a back-off.
     """
 
+    failures: tuple[type[RollartError], ...] = (PartDied, LeaseExpired)
+    """Errors of `start` and `watch` that a restart may repair. Any other ends `keep`."""
+
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
 
@@ -76,7 +79,7 @@ class Supervisor(ABC, Generic[P]):
                     part.restarts = 0
                 cause = await self.watch(part)
                 failed, since = None, _now()
-            except (PartDied, LeaseExpired, EnvironmentFault) as error:
+            except self.failures as error:
                 cause, failed = error.message.removeprefix(f"{self.name(part)}: "), error
             if not cause:
                 break
@@ -101,7 +104,7 @@ class Supervisor(ABC, Generic[P]):
 
     @abstractmethod
     async def start(self, part: P, *, restart: bool) -> None:
-        """Start the part. `PartDied`, `LeaseExpired` or `EnvironmentFault` if that fails."""
+        """Start the part. Raises one of `failures` if that fails."""
 
     @abstractmethod
     async def watch(self, part: P) -> str:
@@ -222,6 +225,8 @@ class HostSupervisor(Supervisor[H]):
     `spawn` and `retire` may be called by one task at a time while `run` runs. A host that dies, hangs or violates the
     protocol is restarted wherever the runtime finds room. Invariant: a host that is `leaving` gets no work.
     """
+
+    failures = (PartDied, LeaseExpired, EnvironmentFault)
 
     def __init__(
         self,
