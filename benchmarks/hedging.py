@@ -27,8 +27,7 @@ from typing import Any
 
 from serverless.deploy.package import Package, build
 from serverless.pipeline.offload import Offload
-from serverless.pipeline.settings import PipelineSpec
-from serverless.pipeline.stages import OffloadStage
+from serverless.pipeline.stages import OffloadStage, PipelineSpec
 from serverless.providers.base import Reply
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, Invocation, Item, Scored

@@ -41,7 +41,7 @@ from serverless.errors import (
 )
 from serverless.meter import MeterSink, NullMeter, Saving, WorkerSpan
 from serverless.pipeline.offload import Offload
-from serverless.pipeline.settings import PipelineSpec
+from serverless.pipeline.stages import PipelineSpec
 from serverless.providers.base import Backend, Deployer
 from serverless.scaling.decisions import StatisticsMeter
 from serverless.scaling.scaler import Scaler, ScalerContext, ScalingDecision, ScalingPrices

@@ -38,7 +38,7 @@ _OWN = {"name", "source", "handler", "artefact", *_BATCH}
 MODELS: Mapping[str, tuple[str, str]] = {
     "aws_lambda": ("serverless.deploy.aws_function", "AwsSettings"),
     "modal": ("serverless.providers.modal_client", "ModalSettings"),
-    "pipeline": ("serverless.pipeline.settings", "PipelineSpec"),
+    "pipeline": ("serverless.pipeline.stages", "PipelineSpec"),
     "scaling": ("serverless.scaling.settings", "ScalingSpec"),
 }
 """Module and name of the model, by key under `functions`."""

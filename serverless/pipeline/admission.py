@@ -11,7 +11,7 @@ import math
 import random
 from collections import deque
 
-from serverless.pipeline.settings import AdmissionSpec, BreakerSpec
+from serverless.pipeline.stages import AdmissionSpec, BreakerSpec
 from serverless.types import FaultKind, InfraFault, Throttle
 
 _FAST = 0.9

@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from serverless.pipeline.items import PipelineCall, Timers
-from serverless.pipeline.settings import HedgeSpec
-from serverless.pipeline.stages import StageCounts
+from serverless.pipeline.stages import HedgeSpec, StageCounts
 from serverless.types import Cause
 
 

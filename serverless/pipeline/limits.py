@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Mapping
 
 from serverless.keys import canonical, sha256
-from serverless.pipeline.settings import LimitsSpec
+from serverless.pipeline.stages import LimitsSpec
 from serverless.types import Item, Scored
 
 

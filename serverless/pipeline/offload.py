@@ -29,8 +29,7 @@ from serverless.pipeline.items import PendingItem, Timers, Waiter
 from serverless.pipeline.limits import AnchorTimes, prompt_key
 from serverless.pipeline.provider_queue import ProviderQueue, Spawn
 from serverless.pipeline.retrying import RetryBudget, retry_delay
-from serverless.pipeline.settings import PipelineSpec
-from serverless.pipeline.stages import FunctionHealth, OffloadStage, StageCounts
+from serverless.pipeline.stages import FunctionHealth, OffloadStage, PipelineSpec, StageCounts
 from serverless.providers.base import Backend
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Item, ModelFault, Outcome, Scored, Throttle

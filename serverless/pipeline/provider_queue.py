@@ -23,8 +23,7 @@ from serverless.pipeline.retrying import (
     limited,
     retryable_elsewhere,
 )
-from serverless.pipeline.settings import PipelineSpec
-from serverless.pipeline.stages import OffloadStage, StageCounts
+from serverless.pipeline.stages import OffloadStage, PipelineSpec, StageCounts
 from serverless.providers.base import Backend, Reply
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, ModelFault, Outcome

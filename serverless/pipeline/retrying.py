@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from serverless import wire
 from serverless.pipeline.items import PendingItem
-from serverless.pipeline.settings import RetrySpec
-from serverless.pipeline.stages import OffloadStage
+from serverless.pipeline.stages import OffloadStage, RetrySpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
 

@@ -15,7 +15,7 @@ from rollart.sim import loop as virtual
 from serverless.errors import BackendFailed, UnknownFunction
 from serverless.meter import WorkerState
 from serverless.pipeline.offload import Offload
-from serverless.pipeline.settings import PipelineSpec, RetrySpec
+from serverless.pipeline.stages import PipelineSpec, RetrySpec
 from serverless.types import Cause, FaultKind, InfraFault, ModelFault, Outcome, Scored
 from tests.serverless.support import Books, Simulated, item, package
 

@@ -14,7 +14,7 @@ from rollart.control.scheduler import FaultMeter
 from rollart.errors import FaultRateExceeded
 from rollart.model import AbortReason
 from serverless.pipeline.offload import Offload
-from serverless.pipeline.settings import PipelineSpec
+from serverless.pipeline.stages import PipelineSpec
 from serverless.types import Cause, FaultKind, InfraFault, Outcome, Scored
 from tests.serverless.modelled import Body, Modelled
 from tests.serverless.pipeline.test_stages import drive, numbered

@@ -19,7 +19,7 @@ from serverless.pipeline.hedging import HedgeBudget, Latencies
 from serverless.pipeline.items import BatchPolicy, SendBatch, Timers, WaitForItems
 from serverless.pipeline.limits import AnchorTimes, prompt_key
 from serverless.pipeline.retrying import RetryBudget, retry_delay
-from serverless.pipeline.settings import AdmissionSpec, BreakerSpec, HedgeSpec, LimitsSpec, RetrySpec
+from serverless.pipeline.stages import AdmissionSpec, BreakerSpec, HedgeSpec, LimitsSpec, RetrySpec
 from serverless.types import FaultKind, InfraFault, Item, Scored, Throttle
 
 RNG = random.Random(0)

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from rollart.sim import loop as virtual
 from serverless.deploy.package import Package
 from serverless.pipeline.offload import Offload
-from serverless.pipeline.settings import PipelineSpec
-from serverless.pipeline.stages import OffloadStage
+from serverless.pipeline.stages import OffloadStage, PipelineSpec
 from serverless.providers.base import Reply
 from serverless.types import Cause, FaultKind, InfraFault, Item, ModelFault, Outcome, Scored, Throttle
 from tests.serverless.modelled import Modelled, fails, takes

@@ -15,7 +15,7 @@ from serverless.deploy.aws import AwsDeployer
 from serverless.deploy.package import Package
 from serverless.errors import CredentialsMissing, UnknownFunction
 from serverless.pipeline.offload import Offload
-from serverless.pipeline.settings import PipelineSpec, RetrySpec
+from serverless.pipeline.stages import PipelineSpec, RetrySpec
 from serverless.providers.aws import AwsLambdaBackend
 from serverless.types import Cause, FaultKind, InfraFault, Scored, Throttle
 from serverless.wire import encode

@@ -14,7 +14,7 @@ from aiohttp import web
 
 from serverless.deploy.package import Package
 from serverless.pipeline.offload import Offload
-from serverless.pipeline.settings import PipelineSpec
+from serverless.pipeline.stages import PipelineSpec
 from serverless.providers.http import Bearer, Endpoint, HttpBackend
 from serverless.providers.http_server import FunctionHttpServer
 from serverless.types import FaultKind, InfraFault, Item, Outcome, Scored

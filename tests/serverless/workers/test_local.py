@@ -16,7 +16,7 @@ import pytest
 
 from serverless.errors import BackendFailed, UnknownFunction
 from serverless.pipeline.offload import Offload
-from serverless.pipeline.settings import PipelineSpec, RetrySpec
+from serverless.pipeline.stages import PipelineSpec, RetrySpec
 from serverless.providers.base import LogLine
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
 from serverless.wire import encode
