@@ -25,7 +25,7 @@ from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import FUNCTION_HEALTH, OFFLOAD_STAGE
 from rollart.ports import RunEvent
 from rollart.settings.cluster import ClusterFunctions, FunctionProvider, LocalFunctions
-from rollart.settings.load import builtin, load_prices, value_problem
+from rollart.settings.load import builtin, function_layer_settings, load_prices
 from rollart.settings.prices import PriceList
 from rollart.settings.resolve import Resolved
 from serverless.declare import declarations
@@ -266,10 +266,7 @@ def _local(
     from serverless.workers.local import LocalBackend
     from serverless.workers.remote import HostedBackend
 
-    try:
-        local = LocalFunctions(**settings)
-    except ValidationError as error:
-        raise _invalid_settings("local", error) from None
+    local = function_layer_settings(LocalFunctions, "functions.local", settings)
 
     def workers(**more: Any) -> Backend:
         if hosts is not None:
@@ -309,10 +306,7 @@ _EXTRAS = {"aws_lambda": "aws", "modal": "modal"}
 
 def pipeline_settings(given: Mapping[str, Any]) -> PipelineSpec:
     """SpecError for an unknown stage or constant."""
-    try:
-        return PipelineSpec.model_validate(given)
-    except ValidationError as error:
-        raise _invalid_settings("pipeline", error) from None
+    return function_layer_settings(PipelineSpec, "functions.pipeline", given)
 
 
 def function_settings(provider: str, functions: ClusterFunctions) -> Any:
@@ -323,39 +317,20 @@ def function_settings(provider: str, functions: ClusterFunctions) -> Any:
 def _aws(settings: Mapping[str, Any] | None) -> Any:
     from serverless.deploy.aws_function import AwsSettings
 
-    return _validated("aws_lambda", AwsSettings, settings)
+    return function_layer_settings(AwsSettings, "functions.aws_lambda", settings or {})
 
 
 def _modal(settings: Mapping[str, Any] | None) -> Any:
     from serverless.providers.modal_client import ModalSettings
 
-    return _validated("modal", ModalSettings, settings)
-
-
-def _validated(provider: str, model: Any, settings: Mapping[str, Any] | None) -> Any:
-    try:
-        return model(**(settings or {}))
-    except ValidationError as error:
-        raise _invalid_settings(provider, error) from None
-    except (TypeError, ValueError) as error:
-        raise SpecError(f"functions.{provider}: {error}") from None
-
-
-def _invalid_settings(part: str, error: ValidationError) -> SpecError:
-    """For settings that were not validated with a file: those of library callers and overrides."""
-    first = error.errors()[0]
-    return SpecError(value_problem(first, ".".join(["functions", part, *map(str, first["loc"])])))
+    return function_layer_settings(ModalSettings, "functions.modal", settings or {})
 
 
 def _endpoints(settings: Mapping[str, Any]) -> dict[str, Any]:
     """`{function: {url, token_env | secret_env + key}}`: specs name secrets and never contain them."""
     from serverless.providers.http import Bearer, Endpoint, Signed
 
-    try:
-        functions = ClusterFunctions(http=dict(settings)).http
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise SpecError(value_problem(first, ".".join(["functions", *map(str, first["loc"])]))) from None
+    functions = function_layer_settings(ClusterFunctions, "functions", {"http": settings}).http
     found = {}
     for name, given in functions.items():
         auth: Bearer | Signed | None = None
@@ -394,16 +369,7 @@ PROVISIONED_FILE = "provisioned.json"
 
 def scaling_settings(given: Mapping[str, Any]) -> ScalingSpec:
     """SpecError for an unknown setting or an invalid value."""
-    try:
-        return ScalingSpec.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(["functions", "scaling", *(str(key) for key in first["loc"] if key not in _BRANCHES)])
-        raise SpecError(value_problem(first, where)) from None
-
-
-_BRANCHES = ("float", "constrained-float", "literal['auto']")
-"""Location parts that pydantic adds for a value that is a number or "auto"."""
+    return function_layer_settings(ScalingSpec, "functions.scaling", given)
 
 
 class TrajectoryDemand:

@@ -31,7 +31,12 @@ CLUSTER_PREFIX = "cluster."
 MAX_LINES = 50
 """Most problems of a spec in one error."""
 
+UNION_MEMBERS = ("float", "constrained-float", "literal['auto']")
+"""Location parts that pydantic adds for a value that is a number or "auto"."""
+
 SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec, PriceList, FaultPlanSpec)
+
+LayerModel = TypeVar("LayerModel", bound=BaseModel)
 
 KINDS: Mapping[str, type[BaseModel]] = {
     "run": RunSpec,
@@ -129,6 +134,17 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
 def builtin(relative: str) -> Path:
     """A shipped spec, e.g. `runs/quickstart.yaml` or `clusters/local.yaml`."""
     return Path(__file__).resolve().parent.parent / "configs" / relative
+
+
+def function_layer_settings(model: type[LayerModel], part: str, given: Mapping[str, Any]) -> LayerModel:
+    """Settings at `part` (`functions.pipeline`) that were not validated with a file: those of library callers and
+    overrides. SpecError for the first unknown key or invalid value."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        keys = (str(key) for key in first["loc"] if key not in UNION_MEMBERS)
+        raise SpecError(value_problem(first, ".".join([part, *keys]))) from None
 
 
 def json_schema(kind: str) -> dict[str, Any]:
