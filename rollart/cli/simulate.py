@@ -100,7 +100,7 @@ def simulate(
         plan = None if faults is None else read_faults(faults, resolved, replayed)
     if steps is None:
         asked = any(key.partition("=")[0] == "steps" for key in overrides)
-        steps = resolved.run.steps if asked else STEPS if replayed is None else replayed.recording.seen.steps
+        steps = resolved.run.steps if asked else STEPS if replayed is None else replayed.recording.totals.steps
     drawn = output == "html" or html is not None
     if html is not None:
         create_output_file(html)  # fail before the work, not after it

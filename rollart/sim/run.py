@@ -147,19 +147,19 @@ class ModelledRun:
     """The autoscalers of hosts, if nodes join and leave."""
     restart_s: float = math.inf
     """Longest wait for the trainer's devices to come back, after which the restart fails."""
-    steps: list[StepTrace] = field(default_factory=list)
-    ended: float = 0.0
-    """Loop seconds at the end of the run: devices are paid until then."""
-    control: ControlPlane = field(init=False)
-    _leases: Leases = field(init=False)
-    supervisor: EngineSupervisor | None = None
-    fleet: EngineFleet | None = None
     lent_speed: Callable[[EnginePlacement], float] | None = None
     """Training speed of an engine's devices, the trainer's own being 1; None: it can borrow none."""
-    _clocks: dict[EngineId, ResourceClock] = field(default_factory=dict)
-    _shares: dict[EngineId, EngineShares] = field(default_factory=dict)
-    _health_checks: dict[EngineId, asyncio.Task[None]] = field(default_factory=dict)
-    _tasks: asyncio.TaskGroup | None = None
+    steps: list[StepTrace] = field(default_factory=list, init=False)
+    ended: float = field(default=0.0, init=False)
+    """Loop seconds at the end of the run: devices are paid until then."""
+    control: ControlPlane = field(init=False)
+    supervisor: EngineSupervisor | None = field(default=None, init=False)
+    fleet: EngineFleet | None = field(default=None, init=False)
+    _leases: Leases = field(init=False)
+    _clocks: dict[EngineId, ResourceClock] = field(default_factory=dict, init=False)
+    _shares: dict[EngineId, EngineShares] = field(default_factory=dict, init=False)
+    _health_checks: dict[EngineId, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    _tasks: asyncio.TaskGroup | None = field(default=None, init=False)
     _trainer_clock: ResourceClock = field(init=False)
 
     async def run(self) -> None:

@@ -30,7 +30,6 @@ import numpy as np
 from placement.calibrate import FREE, Fit, Row, fit
 from placement.problem import DomainProfile, TrainingConstants
 from placement.publish import PublishSpeeds
-from placement.roofline import Constants
 from placement.training import fit_training_constants
 from placement.types import Device, Role
 from rollart.adapters.clusters.local import LocalRuntime
@@ -51,6 +50,7 @@ from rollart.report.utilization import engine_rows
 from rollart.settings.cluster import RuntimeSpec
 from rollart.settings.planning import problem_of, run_shape
 from rollart.settings.resolve import Resolved
+from rollart.tools.replay import CPU_ENGINE
 
 SCHEMA = 1
 
@@ -69,13 +69,6 @@ PRIOR_WEIGHT = 0.1
 
 
 FITTED_CONSTANTS = ("effective_tflops", "effective_tb_per_s", "step_s", "row_s", "request_s")
-
-
-INITIAL_CONSTANTS = Constants(
-    effective_tflops=0.05, effective_tb_per_s=0.01, step_s=5e-4, layer_s=0.0, row_s=2e-5, request_s=5e-5
-)
-"""Initial values of the fit: the order of magnitude of one server core under PyTorch with a model of 0.2 M
-parameters."""
 
 
 PASSES = 3
@@ -211,7 +204,7 @@ def fit_machine(
         shape,
         devices,
         free=FITTED_CONSTANTS,
-        start=INITIAL_CONSTANTS,
+        start=CPU_ENGINE,
         engine="rollart.engine",
         source="probe of the local machine",
     )
@@ -385,7 +378,7 @@ def fit_engines(resolved: Resolved, directory: Path) -> list[Fit]:
     source = f"counters of run {directory.name}"
     fits = []
     for name, own in sorted(enough.items()):
-        free, start = (FITTED_CONSTANTS, INITIAL_CONSTANTS) if devices[name].is_cpu else (FREE, None)
+        free, start = (FITTED_CONSTANTS, CPU_ENGINE) if devices[name].is_cpu else (FREE, None)
         fits.append(fit(own, shape, devices, free=free, start=start, engine=kind, source=source))
     return fits
 

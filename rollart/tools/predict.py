@@ -19,7 +19,7 @@ from placement.estimate import ObservedTrajectory, ProfileEstimator
 from placement.problem import DomainProfile, Problem, TrainingWork
 from placement.roofline import RooflinePerformance
 from placement.solve import solve
-from placement.types import Infeasible, Placement, Role
+from placement.types import ROLLOUT_ROLES, Infeasible, Placement
 from rollart.adapters.text import HubTokenizer
 from rollart.control.domain import Domain, training_seed
 from rollart.errors import SpecError
@@ -34,8 +34,6 @@ BISECTIONS = 10
 
 PUBLISH_SPREAD = 0.2
 """Relative spread of the time between publishes in a run that waits for its environments, as measured in short runs."""
-
-ENGINES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +144,7 @@ def _limit_by_cores(
     step_s: float,
 ) -> Prediction:
     """The rate at which all parts' CPU-seconds fit on the available cores."""
-    busy = sum(d.utilisation * d.replicas for role in ENGINES for d in found.of(role))
+    busy = sum(d.utilisation * d.replicas for role in ROLLOUT_ROLES for d in found.of(role))
     controller = machine.controller_s(domains)
     cpu = {
         "engine": busy / found.rate,

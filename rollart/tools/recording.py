@@ -43,16 +43,15 @@ class RecordedTimings:
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
     """A recorded run. `scripts`: by domain and group, in starting order; `functions`: by name; `provider`: the one with
-    most calls; `lives`: number of starts; `batch`: trained trajectories per step."""
+    most calls; `starts`: number of starts."""
 
     name: str
     scripts: Mapping[str, tuple[tuple[Script, ...], ...]]
     functions: Mapping[str, Profile]
     provider: str
-    machine: RecordedTimings
-    seen: RunTotals
-    lives: int
-    batch: float
+    timings: RecordedTimings
+    totals: RunTotals
+    starts: int
 
 
 def read_recording(directory: Path) -> RecordedRun:
@@ -70,7 +69,7 @@ def read_recording(directory: Path) -> RecordedRun:
             raise UsageError(f"{directory}: {problem} (rule: a training step at least)", remedy="name another run")
         intervals, calls = reader.intervals(), reader.calls()
         usd = math.fsum(line.usd for line in cost_lines(collect(reader, directory.name)))
-        lives, facts = len(reader.events("starting")), reader.facts()
+        starts, facts = len(reader.events("starting")), reader.facts()
     began = done[0].t - _number(done[0], "train_s") - _number(done[0], "waited_s")
     figures = loop_figures(
         intervals,
@@ -81,7 +80,6 @@ def read_recording(directory: Path) -> RecordedRun:
         wall_s=facts.seconds,
         usd=usd,
     )
-    samples = sum(row.samples for row in trained)
     return RecordedRun(
         directory.name,
         scripts_by_group(sorted(rows, key=lambda row: row.t0)),
@@ -96,8 +94,7 @@ def read_recording(directory: Path) -> RecordedRun:
             math.fsum(row.engine_seconds for row in rows) / len(rows),
         ),
         figures,
-        max(lives, 1),
-        samples / len(trained),
+        max(starts, 1),
     )
 
 

@@ -38,7 +38,8 @@ RESOLVED_FILE = "resolved.yaml"
 CPU_ENGINE = Constants(
     effective_tflops=0.05, effective_tb_per_s=0.01, step_s=5e-4, layer_s=0.0, row_s=2e-5, request_s=5e-5
 )
-"""Base constants of an engine on a CPU core: the order of magnitude of a small model under PyTorch."""
+"""Base constants of an engine on a CPU core, from which fits start: the order of magnitude of one server core under
+PyTorch with a model of 0.2 M parameters."""
 
 FIT_STEPS = 12
 """Steps of the simulations that determine the pace: enough for a mean, few enough for several simulations."""
@@ -123,7 +124,7 @@ def calibrated_replay(
     """The run with a problem for its hardware, and a replay at the recorded speeds. `directory`: the recorded run's.
     Runs up to `FIT_ROUNDS` short simulations."""
     resolved = _with_problem(resolved, directory)
-    replay = replace(replay_of(resolved, recording, resample=resample), machine=recording.machine)
+    replay = replace(replay_of(resolved, recording, resample=resample), machine=recording.timings)
     return resolved, _with_fitted_pace(resolved, replace(replay, resample=False), recording, resample)
 
 
@@ -131,16 +132,16 @@ def check_replay(prepared: PreparedReplay) -> SimulationCheck:
     """Simulate a recorded run unchanged, and compare the figures. UsageError for a resumed run."""
     resolved, replay = prepared.resolved, prepared.replay
     recording = replay.recording
-    if recording.lives > 1:
+    if recording.starts > 1:
         raise UsageError(
-            f"{recording.name} was started {recording.lives} times (rule: --check of a run that was never resumed, as "
+            f"{recording.name} was started {recording.starts} times (rule: --check of a run that was never resumed, as "
             "its wall time has gaps)",
             remedy="simulate it without --check",
         )
     with tempfile.TemporaryDirectory(prefix="rollart-check-") as scratch:
-        steps = recording.seen.steps
+        steps = recording.totals.steps
         done = simulate(resolved, Path(scratch), seed=resolved.run.seed, steps=steps, replay=replay)
-        return SimulationCheck(recording.seen, _simulated_figures(done))
+        return SimulationCheck(recording.totals, _simulated_figures(done))
 
 
 def _simulated_figures(done: SimulationResult) -> RunTotals:
@@ -183,8 +184,8 @@ def _with_problem(resolved: Resolved, directory: Path) -> Resolved:
 def _with_fitted_pace(resolved: Resolved, replay: ReplayPlan, recording: RecordedRun, resample: bool) -> ReplayPlan:
     """Find the pace at which simulated trajectories take the recorded engine-seconds. Engine time is roughly
     proportional to the pace, so each round multiplies the pace by the missing factor."""
-    wanted, pace = recording.machine.engine_s, 1.0
-    steps = min(FIT_STEPS, recording.seen.steps)
+    wanted, pace = recording.timings.engine_s, 1.0
+    steps = min(FIT_STEPS, recording.totals.steps)
     best = (float("inf"), pace)
     for _ in range(FIT_ROUNDS):
         with tempfile.TemporaryDirectory(prefix="rollart-replay-") as scratch:

@@ -169,18 +169,18 @@ def test_what_a_ledger_says_of_its_machine(recorded: Path, resolved: Resolved) -
     ((script,),) = set(seen.scripts["chat"])
     assert (script.turns, script.tokens, script.shown[0], sum(script.answers)) == (3, 44, 10, 24)
     assert sum(script.step_s) == pytest.approx(0.06)
-    assert seen.machine.trainer.step_s([44] * BATCH) == pytest.approx(TRAIN_S)
-    assert seen.machine.publish_s + seen.machine.load_s + FLUSH_SECONDS == pytest.approx(PUBLISH_S)
-    assert seen.machine.load_s == pytest.approx(LOAD_S)
-    assert seen.machine.engine_s == pytest.approx(ENGINE_S)
+    assert seen.timings.trainer.step_s([44] * BATCH) == pytest.approx(TRAIN_S)
+    assert seen.timings.publish_s + seen.timings.load_s + FLUSH_SECONDS == pytest.approx(PUBLISH_S)
+    assert seen.timings.load_s == pytest.approx(LOAD_S)
+    assert seen.timings.engine_s == pytest.approx(ENGINE_S)
     loop_s = FIRST_S + STEPS * (TRAIN_S + PUBLISH_S)
-    assert seen.seen.loop_s == pytest.approx(loop_s)
-    assert seen.seen.wall_s == pytest.approx(STARTUP_S + loop_s + END_S)
+    assert seen.totals.loop_s == pytest.approx(loop_s)
+    assert seen.totals.wall_s == pytest.approx(STARTUP_S + loop_s + END_S)
     profile = seen.functions["exact"]
     assert (profile.call_s, profile.overhead_s) == (pytest.approx(0.1), pytest.approx(0.02))
     usd_per_s = 2 * resolved.usd_per_device_hour["here"] / 3600
-    assert seen.seen.usd == pytest.approx(usd_per_s * seen.seen.wall_s), "local functions have no bill"
-    assert seen.seen.loop_usd == pytest.approx(usd_per_s * loop_s)
+    assert seen.totals.usd == pytest.approx(usd_per_s * seen.totals.wall_s), "local functions have no bill"
+    assert seen.totals.loop_usd == pytest.approx(usd_per_s * loop_s)
 
 
 def test_a_run_bound_by_its_trainer_is_predicted(prepared: PreparedReplay) -> None:
