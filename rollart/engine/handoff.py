@@ -44,9 +44,9 @@ MAX_REMEMBERED_REASONS = 256
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-PREFIX = struct.Struct("<QQ")
+BLOCK_PREFIX = struct.Struct("<QQ")
 
-ALIGN = 64
+BLOCK_ALIGN = 64
 """The payload starts at a multiple of this, so that tensors can be read in place."""
 
 T = TypeVar("T")
@@ -522,11 +522,11 @@ def encode_block(block: KvBlock, token: str = "") -> list[memoryview]:
             "vocab": 0 if block.logits is None else len(block.logits),
         }
     ).encode()
-    header += b" " * (-(PREFIX.size + len(header)) % ALIGN)
+    header += b" " * (-(BLOCK_PREFIX.size + len(header)) % BLOCK_ALIGN)
     crc = zlib.crc32(header)
     for part in payload:
         crc = zlib.crc32(part, crc)
-    return [memoryview(PREFIX.pack(len(header), crc) + header), *payload]
+    return [memoryview(BLOCK_PREFIX.pack(len(header), crc) + header), *payload]
 
 
 def decode_block(data: bytes | bytearray | mmap.mmap, token: str = "") -> KvBlock:
@@ -534,12 +534,12 @@ def decode_block(data: bytes | bytearray | mmap.mmap, token: str = "") -> KvBloc
     bytes are no such block, were corrupted, or belong to another token."""
     buffer = bytearray(data) if isinstance(data, bytes) else data
     try:
-        size, crc = PREFIX.unpack_from(buffer)
-        with memoryview(buffer) as view, view[PREFIX.size :] as rest:
+        size, crc = BLOCK_PREFIX.unpack_from(buffer)
+        with memoryview(buffer) as view, view[BLOCK_PREFIX.size :] as rest:
             if zlib.crc32(rest) != crc:
                 raise ValueError("its checksum is wrong")
-        begin = PREFIX.size + size
-        header = json.loads(buffer[PREFIX.size : begin])
+        begin = BLOCK_PREFIX.size + size
+        header = json.loads(buffer[BLOCK_PREFIX.size : begin])
         if header["token"] != token:
             raise ValueError("it was exported for another request")
         shape, dtype, vocab = tuple(header["shape"]), DTYPES[header["dtype"]], int(header["vocab"])

@@ -27,10 +27,10 @@ from rollart.engine.operations import DecodeOperations
 from rollart.engine.sampling import to_device
 from rollart.errors import UsageError
 
-LARGE = 65_536
+BLOCKED_MIN_ELEMENTS = 65_536
 """Elements from which the blocked layout wins at any number of rows above one."""
 
-WORK = 4_000_000
+BLOCKED_MIN_MULTIPLY_ADDS = 4_000_000
 """Multiply-adds from which the blocked layout wins for a small matrix as well."""
 
 HINT_ROWS = 64
@@ -243,7 +243,7 @@ class BlockedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight, self.bias = weight, bias
         self._packed: Tensor | None = None
-        self._large = weight.numel() >= LARGE
+        self._large = weight.numel() >= BLOCKED_MIN_ELEMENTS
 
     def pack(self) -> None:
         """Copy the weight into the blocked layout (only for fp32 on a CPU with oneDNN; otherwise does nothing)."""
@@ -260,7 +260,7 @@ class BlockedLinear:
     def __call__(self, x: Tensor) -> Tensor:
         """`x` `[n, in]` to `[n, out]`."""
         n = x.shape[0]
-        if self._packed is None or n == 1 or not (self._large or n * self.weight.numel() >= WORK):
+        if self._packed is None or n == 1 or not (self._large or n * self.weight.numel() >= BLOCKED_MIN_MULTIPLY_ADDS):
             return F.linear(x, self.weight, self.bias)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
         return product

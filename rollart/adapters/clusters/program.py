@@ -19,7 +19,7 @@ from rollart.errors import PartDied, ProviderError
 from rollart.lifeline import terminate
 from rollart.ports import Handle
 
-TAIL = 8192
+LOG_TAIL_BYTES = 8192
 """Bytes at the end of a log that are searched for its last line."""
 
 STOP_S = 5.0
@@ -167,7 +167,7 @@ class Program:
     def _last_line(self) -> str:
         try:
             with self._log.open("rb") as log:
-                log.seek(max(0, self._log.stat().st_size - TAIL))
+                log.seek(max(0, self._log.stat().st_size - LOG_TAIL_BYTES))
                 lines = log.read().decode(errors="replace").strip().splitlines()
         except OSError:
             return "no log"

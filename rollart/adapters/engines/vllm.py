@@ -60,13 +60,13 @@ UNKNOWN_VERSION = -1
 KV_DROP_RETRY_S = 0.25
 """Seconds between attempts to drop KV that another engine may still pull."""
 
-LOOK_S, LOOKS_S = 0.02, 0.5
+MIN_PULL_POLL_S, MAX_PULL_POLL_S = 0.02, 0.5
 """First and longest interval between two polls of a pull, seconds. A poll waits for a step of the engine."""
 
 MAX_EARLY_VERSIONS = 4
 """Maximum versions remembered that were pushed but not requested yet; one version is pushed at a time."""
 
-STOP_S = 1.0
+PULL_STOP_S = 1.0
 """Timeout of the call that stops a pull, seconds. A host that does not receive it pulls to the end."""
 
 
@@ -405,15 +405,15 @@ class VllmHost:
                 arrivals = self._early.pop(stamp, arrivals)
                 self._pulling.add(stamp)
                 reports = await self._call_workers("pull", await self._pull_arguments(manifest, stamp, arrivals, keep))
-            after = LOOK_S
+            after = MIN_PULL_POLL_S
             while not all(report["path"] for report in reports):
                 self._raise_failure(version, reports)
                 await asyncio.sleep(after)
-                after = min(2 * after, LOOKS_S)
+                after = min(2 * after, MAX_PULL_POLL_S)
                 reports = await self._call_workers("look", {"stamp": stamp})
         except BaseException:  # workers that continue to pull would hold their host's lock
             with contextlib.suppress(TimeoutError, StorageFailed):
-                async with asyncio.timeout(STOP_S):
+                async with asyncio.timeout(PULL_STOP_S):
                     await self._call_workers("stop", {"stamp": stamp})
             raise
         finally:
