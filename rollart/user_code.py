@@ -42,7 +42,7 @@ GRACE_S = 10.0
 CALLS = ("reset", "step", "close")
 
 
-_INSIDE: ContextVar[bool] = ContextVar("foreign", default=False)
+_INSIDE: ContextVar[bool] = ContextVar("user_code", default=False)
 """True in users' code. Tasks inherit it from the task that starts them."""
 
 
