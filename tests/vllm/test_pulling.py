@@ -248,7 +248,7 @@ async def test_what_one_worker_cannot_pull_the_others_give_up(tmp_path: Path) ->
 
 async def test_a_pull_whose_controller_died_lets_the_next_one_pull(tmp_path: Path) -> None:
     worker = plugin()
-    worker.DESERTED_S = 0.0
+    worker.ABANDONED_S = 0.0
     manifest = json.dumps({"schema": 1, "version": 1, "files": [["one", 3, 3, ["0" * 64]]]})
     told = {
         "root": str(tmp_path / "host"),
@@ -261,7 +261,7 @@ async def test_a_pull_whose_controller_died_lets_the_next_one_pull(tmp_path: Pat
     }
     pull = worker.Pull(told)
     pull.join(60)
-    assert pull.look()["error"] == "nobody waits for it any more"
+    assert pull.progress()["error"] == "nobody waits for it any more"
     assert [p.name for p in (tmp_path / "host").iterdir()] == [".lock"]
 
 
@@ -326,7 +326,7 @@ async def test_a_name_that_leads_out_of_the_version_is_refused(tmp_path: Path) -
         }
     )
     pull.join(60)
-    assert "no name of a file" in pull.look()["error"]
+    assert "no name of a file" in pull.progress()["error"]
     assert not (tmp_path / "out").exists()
     shutil.rmtree(tmp_path / "host")
 
@@ -370,7 +370,7 @@ async def test_a_store_that_breaks_off_is_asked_again_and_a_pull_always_ends(
             }
         )
         await asyncio.to_thread(pull.join, 60)
-    seen = pull.look()
+    seen = pull.progress()
     assert pull.ended
     assert "secret" not in seen["error"]
     if said:

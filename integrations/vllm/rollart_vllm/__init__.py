@@ -1,4 +1,4 @@
-"""What vLLM loads of rollart, in each of its processes: the entry point `vllm.general_plugins`.
+"""The plugin that vLLM loads in each of its processes, through the entry point `vllm.general_plugins`.
 
 Weight transfer backend `rollart`: `--weight-transfer-config '{"backend": "rollart"}'`.
 """
@@ -9,8 +9,6 @@ import ctypes
 import os
 import signal
 import sys
-
-__all__ = ["register"]
 
 BACKEND = "rollart"
 
@@ -42,8 +40,8 @@ def register() -> None:
 
 
 def _die_with_parent() -> None:
-    """SIGKILL when the parent ends. vLLM's engine core would outlive an API server that is killed, and keep its
-    memory and its devices."""
+    """Request SIGKILL when the parent ends. Otherwise vLLM's engine core outlives a killed API server, with its memory
+    and its devices."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == 1:  # it died before the call
+    if os.getppid() == 1:  # the parent died before the call
         os._exit(1)

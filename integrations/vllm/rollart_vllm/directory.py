@@ -1,6 +1,6 @@
-"""A published version on disk, as vLLM reads it: safetensors buckets that are there whole or not at all.
+"""A published version on disk: safetensors buckets, complete or no version at all.
 
-The trainer writes `COMPLETE` last; it holds the version and the sha256 of every file. Nothing is pickled.
+The trainer writes `COMPLETE` last, with the version and the sha256 of every file. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-
-__all__ = ["Version", "another_model", "open_version"]
 
 MARKER = "COMPLETE"
 
@@ -29,7 +27,7 @@ SHAPE = (
     "vocab_size",
     "tie_word_embeddings",
 )
-"""Keys of config.json that fix names and shapes: those of the running model and of a new version must agree."""
+"""Keys of config.json that determine names and shapes. A new version must agree with the running model in them."""
 
 
 class Version:
@@ -40,7 +38,7 @@ class Version:
         self._buckets = buckets
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and tensor, one at a time: no more than one is in memory besides the model."""
+        """Names and tensors, one at a time, so that only one is in memory besides the model."""
         for bucket in self._buckets:
             for name in bucket.keys():  # noqa: SIM118
                 yield name, bucket.get_tensor(name)
@@ -50,8 +48,8 @@ class Version:
 
 
 def open_version(path: str, config: Mapping[str, Any], *, verify: bool) -> Version:
-    """Check a directory and open its buckets. ValueError, one line, for one that is torn, damaged or another model's.
-    `verify` reads every bucket once more for its sha256."""
+    """Check a directory and open its buckets. ValueError, one line, for an incomplete or damaged version, or another
+    model's. `verify` also reads every bucket for its sha256."""
     directory = Path(path)
     try:
         marker = json.loads((directory / MARKER).read_text() or "{}")
@@ -76,7 +74,7 @@ def open_version(path: str, config: Mapping[str, Any], *, verify: bool) -> Versi
 
 
 def another_model(found: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """In what a version's config.json differs from the running model's, in words; empty if it does not."""
+    """The difference between a version's config.json and the running model's, as a text; empty if there is none."""
     for key in SHAPE:
         if key in found and key in config and found[key] != config[key]:
             return f"another model: {key} is {found[key]!r}, the engine's {config[key]!r}"

@@ -1,7 +1,7 @@
-"""Small heads on CPU cores: vLLM's kernels there take heads of 32 numbers at least, tiny test models have fewer.
+"""Small attention heads on CPUs: vLLM's CPU kernels need a head size of at least 32, and tiny test models have less.
 
-Queries, keys and values are padded with zeros: zeros add nothing to a score, and what they add to a value is cut off
-again. The scale stays that of the model's own head size, so the result is exact.
+Queries, keys and values are padded with zeros. Zeros add nothing to a score, and the padding of the output is cut off.
+The scale remains that of the model's own head size, so the result is exact.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-__all__ = ["LEAST", "accept_small_heads"]
-
 LEAST = 32
-"""Numbers of the smallest head that vLLM's CPU kernels take."""
+"""Smallest head size of vLLM's CPU kernels."""
 
 
 def accept_small_heads() -> None:
-    """From now on, attention layers with smaller heads are made with heads of `LEAST`. Called any number of times."""
+    """Create attention layers with smaller heads as layers with heads of `LEAST` from now on. Idempotent."""
     from vllm.model_executor.layers.attention import Attention
 
     if getattr(Attention, "_rollart_pads", False):

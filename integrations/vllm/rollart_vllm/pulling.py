@@ -1,8 +1,8 @@
-"""Versions of the weights by way of a store, pulled by a server that shares no directory with the run.
+"""Pulls versions of the weights from a store to a server that shares no directory with the run.
 
-The controller says of which buckets a version is made, and where each can be read: at a path, or at a URL that is
-signed for it. Nothing here knows the store or needs credentials of it. Threads pull while the engine serves; a version
-is there whole, with every bucket's sha256 checked, or not at all. Standard library alone.
+The controller sends the buckets of a version and the source of each: a path or a signed URL. This module neither knows
+the store nor needs its credentials. Threads pull while the engine serves. A version appears complete, with the sha256
+of every bucket verified, or not at all. Standard library alone.
 """
 
 from __future__ import annotations
@@ -25,46 +25,44 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Pull", "asked", "weights_of"]
-
 MARKER, MANIFEST, LOCK = "COMPLETE", "buckets.json", ".lock"
-"""In a pulled version: that it is whole, and of which buckets; in the directory of all: who pulls holds it."""
+"""In a pulled version: the mark of a complete version, and its buckets; in their directory: the lock of the puller."""
 
 CHUNK = 2**20
-"""Bytes that are read at a time: a bucket is never in memory whole."""
+"""Bytes per read: a bucket is never in memory as a whole."""
 
 IN_FLIGHT = 8
-"""Buckets on their way at a time, unless a number is given."""
+"""Buckets fetched concurrently by default."""
 
 SILENT_S = 30.0
-"""A store that says nothing for so long has broken off, seconds."""
+"""Timeout for a silent store, seconds."""
 
 TRIES, BACKOFF_S = 3, 0.25
-"""For a bucket whose connection broke; the controller gives a host up that takes too long."""
+"""Attempts and first pause for a bucket whose connection broke. The controller gives up a host that takes too long."""
 
-DESERTED_S = 60.0
-"""A pull that waits for the rest of a push, and that nobody has looked at for so many seconds, has lost its
-controller: it would keep the directory's lock from the next one's for ever."""
+ABANDONED_S = 60.0
+"""A pull that waits for the rest of a push, and had no call for so many seconds, has lost its controller. It would hold
+the directory's lock for ever."""
 
 Targets = list[tuple[Path, int, int]]
-"""Files, offsets and bytes that a bucket is the contents of."""
+"""Files with the offset and number of bytes of a bucket's contents in them."""
 
 
 class Pull:
-    """A version on its way to this host. Its thread owns the files; `tell`, `stop` and `look` may be called by any.
+    """One version that is being pulled. Its thread owns the files; any thread may call `update`, `stop` and `progress`.
 
-    Invariant: `path` is set once the version is whole at it, and nothing is left of a version that is not.
+    Invariant: `path` is set once the version is complete there, and nothing remains of an incomplete version.
     """
 
-    def __init__(self, told: Mapping[str, Any]) -> None:
-        """`told`: root, manifest (a text), keep, in_flight (0: ours), sources, over, whole."""
-        self.stamp = hashlib.sha256(told["manifest"].encode()).hexdigest()
-        self._text: str = told["manifest"]
+    def __init__(self, order: Mapping[str, Any]) -> None:
+        """`order`: root, manifest (a text), keep, in_flight (0: the default), sources, over, whole."""
+        self.stamp = hashlib.sha256(order["manifest"].encode()).hexdigest()
+        self._text: str = order["manifest"]
         listed = json.loads(self._text)
         self._version, self._content = int(listed["version"]), str(listed.get("content", ""))
         self._files: list[tuple[str, int, int, list[str]]] = [tuple(file) for file in listed["files"]]
-        self._root, self._keep = Path(told["root"]), [int(v) for v in told["keep"]]
-        self._in_flight = int(told["in_flight"]) or IN_FLIGHT
+        self._root, self._keep = Path(order["root"]), [int(v) for v in order["keep"]]
+        self._in_flight = int(order["in_flight"]) or IN_FLIGHT
         self._sources: dict[str, str] = {}
         self._changed = threading.Condition()
         self._over = self._whole = self._stopped = False
@@ -73,20 +71,20 @@ class Pull:
         self._began = time.monotonic()
         self._seconds = 0.0
         self._path = self._error = self._failed = ""
-        self.tell(told)
+        self.update(order)
         self._thread = threading.Thread(target=self._run, name=f"pull v{self._version}", daemon=True)
         self._thread.start()
 
-    def tell(self, told: Mapping[str, Any]) -> None:
-        """Where more of its buckets are; whether all are there by now (`whole`), or no more will come (`over`)."""
+    def update(self, order: Mapping[str, Any]) -> None:
+        """Add sources of buckets. `whole`: all buckets have been pushed; `over`: no more will be pushed."""
         with self._changed:
-            self._sources |= told["sources"]
+            self._sources |= order["sources"]
             self._heard = time.monotonic()
-            self._over, self._whole = self._over or told["over"], self._whole or told["whole"]
+            self._over, self._whole = self._over or order["over"], self._whole or order["whole"]
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Nobody waits for it any more."""
+        """Give the pull up."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -95,8 +93,7 @@ class Pull:
     def ended(self) -> bool:
         return bool(self._path or self._error)
 
-    def look(self) -> dict[str, Any]:
-        """How far it is."""
+    def progress(self) -> dict[str, Any]:
         with self._changed:
             self._heard = time.monotonic()
             return {
@@ -119,7 +116,7 @@ class Pull:
         try:
             path = str(self._pulled())
         except (OSError, ValueError, KeyError, TypeError) as failed:
-            error = _said(failed)
+            error = _error_text(failed)
         except BaseException as failed:
             error = repr(failed)
             raise
@@ -134,16 +131,16 @@ class Pull:
             if _stamp(final) == self.stamp:
                 return final
             for leftover in (*self._root.glob(".pull-v*"), *self._root.glob(".pruned-v*")):
-                shutil.rmtree(leftover, ignore_errors=True)  # whoever began it is dead: the lock is ours
+                shutil.rmtree(leftover, ignore_errors=True)  # their writers are dead: this process holds the lock
             aside = self._root / f".pull-{final.name}.{os.getpid()}.{next(_numbers)}"
             try:
                 self._fill(aside)
-                with self._changed:  # nothing is a version before it is whole in the store
+                with self._changed:  # a version counts only once it is complete in the store
                     self._await(lambda: self._over)
                     self._check(self._whole, f"v{self._version} was not pushed whole")
                 _write(aside / MANIFEST, self._text)
                 _write(aside / MARKER, json.dumps({"schema": 1, "version": self._version, "stamp": self._content}))
-                if final.exists():  # of a publish that came to nothing
+                if final.exists():  # left by a publish that failed
                     _remove(final)
                 aside.rename(final)
             finally:
@@ -153,7 +150,7 @@ class Pull:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """Alone among all who pull into the directory: workers and servers of the host share its copy."""
+        """Hold the directory's lock: workers and servers of the host share its copy of a version."""
         self._root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self._root / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -169,8 +166,8 @@ class Pull:
             os.close(descriptor)
 
     def _fill(self, aside: Path) -> None:
-        """Every bucket as soon as it can be read; the first that fails ends all."""
-        places: dict[str, Targets] = {}
+        """Fetch every bucket as soon as it has a source. The first failure ends the pull."""
+        targets: dict[str, Targets] = {}
         for name, size, bucket, digests in self._files:
             file = aside / name
             if not file.resolve().is_relative_to(aside.resolve()):
@@ -179,46 +176,47 @@ class Pull:
             with file.open("wb") as handle:
                 handle.truncate(size)
             for i, digest in enumerate(digests):
-                places.setdefault(digest, []).append((file, i * bucket, min(bucket, size - i * bucket)))
-        have, left = self._here(), [len(places)]
+                targets.setdefault(digest, []).append((file, i * bucket, min(bucket, size - i * bucket)))
+        local, left = self._local_buckets(), [len(targets)]
         work = queue.SimpleQueue[str | None]()
 
-        def works() -> None:
-            """Not of an executor: the process would wait for a thread that a dead file system holds."""
+        def fetch_buckets() -> None:
+            """Runs in a daemon thread. With an executor, the process would wait for threads that a dead file system
+            blocks."""
             while (digest := work.get()) is not None and not self._stopped:
                 failed = ""
                 try:
-                    self._bucket(digest, places[digest], have.get(digest))
-                except Exception as error:  # whatever it is, the pull ends with it
-                    failed = _said(error)
+                    self._bucket(digest, targets[digest], local.get(digest))
+                except Exception as error:  # any failure ends the pull
+                    failed = _error_text(error)
                 with self._changed:
                     left[0] -= 1
                     self._failed = self._failed or failed
-                    self._stopped = self._stopped or bool(failed)  # the others would be for nothing
+                    self._stopped = self._stopped or bool(failed)  # the other buckets are no longer needed
                     self._changed.notify_all()
 
-        for number in range(min(self._in_flight, len(places))):
-            threading.Thread(target=works, name=f"v{self._version} {number}", daemon=True).start()
-        waiting = set(places)
+        for number in range(min(self._in_flight, len(targets))):
+            threading.Thread(target=fetch_buckets, name=f"v{self._version} {number}", daemon=True).start()
+        waiting = set(targets)
         try:
             while left[0]:
                 with self._changed:
-                    come = [d for d in places if d in waiting and (d in have or d in self._sources)]
-                    for digest in come:
+                    ready = [d for d in targets if d in waiting and (d in local or d in self._sources)]
+                    for digest in ready:
                         work.put(digest)
-                    waiting -= set(come)
+                    waiting -= set(ready)
                     self._check(not waiting or not self._over, f"v{self._version} was not pushed whole")
-                    if not come and left[0]:
+                    if not ready and left[0]:
                         self._changed.wait(1.0)
-                        self._check(not self._deserted(), "nobody waits for it any more")
+                        self._check(not self._abandoned(), "nobody waits for it any more")
         finally:
             for _ in range(self._in_flight):
                 work.put(None)
 
-    def _bucket(self, digest: str, targets: Targets, here: tuple[Path, int, int] | None) -> None:
-        with contextlib.suppress(OSError, ValueError):  # pruned since, or damaged: the store has it
-            if here is not None:
-                file, offset, _ = here
+    def _bucket(self, digest: str, targets: Targets, local: tuple[Path, int, int] | None) -> None:
+        with contextlib.suppress(OSError, ValueError):  # pruned meanwhile, or damaged: fetch it from the store
+            if local is not None:
+                file, offset, _ = local
                 self._copy(lambda: file.open("rb"), offset, digest, targets)
                 return
         with self._changed:
@@ -246,12 +244,12 @@ class Pull:
             except (OSError, http.client.HTTPException) as error:
                 refused = isinstance(error, urllib.error.HTTPError) and error.code < 500
                 if refused or isinstance(error, FileNotFoundError) or attempt == TRIES:
-                    raise ValueError(f"bucket {digest[:12]} cannot be read: {_said(error)}") from None
+                    raise ValueError(f"bucket {digest[:12]} cannot be read: {_error_text(error)}") from None
                 with self._changed:
                     self._changed.wait_for(lambda: self._stopped, timeout=BACKOFF_S * 2**attempt)
 
     def _copy(self, opened: Callable[[], Any], offset: int, digest: str, targets: Targets) -> None:
-        """`ValueError`: what was there is something else, and so is what was written. `OSError`: it broke off."""
+        """ValueError for contents of another digest, which the targets then hold too; OSError for a broken stream."""
         found, count = hashlib.sha256(), targets[0][2]
         with contextlib.ExitStack() as stack:
             source = stack.enter_context(opened())
@@ -272,102 +270,103 @@ class Pull:
         if found.hexdigest() != digest:
             raise ValueError(f"bucket {digest[:12]} of v{self._version} came damaged")
 
-    def _here(self) -> dict[str, tuple[Path, int, int]]:
-        """Where buckets of earlier versions lie on this host."""
-        have: dict[str, tuple[Path, int, int]] = {}
+    def _local_buckets(self) -> dict[str, tuple[Path, int, int]]:
+        """File, offset and size of each bucket of the earlier versions on this host."""
+        found: dict[str, tuple[Path, int, int]] = {}
         for version in sorted(_versions(self._root).values(), reverse=True):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
                 for name, _, bucket, digests in json.loads((version / MANIFEST).read_text())["files"]:
                     for i, digest in enumerate(digests):
-                        have.setdefault(digest, (version / name, i * bucket, bucket))
-        return have
+                        found.setdefault(digest, (version / name, i * bucket, bucket))
+        return found
 
     def _prune(self) -> None:
-        """What is older than what engines may still need. Files that somebody has open stay readable."""
+        """Remove versions that no engine needs any more. Open files stay readable."""
         newest = max(self._keep, default=0)
         for number, directory in _versions(self._root).items():
             if number < newest and number != self._version and number not in self._keep:
                 with contextlib.suppress(OSError):
                     _remove(directory)
 
-    def _await(self, there: Callable[[], bool]) -> None:
-        """Of what the controller tells. The lock is held."""
-        while not there():
-            self._check(not self._deserted(), "nobody waits for it any more")
+    def _await(self, arrived: Callable[[], bool]) -> None:
+        """Wait for an update of the controller. The caller holds the lock."""
+        while not arrived():
+            self._check(not self._abandoned(), "nobody waits for it any more")
             self._changed.wait(1.0)
 
-    def _deserted(self) -> bool:
-        return not self._over and time.monotonic() - self._heard > DESERTED_S
+    def _abandoned(self) -> bool:
+        return not self._over and time.monotonic() - self._heard > ABANDONED_S
 
-    def _check(self, well: bool, why: str) -> None:
+    def _check(self, valid: bool, reason: str) -> None:
         if self._stopped:
             raise ValueError(self._failed or "it was stopped")
-        if not well:
-            raise ValueError(why)
+        if not valid:
+            raise ValueError(reason)
 
 
 _numbers = itertools.count()
 
 _pulls: dict[str, Pull] = {}
-"""By stamp, the last ones of this process."""
+"""The latest pulls of this process, by stamp."""
 
 REMEMBERED = 4
-"""Pulls that are: one that an engine loads, one ahead of it, and what is told of them late."""
+"""Maximum of `_pulls`: the one that an engine loads, the next one, and those with late updates."""
 
 
-def asked(call: str, told: Mapping[str, Any]) -> dict[str, Any]:
-    """`pull` a version that is not here yet, `tell` more of its buckets, `look` at how far it is, `stop` it."""
-    pull = _pulls.get(told["stamp"])
+def call_pull(call: str, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Serve a call about a version: `pull` it, `tell` more sources, `look` at its progress, or `stop` it. Returns its
+    progress."""
+    pull = _pulls.get(order["stamp"])
     if call == "pull":
         if pull is None or pull.ended:
-            _pulls.pop(told["stamp"], None)
-            pull = _pulls[told["stamp"]] = Pull(told)
+            _pulls.pop(order["stamp"], None)
+            pull = _pulls[order["stamp"]] = Pull(order)
             for stamp in list(_pulls)[:-REMEMBERED]:
                 _pulls.pop(stamp).stop()
         else:
-            pull.tell(told)
+            pull.update(order)
     elif pull is not None and call == "tell":
-        pull.tell(told)
+        pull.update(order)
     elif pull is not None and call == "stop":
         pull.stop()
-    return {"error": "", "path": "", "unknown": True} if pull is None else pull.look()
+    return {"error": "", "path": "", "unknown": True} if pull is None else pull.progress()
 
 
 CALLS = ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update")
-"""Methods of vLLM's worker, that raise."""
+"""Methods of vLLM's worker. They raise."""
 
 
-def weights_of(worker: object, call: str, told: str) -> dict[str, Any]:
-    """A method of vLLM's workers, for `/collective_rpc`: one of `CALLS`, or of a pull, which returns at once, between
-    two steps of the engine. It does not raise: where several workers do, vLLM (0.32) reads the first one's answer, and
-    takes those of the others for answers to later calls."""
+def weights_of(worker: object, call: str, order: str) -> dict[str, Any]:
+    """A method of vLLM's workers, for `/collective_rpc`: one of `CALLS`, or a call about a pull, which returns at once,
+    between two steps of the engine. It never raises: when several workers raise, vLLM (0.32) reads the first one's
+    answer, and takes the answers of the others for those to later calls."""
     try:
         if call in CALLS:
-            getattr(worker, call)(**json.loads(told))
+            getattr(worker, call)(**json.loads(order))
             return {"error": ""}
-        return asked(call, json.loads(told))
+        return call_pull(call, json.loads(order))
     except Exception as error:
         if call not in CALLS:
-            return {"path": "", "error": f"not understood: {_said(error)}"}
+            return {"path": "", "error": f"not understood: {_error_text(error)}"}
         logging.getLogger("vllm.rollart").exception("%s failed", call)
-        return {"error": _said(error)}
+        return {"error": _error_text(error)}
 
 
 def _opened(source: str) -> Any:
-    """A URL or a path. What is said of a URL never names it: whoever has it can read."""
+    """`source` is a URL or a path. Error texts never contain the URL: its possession permits reading."""
     if source.startswith(("http://", "https://")):
         return urllib.request.urlopen(source, timeout=SILENT_S)
     return open(source, "rb")
 
 
-def _said(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, urllib.error.HTTPError):
         return f"the store answered {error.code}"
     if isinstance(error, http.client.HTTPException):
         return f"the store's answer is none ({type(error).__name__})"
     if isinstance(error, OSError):
-        why = getattr(error, "reason", None) or error.strerror or error
-        return f"{error.filename}: {why}" if error.filename else str(why)
+        reason = getattr(error, "reason", None) or error.strerror or error
+        return f"{error.filename}: {reason}" if error.filename else str(reason)
     return str(error) or type(error).__name__
 
 
@@ -384,7 +383,7 @@ def _versions(root: Path) -> dict[int, Path]:
 
 
 def _remove(directory: Path) -> None:
-    """It disappears whole."""
+    """Remove a version. No reader finds a part of it."""
     aside = directory.with_name(f".pruned-{directory.name}")
     shutil.rmtree(aside, ignore_errors=True)
     directory.rename(aside)

@@ -1,7 +1,7 @@
-"""vLLM's weight transfer, from directories that a trainer published and from its broadcasts.
+"""vLLM's weight transfer: from published directories and from a trainer's broadcasts.
 
-A version is staged by `update_weights` and put in by `finish_weight_update`: whatever is wrong with it is said while
-the engine still serves the weights before.
+`update_weights` stages a version and `finish_weight_update` loads it: an invalid version is refused while the engine
+still serves the previous weights.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from rollart_vllm.collective import BroadcastOrder, ReceivedWeights, WeightReceiver
 from rollart_vllm.directory import Version, another_model, open_version
 
-__all__ = ["DirectoryInit", "DirectoryTransfer", "DirectoryUpdate"]
-
 
 @dataclass
 class DirectoryInit(WeightTransferInitInfo):
-    """Nothing for directories; or an order to take part in one broadcast (`collective.BroadcastOrder`, its fields)."""
+    """Empty for directories; otherwise an order to take part in one broadcast (the fields of `BroadcastOrder`)."""
 
     address: str = ""
     group: str = ""
@@ -46,14 +44,14 @@ class DirectoryUpdate(WeightTransferUpdateInfo):
 
     path: str
     verify: bool = True
-    """Compare every bucket with its published sha256 before anything changes."""
+    """Compare every bucket with its published sha256 before the model changes."""
 
     stamp: str = ""
-    """The broadcast by which the version came; the directory is read if it did not come here whole."""
+    """The broadcast of the version; the directory is read if the broadcast is incomplete here."""
 
 
 class _Broadcast:
-    """A version that is in memory already, as `directory.Version` is."""
+    """A version in memory, with the interface of `directory.Version`."""
 
     def __init__(self, received: ReceivedWeights) -> None:
         self._received = received
@@ -67,7 +65,7 @@ class _Broadcast:
 
 class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
     """One per worker. vLLM calls `start_weight_update`, `update_weights` and `finish_weight_update` in this order,
-    while the scheduler is paused; a version that is staged again replaces the one before."""
+    while the scheduler is paused; staging again replaces the staged version."""
 
     init_info_cls = DirectoryInit
     update_info_cls = DirectoryUpdate
@@ -79,7 +77,7 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
         self._receiver = WeightReceiver(self.device, check=self._loadable)
 
     def init_transfer_engine(self, init_info: DirectoryInit) -> None:
-        """Returns at once: a broadcast comes in threads of its own, while this worker goes on generating."""
+        """Returns at once: threads receive the broadcast while this worker generates."""
         if init_info.address:
             parallel = self.parallel_config
             worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
@@ -89,7 +87,7 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
         self._staged = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Stage a version. (vLLM's own also synchronizes an accelerator, which a CPU has not.)"""
+        """Stage a version. (vLLM's own method also synchronizes an accelerator, which a CPU lacks.)"""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: DirectoryUpdate) -> None:
@@ -102,7 +100,7 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
-        """Load what is staged, as vLLM loads a checkpoint: fused, sharded and packed anew, layer by layer."""
+        """Load the staged version as vLLM loads a checkpoint: fused, sharded and packed anew, layer by layer."""
         staged, self._staged = self._staged, None
         if staged is None:
             raise ValueError("no version is staged: update_weights comes first")
@@ -112,8 +110,8 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
             self.model.load_weights(staged.tensors())
             finalize_layerwise_reload(self.model, self.model_config)
             for head in tied:
-                # It is in no checkpoint, so nothing of it was loaded; on a CPU it has a packed copy of the embedding
-                # that it shares, which would stay as it was: wrong answers, and no error.
+                # No checkpoint holds it, so it was not loaded. On a CPU it has a packed copy of the embedding that it
+                # shares, which would stay stale: wrong answers without an error.
                 head.quant_method.process_weights_after_loading(head)
         staged.close()
         if self.device.type == "cuda":
@@ -130,7 +128,7 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
 
 
 def _tied(model: torch.nn.Module) -> list[Any]:
-    """Layers that have their weight from another one, and do something with it after loading."""
+    """Layers that share another layer's weight and process it after loading."""
     seen: set[int] = set()
     found: list[Any] = []
     for layer in model.modules():

@@ -1,4 +1,4 @@
-"""What the endpoints of all APIs share: request bodies as pydantic models, and responses as bodies or event streams.
+"""The parts that the endpoints of all APIs share: request bodies as pydantic models, and responses whole or as events.
 
 `openai` and `anthropic` define their endpoints with it.
 """

@@ -290,8 +290,8 @@ class PartialJsonScanner:
         self.done = self.broken = False
         self._stack: list[str] = []
         self._due = "value"
-        """What follows `sure`: "value", "key", "colon", "comma" or the rest of a "string". A "?" suffix also permits
-        the end of the innermost object or list."""
+        """The item that follows `sure`: "value", "key", "colon", "comma" or the rest of a "string". A "?" suffix also
+        permits the end of the innermost object or list."""
         self._in_key = False
         self._whole = (0, "")
         """Length of the longest prefix whose values are all complete, and the brackets that close it."""

@@ -68,7 +68,7 @@ class ServiceServer:
                 web.post("/v1/experience", self._put),
                 web.post("/v1/experience/take", self._get),
                 web.post("/v1/groups/{group}/drop", self._drop),
-                web.post("/v1/leases/{lease}/{what}", self._lease),
+                web.post("/v1/leases/{lease}/{action}", self._lease),
                 web.post("/v1/weights", self._notify),
                 web.get("/v1/weights", self._weights),
                 web.post("/v1/weights/{version}/begin", self._begin),
@@ -136,7 +136,7 @@ class ServiceServer:
 
     async def _lease(self, request: web.Request) -> web.Response:
         body, state, lease = await _body(request), self._current_state(), request.match_info["lease"]
-        match request.match_info["what"]:
+        match request.match_info["action"]:
             case "done":
                 kept = await state.done(lease)
             case "renew":
