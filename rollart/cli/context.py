@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import click
 from click.core import ParameterSource
@@ -17,8 +17,9 @@ from click.core import ParameterSource
 from rollart.errors import UsageError, did_you_mean
 from rollart.report.render import render
 from rollart.report.tables import Report
-from rollart.settings.cluster import ClusterFunctions
-from rollart.settings.load import load_cluster
+
+if TYPE_CHECKING:
+    from rollart.settings.cluster import ClusterFunctions
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -79,6 +80,10 @@ def output_option(command: Command) -> Command:
 
 def cluster_functions(cluster: Path | None) -> ClusterFunctions:
     """The `functions` section of a cluster spec; the defaults without a spec."""
+    # Here, so that commands that read no spec, such as `logs` and `stop`, need not import the schema.
+    from rollart.settings.cluster import ClusterFunctions
+    from rollart.settings.load import load_cluster
+
     return ClusterFunctions() if cluster is None else load_cluster(cluster).functions
 
 

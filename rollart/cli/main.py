@@ -84,7 +84,7 @@ COMMANDS = (
     LazyCommand("validate", "rollart.cli.specs:validate", "Check run, cluster, price and fault files."),
     LazyCommand("schema", "rollart.cli.specs:schema", "Print the JSON Schema of a spec, for editors."),
     LazyCommand("report", "rollart.cli.reports:report", "Show cost, utilization and learning of a run."),
-    LazyCommand("status", "rollart.cli.runs:status", "Show the status of a run."),
+    LazyCommand("status", "rollart.cli.status:status", "Show the status of a run."),
     LazyCommand("logs", "rollart.cli.runs:logs", "Show the logs of a run's parts."),
     LazyCommand("stop", "rollart.cli.runs:stop", "Stop a run and wait until it has ended."),
     LazyCommand("doctor", "rollart.cli.doctor:doctor", "Check this machine and the installed extras."),

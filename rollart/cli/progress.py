@@ -1,25 +1,16 @@
-"""Progress on the terminal: for `rollart launch` a line per notable event and training step; for `rollart simulate` the
-progress of each simulation."""
+"""Progress of `rollart launch` on the terminal: a line per notable event and training step."""
 
 from __future__ import annotations
 
-import shutil
-import sys
-import threading
-import time
 from collections import Counter
-from collections.abc import Sequence
 
 import click
 
 from rollart.cli.context import print_stderr
 from rollart.ports import RunEvent
-from rollart.tools.simulations import TaskProgress
 
 EVERY_S = 10.0
-"""Seconds between two progress lines of simulations in a log."""
-REDRAWN_S = 0.2
-"""Seconds between two updates of the progress line at a terminal."""
+"""Seconds between two lines that count events."""
 
 BAR = 20
 """Characters of a success bar."""
@@ -153,53 +144,3 @@ def _successes(event: RunEvent) -> list[tuple[str, float]]:
         for name, value in event.fields.items()
         if name.startswith(prefix) and isinstance(value, (int, float))
     ]
-
-
-class SimulationProgress:
-    """Steps, virtual time and seconds of waiting of the running simulations. At a terminal one line that is
-    overwritten; elsewhere a line every `EVERY_S` seconds. Any thread may call; call `over` before printing anything
-    else."""
-
-    def __init__(self, names: Sequence[str], steps: int) -> None:
-        self._names, self._steps = names, steps
-        self._latest: dict[int, TaskProgress] = {}
-        self._began = self._printed = _now()
-        self._terminal = sys.stderr.isatty()
-        self._drawn = 0
-        self._lock = threading.RLock()
-
-    def __call__(self, progress: TaskProgress) -> None:
-        with self._lock:
-            self._print(progress)
-
-    def _print(self, progress: TaskProgress) -> None:
-        self._latest[progress.task] = progress
-        now = _now()
-        if now - self._printed < (REDRAWN_S if self._terminal else EVERY_S):
-            return
-        self._printed = now
-        line = f"{'; '.join(map(self._of, sorted(self._latest)))} ({now - self._began:,.0f} s)"
-        if not self._terminal:
-            click.echo(line, err=True)
-            return
-        line = line[: shutil.get_terminal_size().columns - 1]
-        click.echo("\r" + line.ljust(self._drawn), nl=False, err=True)
-        self._drawn = len(line)
-
-    def over(self, task: int | None = None) -> None:
-        """Erase the line after one simulation has ended, or all have."""
-        with self._lock:
-            if task is not None:
-                self._latest.pop(task, None)
-            if self._drawn:
-                click.echo("\r" + " " * self._drawn + "\r", nl=False, err=True)
-                self._drawn = 0
-
-    def _of(self, task: int) -> str:
-        progress = self._latest[task]
-        seconds = f"{progress.seconds:,.0f}" if progress.seconds >= 10 else f"{progress.seconds:.2g}"
-        return f"{self._names[task]}: step {progress.steps} of {self._steps}, {seconds} virtual seconds"
-
-
-def _now() -> float:
-    return time.monotonic()  # noqa: TID251 - people wait in their own time, not in virtual time

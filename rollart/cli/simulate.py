@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,7 +21,6 @@ from rollart.cli.context import (
     runs_option,
     split_arguments,
 )
-from rollart.cli.progress import SimulationProgress
 from rollart.errors import UsageError
 from rollart.policy.schedules import SCHEDULES
 from rollart.report.pages import simulation_page
@@ -32,6 +34,11 @@ from rollart.tools.faults import fault_targets
 from rollart.tools.replay import check_replay, prepare_from_run, prepare_from_spec
 from rollart.tools.simulate import ReplayPlan, function_behaviours
 from rollart.tools.simulations import SimulationTask, TaskProgress, simulate_all
+
+LOG_INTERVAL_S = 10.0
+"""Seconds between two progress lines in a log."""
+REDRAWN_S = 0.2
+"""Seconds between two updates of the progress line at a terminal."""
 
 STEPS = 10
 """Default number of steps: enough to fill the pipeline and for a mean; a run has hundreds."""
@@ -146,6 +153,56 @@ def _play(tasks: Sequence[SimulationTask], note: str, *, workers: int | None, ht
         html.write_text(page, encoding="utf-8")
         click.echo(f"page: {html}", err=True)
     print_report(report, output, lambda _: page)
+
+
+class SimulationProgress:
+    """Steps, virtual time and seconds of waiting of the running simulations. At a terminal one line that is
+    overwritten; elsewhere a line every `LOG_INTERVAL_S` seconds. Any thread may call; call `over` before printing
+    anything else."""
+
+    def __init__(self, names: Sequence[str], steps: int) -> None:
+        self._names, self._steps = names, steps
+        self._latest: dict[int, TaskProgress] = {}
+        self._began = self._printed = _now()
+        self._terminal = sys.stderr.isatty()
+        self._drawn = 0
+        self._lock = threading.RLock()
+
+    def __call__(self, progress: TaskProgress) -> None:
+        with self._lock:
+            self._print(progress)
+
+    def _print(self, progress: TaskProgress) -> None:
+        self._latest[progress.task] = progress
+        now = _now()
+        if now - self._printed < (REDRAWN_S if self._terminal else LOG_INTERVAL_S):
+            return
+        self._printed = now
+        line = f"{'; '.join(map(self._of, sorted(self._latest)))} ({now - self._began:,.0f} s)"
+        if not self._terminal:
+            click.echo(line, err=True)
+            return
+        line = line[: shutil.get_terminal_size().columns - 1]
+        click.echo("\r" + line.ljust(self._drawn), nl=False, err=True)
+        self._drawn = len(line)
+
+    def over(self, task: int | None = None) -> None:
+        """Erase the line after one simulation has ended, or all have."""
+        with self._lock:
+            if task is not None:
+                self._latest.pop(task, None)
+            if self._drawn:
+                click.echo("\r" + " " * self._drawn + "\r", nl=False, err=True)
+                self._drawn = 0
+
+    def _of(self, task: int) -> str:
+        progress = self._latest[task]
+        seconds = f"{progress.seconds:,.0f}" if progress.seconds >= 10 else f"{progress.seconds:.2g}"
+        return f"{self._names[task]}: step {progress.steps} of {self._steps}, {seconds} virtual seconds"
+
+
+def _now() -> float:
+    return time.monotonic()  # noqa: TID251 - people wait in their own time, not in virtual time
 
 
 def _left_out(tasks: Sequence[SimulationTask]) -> list[str]:

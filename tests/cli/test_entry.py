@@ -35,7 +35,7 @@ main()
     ("module", "arguments"),
     [
         ("click", ["--help"]),
-        ("rollart.cli.runs", ["status"]),
+        ("rollart.cli.status", ["status"]),
         ("rollart.settings.run", ["schema", "run"]),
         ("rollart.tools.simulations", ["simulate"]),
     ],

@@ -248,7 +248,7 @@ def test_the_token_is_one_that_nobody_else_reads(tmp_path: Path, monkeypatch: py
 
 
 def test_numbers_of_json_are_not_needed_to_read_a_note(tmp_path: Path) -> None:
-    from rollart.cli.runs import external_trainer_status
+    from rollart.cli.status import external_trainer_status
 
     assert external_trainer_status(tmp_path) is None
     (tmp_path / "service.json").write_text(json.dumps({"listen": "h:1", "state": "no batch on offer", "since": "now"}))

@@ -1,0 +1,125 @@
+"""`rollart status`: the state, parts, progress and cost of a run, from its ledger."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rollart.cli.context import find_run, output_option, print_report, run_argument, runs_option
+from rollart.cli.controller import live_controller
+from rollart.cli.progress import strip_log_prefix
+from rollart.ledger.database import FILE as LEDGER
+from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
+from rollart.ledger.reader import LedgerReader
+from rollart.report.cost import cost_lines
+from rollart.report.rows import ENGINE_ROLES, collect
+from rollart.report.tables import Cell, Report, Table, TableColumn
+from rollart.supervise.rebalance import ADOPTED
+
+
+@click.command()
+@run_argument
+@output_option
+@runs_option
+def status(run: str | None, output: str, runs_dir: Path) -> None:
+    """Show the status of a run.
+
+    Its process, version, step, trajectories and cost so far. RUN is a name or directory; without it the latest run.
+    """
+    directory = find_run(run, runs_dir)
+    owner = live_controller(directory)
+    if not (directory / LEDGER).is_file():
+        _print_status(
+            directory.name,
+            ("state", "starting" if owner else "stopped"),
+            ("process", owner.pid if owner else None),
+            ("directory", str(directory)),
+            ("ledger", "none yet" if owner else "none: it ended before it had one; --resume starts it"),
+            output=output,
+        )
+        return
+    with LedgerReader(directory) as reader:
+        rows, config = collect(reader, directory.resolve().name), reader.config()
+        engines = _parts(reader, ENGINE_ROLES) if owner else []
+        hosts = _parts(reader, ("environment",)) if owner else []
+        workers = _parts(reader, ("reward",)) if owner else []
+        starting = _starting(reader, engines)
+        plan = _plan(reader, engines, config)
+    steps = config.get("run", {}).get("steps")
+    done = steps is not None and rows.facts.step is not None and rows.facts.step >= steps
+    state = "running" if owner else "finished" if done else "stopped"
+    _print_status(
+        rows.run,
+        ("state", state),
+        ("process", owner.pid if owner else None),
+        ("host", (owner.host or None) if owner else None),
+        ("directory", str(directory)),
+        ("engines", " ".join(engines) or None),
+        ("plan", plan or None),
+        ("outside_trainer", external_trainer_status(directory) if owner else None),
+        ("starting", "; ".join(starting) or None),
+        ("environment_hosts", " ".join(hosts) or None),
+        ("function_hosts", " ".join(workers) or None),
+        ("step", rows.facts.step),
+        ("steps", steps),
+        ("version", rows.facts.version),
+        ("run_seconds", round(rows.facts.seconds, 3)),
+        ("trained_trajectories", rows.facts.trained_samples),
+        ("trained_tokens", rows.facts.trained_tokens),
+        ("waiting_trajectories", rows.facts.live_samples),
+        ("open_groups", rows.facts.live_groups),
+        ("dropped_groups", rows.facts.dropped_groups),
+        ("usd", sum(line.usd for line in cost_lines(rows))),
+        output=output,
+    )
+
+
+def _print_status(run: str, *values: tuple[str, Cell], output: str) -> None:
+    table = Table("status", "Status", (TableColumn("what"), TableColumn("value", "number")), values)
+    print_report(Report("status", run, (table,)), output)
+
+
+def external_trainer_status(directory: Path) -> str | None:
+    """Status of an external trainer (`trainer.external`)."""
+    try:
+        note = json.loads((directory / "service.json").read_text())
+        return f"{note['listen']}: {note['state']} since {note['since']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _parts(reader: LedgerReader, roles: Collection[str]) -> list[str]:
+    """Current parts of these roles of a running run, in the order of their start."""
+    closed = {event.subject: event.t for event in reader.events(RESOURCE_CLOSED)}
+    opened = {e.subject: e.t for e in reader.events(RESOURCE_OPENED) if e.fields.get("role") in roles}
+    return [name for name, t in opened.items() if t > closed.get(name, -1.0)]
+
+
+def _starting(reader: LedgerReader, engines: Collection[str]) -> list[str]:
+    """Engines that are still starting, with their seconds of start-up and last log line."""
+    last = {event.subject: event for event in reader.events("engine_starting")}
+    over = {e.subject: e.t for kind in ("engine_started", "engine_lost") for e in reader.events(kind)}
+    return [
+        f"{name} {last[name].fields['seconds']:.0f} s: {strip_log_prefix(str(last[name].fields['said']))}"
+        for name in engines
+        if name in last and last[name].t > over.get(name, -1.0)
+    ]
+
+
+def _plan(reader: LedgerReader, engines: list[str], config: Mapping[str, Any]) -> str:
+    """The plan in force, by pool: `h20: 2 x decode of 4, 1 x prefill`."""
+    seats = {}
+    for part in config.get("plan", {}).get("assignments", ()):
+        seats[part["part"]] = (part["pool"], part["role"], len(part["devices"]))
+    for event in reader.events(ADOPTED):
+        seats |= {name: (pool, role, tp) for name, pool, role, tp in json.loads(str(event.fields["engines"]))}
+    counts = Counter(seats[name] for name in engines if name in seats)
+    pools: dict[str, list[str]] = {}
+    for (pool, role, tp), count in sorted(counts.items()):
+        pools.setdefault(pool, []).append(f"{count} x {role}" + (f" of {tp}" if tp > 1 else ""))
+    return "; ".join(f"{pool}: {', '.join(parts)}" for pool, parts in pools.items())
