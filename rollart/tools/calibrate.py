@@ -50,6 +50,7 @@ from rollart.report.utilization import engine_rows
 from rollart.settings.cluster import RuntimeSpec
 from rollart.settings.planning import problem_of, run_shape
 from rollart.settings.resolve import Resolved
+from rollart.tools.recording import seconds_within
 from rollart.tools.replay import CPU_ENGINE
 
 SCHEMA = 1
@@ -251,7 +252,7 @@ def _measure_steady_state(
     own = _average([cpu_s[int(_number(e.fields["step"]))] for e in window])
     span = (done[WARMUP_STEPS].t, done[last].t)
     spent = {
-        state: sum(max(0.0, min(i.t1, span[1]) - max(i.t0, span[0])) for i in trainer if i.state == state) / len(window)
+        state: seconds_within((i for i in trainer if i.state == state), *span) / len(window)
         for state in (ResourceState.BUSY, ResourceState.SYNC)
     }
     waits = {name: spec.batch.max_wait_ms / 1e3 for name, spec in resolved.functions.items()}
@@ -280,12 +281,8 @@ def _cpu_by_part() -> dict[str, float]:
     """CPU-seconds so far of this process and all its descendants, by part."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            children.setdefault(parent, []).append(int(entry.name))
+        if entry.name.isdigit() and (fields := _stat_fields(int(entry.name))):
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
     spent = {"controller": process_cpu_s(os.getpid())}
     waiting = [os.getpid()]
     while waiting:
@@ -548,20 +545,24 @@ def process_cpu_s(pid: int) -> float:
         return sum(int(text.split()[0]) for text in threads) / 1e9
     except OSError:
         pass  # a kernel without scheduler statistics: ticks of 10 ms suffice
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return _ticks_s(_stat_fields(pid)[11:13])
 
 
 def reaped_children_cpu_s(pid: int) -> float:
     """CPU-seconds of the children that a process has reaped, in steps of 10 ms; 0 if it has ended."""
+    return _ticks_s(_stat_fields(pid)[13:15])
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """The fields of `/proc/PID/stat` after the name of the command; none if the process has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0.0
-    return (int(fields[13]) + int(fields[14])) / os.sysconf("SC_CLK_TCK")
+        return []
+
+
+def _ticks_s(ticks: Sequence[str]) -> float:
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 async def _measure_engine(engine: HttpEngine, part: Handle, resolved: Resolved, device: str, passes: int) -> list[Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -138,10 +138,10 @@ def _recorded_timings(
     load = [i for i in intervals if i.role in ENGINE_ROLES and i.state == ResourceState.SYNC]
     engines = len({i.resource for i in load}) or 1
     marks = [began, *(e.t for e in done)]
-    steps = [_seconds_within(busy, a, b) for a, b in pairwise(marks)]
+    steps = [seconds_within(busy, a, b) for a, b in pairwise(marks)]
     # With draining schedules some publishes also wait for trajectories; the median publish hardly does.
-    publishes = sorted(_seconds_within(sync, a, b) for a, b in pairwise(marks))
-    load_s = _seconds_within(load, began, marks[-1]) / engines / len(done)
+    publishes = sorted(seconds_within(sync, a, b) for a, b in pairwise(marks))
+    load_s = seconds_within(load, began, marks[-1]) / engines / len(done)
     return RecordedTimings(
         trainer=fit_trainer_speed(tokens, steps[-len(tokens) :]),
         publish_s=max(0.0, publishes[len(publishes) // 2] - load_s - FLUSH_SECONDS),
@@ -189,10 +189,11 @@ def _function_profiles(calls: Sequence[CallRow]) -> dict[str, Profile]:
 
 def _clipped(i: Interval, t0: float, t1: float) -> Interval | None:
     a, b = max(i.t0, t0), min(i.t1, t1)
-    return Interval(i.role, i.resource, a, b, i.state, i.cause, i.units, i.price_usd_per_unit_hour) if b > a else None
+    return replace(i, t0=a, t1=b) if b > a else None
 
 
-def _seconds_within(intervals: Iterable[Interval], t0: float, t1: float) -> float:
+def seconds_within(intervals: Iterable[Interval], t0: float, t1: float) -> float:
+    """Seconds of the intervals between two moments."""
     return math.fsum(max(0.0, min(i.t1, t1) - max(i.t0, t0)) for i in intervals)
 
 
