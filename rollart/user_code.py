@@ -31,27 +31,20 @@ from serverless.deploy.handler import end_if_child
 
 T = TypeVar("T")
 
-
 F = TypeVar("F", bound=Callable[..., Any])
-
 
 GRACE_S = 10.0
 """Seconds that a cancelled call may take to end. It is cancelled again half-way, then left behind."""
 
-
 CALLS = ("reset", "step", "close")
-
 
 _INSIDE: ContextVar[bool] = ContextVar("user_code", default=False)
 """True in users' code. Tasks inherit it from the task that starts them."""
 
-
 _GIVEN_UP: set[asyncio.Task[Any]] = set()
 """Cancelled calls that have not ended: the loop itself holds tasks weakly."""
 
-
 _GUARDS: set[CodeType] = set()
-
 
 _HERE: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
 """Loops that run in no fork of this process."""

@@ -64,38 +64,29 @@ from serverless.deploy.package import Package
 _launchable: Resolved | None = None
 """The last run that `launchable` returned to a launch."""
 
-
 _CHECKED: dict[str, bool] = {}
 """Environments that passed their check in this process, with True if all of them declare themselves quick. The command
 line checks before it makes a run's directory; the run checks again for direct callers of `launch`."""
 
-
 SHIPPED_PREFIX = "rollart."
 """Shipped environments may be imported in any process."""
-
 
 PARENT_DEATH_MODULE = "rollart.lifeline"
 """Runs a module that ends with this process."""
 
-
 PORT_WAIT_S, PORT_POLL_S = 5.0, 0.25
 """Seconds to wait for a port in use, and between tries: parts end within 3 s of their controller."""
 
-
 INSTALL_REMEDY = "install its dependencies where environments live: see docs/environments.md"
-
 
 LAMBDA_PACKAGE_MB = 250
 """Unpacked size of a function's zip on AWS Lambda."""
 
-
 LARGE_DISTRIBUTIONS = frozenset({"torch", "tensorflow", "jax", "jaxlib", "vllm"})
 """Distributions larger than that by themselves."""
 
-
 LONG_RUN_STEPS = 200
 """Steps from which a run is worth more than its last two versions. A guess: hours on GPUs, minutes on cores."""
-
 
 ENVIRONMENT_VARIABLE = re.compile(r"^(?:os\.)?(?:environ\[|environ\.get\(|getenv\()['\"](\w+)['\"]")
 

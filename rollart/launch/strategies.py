@@ -26,10 +26,8 @@ from rollart.strategies.tp_change import ReshardSettings
 
 DEFAULT_SIZES = (1, 2, 4, 8)
 
-
 STALL_S = 600.0
 """Seconds without progress after which a run fails loudly, unless one of its leases may take longer."""
-
 
 DELAYED_UPDATE_S = 120.0
 """Default limit of a turn's generation: most iterations end before it."""

@@ -25,21 +25,16 @@ from serverless.types import Invocation
 
 FILE = "ledger.sqlite"
 
-
 SCHEMA_VERSION = 4
-
 
 LIVE, CONSUMED, DROPPED = 0, 1, 2
 """States of groups and samples. A group leaves LIVE once, with its samples (I6)."""
 
-
 STAMP = "stamp:"
 """Prefix of a version's number: the key of its stamp."""
 
-
 MINUTE_S = 60.0
 """Worker time is kept by the minute: a row per function and state, independent of the number of calls."""
-
 
 SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -76,7 +71,6 @@ CREATE TABLE versions (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, group
   samples INTEGER NOT NULL, tokens INTEGER NOT NULL, metrics TEXT NOT NULL);
 """
 
-
 UPGRADES: Mapping[int, tuple[str, ...]] = {
     3: (
         "ALTER TABLE invocations ADD COLUMN queued_s REAL NOT NULL DEFAULT 0",
@@ -90,7 +84,6 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
 }
 """By version: the statements that upgrade a file to the next version, for a resume."""
 
-
 OLDER: Mapping[int, tuple[str, ...]] = {
     3: (
         """CREATE TEMP VIEW invocations AS SELECT *, 0.0 AS queued_s, min(cold_start_s, billed_s) AS cold_billed_s
@@ -101,10 +94,8 @@ OLDER: Mapping[int, tuple[str, ...]] = {
 }
 """By version: views that make a file's tables look current to a reader. The file is not changed."""
 
-
 Measure = Callable[[Sequence[int]], int]
 """Number of tokens that ids represent."""
-
 
 Operation = Callable[["Database"], Any]
 """A change with a waiting caller, run inside the flush's transaction."""
@@ -196,8 +187,110 @@ class Database:
     def insert(self, recorded: Sequence[Any]) -> FlushRows:
         """Append recorded rows, within the open transaction."""
         rows = FlushRows(recorded, self._shift)
-        insert(self.connection, rows)
+        rows.insert(self.connection)
         return rows
+
+    def admit(self, group: str, domain: str, seed: int) -> None:
+        """Record an admitted group. Admitting the same live group again (a resume) changes nothing."""
+        known = self.connection.execute("SELECT domain, seed, state FROM groups WHERE id = ?", (group,)).fetchone()
+        if known is None:
+            self.connection.execute("INSERT INTO groups (id, domain, seed) VALUES (?,?,?)", (group, domain, seed))
+        elif known != (domain, seed, LIVE):
+            raise RunFailed(f"group {group} was admitted before, as {known} (rule: a group's id is used once)")
+
+    def finish(self, sample: TrainSample, measure: Measure = len) -> None:
+        """Store a finished sample. A sample of a dropped group counts as dropped.
+
+        The same id replaces a live sample (a resumed run repeats stale work) and never a consumed one.
+        """
+        if self.connection.execute("SELECT 1 FROM samples WHERE id = ?", (sample.id,)).fetchone() is not None:
+            self.outdate(sample.id)
+        payload: bytes | None = encode_sample(sample)
+        segment: int | None = None
+        offset: int | None = None
+        assert payload is not None
+        if len(payload) > INLINE_LIMIT:
+            segment, offset = self.segments.append(payload)
+            payload = None
+        group = self.connection.execute("SELECT state FROM groups WHERE id = ?", (sample.group,)).fetchone()
+        state = LIVE if group is None or group[0] == LIVE else DROPPED
+        done = self.connection.execute(
+            "INSERT INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET "
+            "grp = excluded.grp, v0 = excluded.v0, tokens = excluded.tokens, action_tokens = excluded.action_tokens, "
+            "state = excluded.state, "
+            f"payload = excluded.payload, segment = excluded.segment, offset = excluded.offset WHERE state = {LIVE}",
+            (
+                sample.id,
+                sample.group,
+                sample.domain,
+                sample.v0,
+                measure(sample.token_ids),
+                _with_loss(sample, measure),
+                state,
+                None,
+                payload,
+                segment,
+                offset,
+            ),
+        )
+        if done.rowcount != 1:
+            raise RunFailed(f"sample {sample.id} finished after it was trained or dropped (rule: an id is used once)")
+
+    def outdate(self, trajectory: str) -> None:
+        """A finished trajectory became stale. Rare: there is no index on the ids of trajectories."""
+        self.connection.execute(
+            "UPDATE trajectories SET outcome = ? WHERE id = ? AND outcome = ?",
+            (str(AbortReason.STALE), trajectory, FINISHED),
+        )
+
+    def drop(self, group: str, reason: str) -> None:
+        """Drop the group with its samples. The first reason is kept."""
+        state = self.connection.execute("SELECT state FROM groups WHERE id = ?", (group,)).fetchone()
+        if state is None:
+            raise RunFailed(f"group {group} is dropped but was never admitted")
+        if state[0] == CONSUMED:
+            raise RunFailed(f"group {group} is dropped after it was trained (rule: consumed or dropped, once)")
+        if state[0] == LIVE:
+            self.connection.execute("UPDATE groups SET state = ?, reason = ? WHERE id = ?", (DROPPED, reason, group))
+            self.connection.execute("UPDATE samples SET state = ?, payload = NULL WHERE grp = ?", (DROPPED, group))
+
+    def commit(
+        self,
+        version: int,
+        step: int,
+        consumed: Sequence[Group],
+        metrics: Mapping[str, float],
+        measure: Measure = len,
+        *,
+        stamp: str = "",
+    ) -> None:
+        """Consume groups into a version. RunFailed, and nothing changes, if a sample is not live or the version is
+        old."""
+        last = self.connection.execute("SELECT max(version) FROM versions").fetchone()[0]
+        if last is not None and version <= last:
+            raise RunFailed(f"version {version} is committed after version {last} (rule: versions grow)")
+        samples = [sample for group in consumed for sample in group.samples]
+        self._consume("samples", [s.id for s in samples], version)
+        self._consume("groups", [g.id for g in consumed], version)
+        # The remaining live samples of these groups are superseded attempts: they will never be trained.
+        self.connection.executemany(
+            f"UPDATE samples SET state = {DROPPED}, payload = NULL WHERE grp = ? AND state = {LIVE}",
+            [(g.id,) for g in consumed],
+        )
+        self.connection.execute(
+            "INSERT INTO versions VALUES (?,?,?,?,?,?)",
+            (
+                version,
+                step,
+                len(consumed),
+                len(samples),
+                sum(_with_loss(s, measure) for s in samples),
+                json.dumps(dict(metrics)),
+            ),
+        )
+        if stamp:
+            self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"{STAMP}{version}", stamp))
+        self.published = True
 
     def recover(self) -> Recovered | None:
         """See `Journal.recover`; `clock` is the run's second at opening."""
@@ -231,7 +324,7 @@ class Database:
             seeds_drawn=dict(drawn.fetchall()),
             clock=self.clock,
             consumed=dict(consumed.fetchall()),
-            stamps=stamps(self.connection),
+            stamps=self._stamps(),
             damaged=damaged,
         )
 
@@ -252,8 +345,39 @@ class Database:
             self._drop_group(group)
         self.connection.execute(f"UPDATE groups SET version = NULL WHERE state = {DROPPED}")
         self.connection.execute(f"UPDATE samples SET version = NULL WHERE state = {DROPPED}")
-        forget(self.connection, version)
+        self._forget(version)
         return samples
+
+    def _stamps(self) -> dict[int, str]:
+        """Stamps of the content of committed versions; ledgers of older releases have none."""
+        rows = self.connection.execute("SELECT key, value FROM meta WHERE key GLOB ?", (f"{STAMP}*",))
+        return {int(key.removeprefix(STAMP)): stamp for key, stamp in rows}
+
+    def _forget(self, version: int) -> None:
+        """Delete the versions after this one."""
+        self.connection.execute("DELETE FROM versions WHERE version > ?", (version,))
+        later = [(f"{STAMP}{known}",) for known in self._stamps() if known > version]
+        self.connection.executemany("DELETE FROM meta WHERE key = ?", later)
+
+    def _consume(self, table: str, ids: Sequence[str], version: int) -> None:
+        extra = ", payload = NULL" if table == "samples" else ""
+        before = self.connection.total_changes
+        self.connection.executemany(
+            f"UPDATE {table} SET state = {CONSUMED}, version = ?{extra} WHERE id = ? AND state = {LIVE}",
+            [(version, id_) for id_ in ids],
+        )
+        if self.connection.total_changes - before == len(ids):
+            return
+        for id_ in ids:
+            row = self.connection.execute(f"SELECT state, version FROM {table} WHERE id = ?", (id_,)).fetchone()
+            if row != (CONSUMED, version):
+                status = (
+                    "is not in the ledger"
+                    if row is None
+                    else (f"was trained into version {row[1]}" if row[0] == CONSUMED else "was dropped")
+                )
+                raise RunFailed(f"{table[:-1]} {id_} is to be trained into version {version}, but it {status}")
+        raise RunFailed(f"a {table[:-1]} is twice in the batch of version {version} (rule: none is trained twice)")
 
     def _drop_group(self, group: str) -> None:
         """Drop the group like one whose environment failed: a fresh prompt replaces it."""
@@ -517,6 +641,19 @@ class FlushRows:
                 case WorkerSpan():
                     self._add(row, row.t1 + shift)
 
+    def insert(self, connection: sqlite3.Connection) -> None:
+        """Append the recorded self."""
+        connection.executemany("INSERT INTO intervals VALUES (?,?,?,?,?,?,?,?)", self.intervals)
+        connection.executemany("INSERT INTO events VALUES (?,?,?,?)", self.events)
+        connection.executemany("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", self.charges)
+        connection.executemany("INSERT INTO invocations VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)", self.invocations)
+        connection.executemany("INSERT INTO savings VALUES (?,?,?,?,?,?)", self.savings)
+        connection.executemany(
+            "INSERT INTO worker_time VALUES (?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET "
+            "seconds = seconds + excluded.seconds, spans = spans + excluded.spans",
+            [(*key, *sums) for key, sums in self.worker_time.items()],
+        )
+
     def _add(self, span: WorkerSpan, end: float) -> None:
         """Add a span to its sum; spans are not kept, because there are two per call."""
         key = (span.function, span.provider, span.memory_mb, str(span.state), int(end // MINUTE_S))
@@ -525,159 +662,7 @@ class FlushRows:
         sums[1] += 1
 
 
-def insert(connection: sqlite3.Connection, rows: FlushRows) -> None:
-    """Append the recorded rows."""
-    connection.executemany("INSERT INTO intervals VALUES (?,?,?,?,?,?,?,?)", rows.intervals)
-    connection.executemany("INSERT INTO events VALUES (?,?,?,?)", rows.events)
-    connection.executemany("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", rows.charges)
-    connection.executemany("INSERT INTO invocations VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)", rows.invocations)
-    connection.executemany("INSERT INTO savings VALUES (?,?,?,?,?,?)", rows.savings)
-    connection.executemany(
-        "INSERT INTO worker_time VALUES (?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET "
-        "seconds = seconds + excluded.seconds, spans = spans + excluded.spans",
-        [(*key, *sums) for key, sums in rows.worker_time.items()],
-    )
-
-
-def admit(connection: sqlite3.Connection, group: str, domain: str, seed: int) -> None:
-    """Record an admitted group. Admitting the same live group again (a resume) changes nothing."""
-    known = connection.execute("SELECT domain, seed, state FROM groups WHERE id = ?", (group,)).fetchone()
-    if known is None:
-        connection.execute("INSERT INTO groups (id, domain, seed) VALUES (?,?,?)", (group, domain, seed))
-    elif known != (domain, seed, LIVE):
-        raise RunFailed(f"group {group} was admitted before, as {known} (rule: a group's id is used once)")
-
-
-def finish(connection: sqlite3.Connection, segments: PayloadFiles, sample: TrainSample, measure: Measure = len) -> None:
-    """Store a finished sample. A sample of a dropped group counts as dropped.
-
-    The same id replaces a live sample (a resumed run repeats stale work) and never a consumed one.
-    """
-    if connection.execute("SELECT 1 FROM samples WHERE id = ?", (sample.id,)).fetchone() is not None:
-        outdate(connection, sample.id)
-    payload: bytes | None = encode_sample(sample)
-    segment: int | None = None
-    offset: int | None = None
-    assert payload is not None
-    if len(payload) > INLINE_LIMIT:
-        segment, offset = segments.append(payload)
-        payload = None
-    group = connection.execute("SELECT state FROM groups WHERE id = ?", (sample.group,)).fetchone()
-    state = LIVE if group is None or group[0] == LIVE else DROPPED
-    done = connection.execute(
-        "INSERT INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET grp = excluded.grp, "
-        "v0 = excluded.v0, tokens = excluded.tokens, action_tokens = excluded.action_tokens, state = excluded.state, "
-        f"payload = excluded.payload, segment = excluded.segment, offset = excluded.offset WHERE state = {LIVE}",
-        (
-            sample.id,
-            sample.group,
-            sample.domain,
-            sample.v0,
-            measure(sample.token_ids),
-            _with_loss(sample, measure),
-            state,
-            None,
-            payload,
-            segment,
-            offset,
-        ),
-    )
-    if done.rowcount != 1:
-        raise RunFailed(f"sample {sample.id} finished after it was trained or dropped (rule: an id is used once)")
-
-
-def outdate(connection: sqlite3.Connection, trajectory: str) -> None:
-    """A finished trajectory became stale. Rare: there is no index on the ids of trajectories."""
-    connection.execute(
-        "UPDATE trajectories SET outcome = ? WHERE id = ? AND outcome = ?",
-        (str(AbortReason.STALE), trajectory, FINISHED),
-    )
-
-
-def drop(connection: sqlite3.Connection, group: str, reason: str) -> None:
-    """Drop the group with its samples. The first reason is kept."""
-    state = connection.execute("SELECT state FROM groups WHERE id = ?", (group,)).fetchone()
-    if state is None:
-        raise RunFailed(f"group {group} is dropped but was never admitted")
-    if state[0] == CONSUMED:
-        raise RunFailed(f"group {group} is dropped after it was trained (rule: consumed or dropped, once)")
-    if state[0] == LIVE:
-        connection.execute("UPDATE groups SET state = ?, reason = ? WHERE id = ?", (DROPPED, reason, group))
-        connection.execute("UPDATE samples SET state = ?, payload = NULL WHERE grp = ?", (DROPPED, group))
-
-
-def commit(
-    connection: sqlite3.Connection,
-    version: int,
-    step: int,
-    consumed: Sequence[Group],
-    metrics: Mapping[str, float],
-    measure: Measure = len,
-    *,
-    stamp: str = "",
-) -> None:
-    """Consume groups into a version. RunFailed, and nothing changes, if a sample is not live or the version is old."""
-    last = connection.execute("SELECT max(version) FROM versions").fetchone()[0]
-    if last is not None and version <= last:
-        raise RunFailed(f"version {version} is committed after version {last} (rule: versions grow)")
-    samples = [sample for group in consumed for sample in group.samples]
-    _consume(connection, "samples", [s.id for s in samples], version)
-    _consume(connection, "groups", [g.id for g in consumed], version)
-    # The remaining live samples of these groups are superseded attempts: they will never be trained.
-    connection.executemany(
-        f"UPDATE samples SET state = {DROPPED}, payload = NULL WHERE grp = ? AND state = {LIVE}",
-        [(g.id,) for g in consumed],
-    )
-    connection.execute(
-        "INSERT INTO versions VALUES (?,?,?,?,?,?)",
-        (
-            version,
-            step,
-            len(consumed),
-            len(samples),
-            sum(_with_loss(s, measure) for s in samples),
-            json.dumps(dict(metrics)),
-        ),
-    )
-    if stamp:
-        connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"{STAMP}{version}", stamp))
-
-
-def stamps(connection: sqlite3.Connection) -> dict[int, str]:
-    """Stamps of the content of committed versions; ledgers of older releases have none."""
-    rows = connection.execute("SELECT key, value FROM meta WHERE key GLOB ?", (f"{STAMP}*",))
-    return {int(key.removeprefix(STAMP)): stamp for key, stamp in rows}
-
-
-def forget(connection: sqlite3.Connection, version: int) -> None:
-    """Delete the versions after this one."""
-    connection.execute("DELETE FROM versions WHERE version > ?", (version,))
-    later = [(f"{STAMP}{known}",) for known in stamps(connection) if known > version]
-    connection.executemany("DELETE FROM meta WHERE key = ?", later)
-
-
 def _with_loss(sample: TrainSample, measure: Measure) -> int:
     if measure is len:
         return sum(sample.loss_mask)
     return measure(tuple(itertools.compress(sample.token_ids, sample.loss_mask)))
-
-
-def _consume(connection: sqlite3.Connection, table: str, ids: Sequence[str], version: int) -> None:
-    extra = ", payload = NULL" if table == "samples" else ""
-    before = connection.total_changes
-    connection.executemany(
-        f"UPDATE {table} SET state = {CONSUMED}, version = ?{extra} WHERE id = ? AND state = {LIVE}",
-        [(version, id_) for id_ in ids],
-    )
-    if connection.total_changes - before == len(ids):
-        return
-    for id_ in ids:
-        row = connection.execute(f"SELECT state, version FROM {table} WHERE id = ?", (id_,)).fetchone()
-        if row != (CONSUMED, version):
-            status = (
-                "is not in the ledger"
-                if row is None
-                else (f"was trained into version {row[1]}" if row[0] == CONSUMED else "was dropped")
-            )
-            raise RunFailed(f"{table[:-1]} {id_} is to be trained into version {version}, but it {status}")
-    raise RunFailed(f"a {table[:-1]} is twice in the batch of version {version} (rule: none is trained twice)")

@@ -17,7 +17,6 @@ from rollart.ports import Clock, Interval, Recorder, RunEvent
 ENGINE_DID = "engine_did"
 """Event of an engine: the increase of its counters in an interval."""
 
-
 RESOURCE_OPENED, RESOURCE_CLOSED = "resource_opened", "resource_closed"
 """Events that bound a resource's life: its intervals tile the time between them."""
 

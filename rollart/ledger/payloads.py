@@ -24,19 +24,14 @@ from rollart.model import GroupId, TrainSample, TrajectoryId
 INLINE_LIMIT = 64 * 1024
 """Payloads above it leave the database: SQLite's own overflow pages are slower than a file from this size on."""
 
-
 ROLL_BYTES = 64 * 1024 * 1024
 """A file beyond this size is closed, so that whole files can be deleted once their samples are consumed."""
 
-
 FORMAT = 1
-
 
 _PAYLOAD_HEAD = struct.Struct("<II")
 
-
 _SAMPLE_HEAD = struct.Struct("<cI")
-
 
 _CHECKED = b"\xc1"
 """First byte of data with a checksum, which no msgpack value begins with; older ledgers hold samples without one."""

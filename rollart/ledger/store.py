@@ -15,8 +15,7 @@ from types import TracebackType
 from typing import Any, TypeAlias
 
 from rollart.errors import RollartError, StorageFailed
-from rollart.ledger import database as tables
-from rollart.ledger.database import Database, Operation
+from rollart.ledger.database import Database, Measure, Operation
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED, ResourceState
 from rollart.ledger.prices import PriceBook
 from rollart.model import Group, TrainSample, TrajectoryId
@@ -27,18 +26,14 @@ from serverless.types import Invocation
 FLUSH_SECONDS = 0.03
 """How long recorded rows wait for others when no caller waits for them: one fsync then carries hundreds."""
 
-
 MAX_PENDING = 1_000_000
 """Rows that may wait for a slow disk; beyond it the ledger has failed (about 200 MB, a minute at full rate)."""
-
 
 JOIN_SECONDS = 30.0
 """Bound on closing: one last transaction on a loaded disk takes far less."""
 
-
 STOPPING = "stopping"
 """Cause of a resource's time between its own end and the end of the run's life."""
-
 
 _Waiting: TypeAlias = tuple[Operation, "asyncio.Future[Any]"]
 
@@ -69,7 +64,7 @@ class Ledger:
         config: Mapping[str, Any] | None = None,
         prices: PriceBook | None = None,
         inline: bool = False,
-        measure: tables.Measure = len,
+        measure: Measure = len,
         began: float | None = None,
         held: Collection[str] = (),
         on_event: Callable[[RunEvent], None] | None = None,
@@ -135,29 +130,25 @@ class Ledger:
         self._record(charge)
 
     async def admit(self, group: str, domain: str, seed: int) -> None:
-        await self._writer.run(lambda db: tables.admit(db.connection, group, domain, seed))
+        await self._writer.run(lambda db: db.admit(group, domain, seed))
 
     async def finish(self, sample: TrainSample, charge: Charge) -> None:
         def finished(db: Database) -> None:
-            tables.finish(db.connection, db.segments, sample, self._measure)
+            db.finish(sample, self._measure)
             db.insert([charge])
 
         await self._writer.run(finished)
 
     async def outdate(self, trajectory: TrajectoryId) -> None:
-        await self._writer.run(lambda db: tables.outdate(db.connection, trajectory))
+        await self._writer.run(lambda db: db.outdate(trajectory))
 
     async def drop(self, group: str, reason: str) -> None:
-        await self._writer.run(lambda db: tables.drop(db.connection, group, reason))
+        await self._writer.run(lambda db: db.drop(group, reason))
 
     async def commit(
         self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float], stamp: str = ""
     ) -> None:
-        def committed(db: Database) -> None:
-            tables.commit(db.connection, version, step, consumed, metrics, self._measure, stamp=stamp)
-            db.published = True
-
-        await self._writer.run(committed)
+        await self._writer.run(lambda db: db.commit(version, step, consumed, metrics, self._measure, stamp=stamp))
 
     async def recover(self) -> Recovered | None:
         recovered: Recovered | None = await self._writer.run(Database.recover)

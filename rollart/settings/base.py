@@ -11,10 +11,8 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationInfo, f
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 """Letters, digits, '_', '.', '-': a name becomes a directory, a label and a function name."""
 
-
 ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*(\.\w+)*$")]
 """`package.module:attribute`."""
-
 
 LARGEST = 10**24
 """Largest magnitude of any whole number: fields have their own bounds; this one keeps arithmetic on them finite."""

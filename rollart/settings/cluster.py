@@ -14,13 +14,10 @@ from rollart.settings.prices import PriceEntry
 
 UNLESS_QUICK: Literal["unless_quick"] = "unless_quick"
 
-
 ADDRESSES = ("local", "start", "auto")
 """Values of `address` besides those with a port."""
 
-
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-
 
 FunctionProvider = Literal["local", "aws_lambda", "modal", "http"]
 

@@ -20,14 +20,11 @@ from rollart.errors import SpecError, did_you_mean
 KeyPath: TypeAlias = tuple[str | int, ...]
 """A path into a document: keys and indices."""
 
-
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 """Specs that ship with rollart."""
 
-
 MAX_NODES = 20_000
 """Largest document, aliases expanded: a spec has hundreds of nodes, an alias bomb billions."""
-
 
 MAX_BYTES = 2_000_000
 """Largest file: the parser takes 2 s for a MB of comments, and `MAX_NODES` values seldom take more than that."""

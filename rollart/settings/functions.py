@@ -31,9 +31,7 @@ from serverless.spec import FunctionBatchSpec, FunctionSpec
 _BATCH = {"batch_items": "max_items", "batch_wait_ms": "max_wait_ms", "batch_bytes": "max_bytes"}
 """Keys of an entry by those of the function's `batch`."""
 
-
 _OWN = {"name", "source", "handler", "artefact", *_BATCH}
-
 
 MODELS: Mapping[str, tuple[str, str]] = {
     "aws_lambda": ("serverless.deploy.aws_function", "AwsSettings"),

@@ -41,19 +41,14 @@ from rollart.user_code import UserCodeGuard, guard, importable
 ASSUMED = "assumed"
 """Source of a profile that is assumed, not given: every trajectory is as long as the spec allows."""
 
-
 DEFAULT_TP = (1, 2, 4, 8)
-
 
 PUBLISH = "publish"
 """Key of a calibration file's entry that holds publish speeds."""
 
-
 SPLIT = frozenset({Role.PREFILL, Role.DECODE})
 
-
 GIB_IN_GB = 1.073741824
-
 
 RECALIBRATE = "write it anew with `rollart calibrate`"
 

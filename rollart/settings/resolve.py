@@ -37,23 +37,18 @@ from serverless.spec import FunctionSpec
 MAX_CONCURRENT_EVALUATIONS = 128
 """Largest number of concurrent held-out episodes (`control.evaluation`)."""
 
-
 ROUNDING_TOLERANCE = 1e-9
 """A product this close below a whole number counts as that number."""
-
 
 FLOAT32_TOLERANCE = 0.01
 """Mean difference of log-probabilities from which two float32 sides are taken to have different weights: 0.0001 is
 usual, and another summation order does not make it ten times that."""
 
-
 HALF_TOLERANCE = 0.2
 """The same tolerance where one side computes in bfloat16 or float16: 0.05 is usual."""
 
-
 NO_PREDICTION = "no prediction: "
 """Prefix of the note that explains why a plan of given engines has no rate."""
-
 
 ProfileReader = Callable[[Path], Sequence[DomainProfile]]
 """Reads the work of each domain from the directory of a finished run."""

@@ -18,7 +18,6 @@ from serverless.spec import Takes, Trust
 LAG = {"sync": 0, "sync_plus": 0, "one_off": 1}
 """Staleness of the schedules whose stages follow each other (those of `policy.schedules`)."""
 
-
 MAX_STALENESS = 8
 """Largest staleness bound: at 8 versions every loss has degraded on a small task (docs/training.md)."""
 

@@ -33,9 +33,7 @@ from rollart.settings.run import LAG, RunSpec, WeightsSpec
 
 Values = dict[str, Any]
 
-
 SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec)
-
 
 RUN_KEYS: dict[str, tuple[str, ...]] = {
     "in_flight": ("placement", "in_flight"),
