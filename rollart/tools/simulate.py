@@ -595,14 +595,14 @@ class SimulatedFunctions:
     def __init__(self, known: list[FunctionBehaviour], resolved: Resolved, ledger: TracedLedger, seed: int) -> None:
         names = simulated_function_hosts(resolved)
         self.machines = SimulatedMachines(names) if names else None
-        kind = type("Provider", (SimulatedBackend,), {"provider": function_provider(resolved)})
         meter = _InvocationMeter(ledger)
-        self._backend: SimulatedBackend = kind(
+        self._backend = SimulatedBackend(
             {b.spec.name: scoring.score for b in known},
             meter=meter,
             profiles={b.spec.name: b.profile for b in known},
             seed=seed,
             machines=self.machines,
+            provider=function_provider(resolved),
         )
         self._offload = Offload([build(b.spec) for b in known], self._backend, meter=meter, seed=seed)
         self._plan: Mapping[str, DomainRewards] = {

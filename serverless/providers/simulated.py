@@ -104,7 +104,7 @@ def _lost() -> WorkerLost:
 class SimulatedBackend(PooledBackend):
     """Functions on simulated workers. `functions` maps a name to the callable that a real package would
     contain; it runs inline and takes no loop time. Functions without a profile get the default one. Workers run on
-    `machines`, or without machines that could fail."""
+    `machines`, or without machines that could fail. Calls are metered under the name `provider`."""
 
     def __init__(
         self,
@@ -114,8 +114,9 @@ class SimulatedBackend(PooledBackend):
         profiles: Mapping[str, Profile] | None = None,
         seed: int = 0,
         machines: SimulatedMachines | None = None,
+        provider: str = "simulated",
     ) -> None:
-        super().__init__(self, "simulated", meter, room=None if machines is None else machines.room)
+        super().__init__(self, provider, meter, room=None if machines is None else machines.room)
         self._functions = functions
         self._machines = machines
         self._profiles = profiles or {}

@@ -101,6 +101,14 @@ def test_every_dollar_is_of_one_role_and_all_devices_are_billed(made: Make, tmp_
     assert sum(call.items for call in rows.invocations) >= 3 * 16
 
 
+def test_calls_are_charged_at_the_provider_that_the_cluster_names(made: Make, tmp_path: Path) -> None:
+    simulate(made("cluster.functions.price=aws_lambda"), tmp_path, steps=1)
+    with LedgerReader(tmp_path) as reader:
+        rows = collect(reader, "r")
+    assert {call.provider for call in rows.invocations} == {"aws_lambda"}
+    assert {line.resource.partition(":")[0] for line in cost_lines(rows) if line.role == "reward"} == {"aws_lambda"}
+
+
 def test_figures_add_up(made: Make, tmp_path: Path) -> None:
     done = simulate(made(), tmp_path / "run", schedule="one_off", steps=6)
     found = simulation_finding(done)
