@@ -20,7 +20,7 @@ from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.sessions import SessionLimits
 from rollart.adapters.service.server import ServiceServer
 from rollart.adapters.service.state import ServiceState
-from rollart.adapters.service.storage import ServiceStore
+from rollart.adapters.service.storage import ServiceStore, VolatileStore
 from rollart.adapters.service.uploads import WeightUploads
 from rollart.architecture import vocab_of
 from rollart.errors import SpecError, StorageFailed, UsageError
@@ -125,15 +125,14 @@ def chat_format(directory: Path, *, template: Path | None = None, tools: str | N
 async def serve_service(*, host: str, port: int, token: str, data: Path | None = None) -> AsyncIterator[str]:
     """Serve while the body runs; yields the URL. `data`: directory of the state, recovered at the start. UsageError if
     the address or the directory is taken."""
-    store = None if data is None else ServiceStore(data)
+    store = VolatileStore() if data is None else ServiceStore(data)
     try:
-        state = None if store is None else ServiceState.recovered(store)
+        state = ServiceState.recovered(store)
         uploads = None if data is None else WeightUploads(data / "weights")
         app = ServiceServer(token=token, state=state, store=store, uploads=uploads).app()
         async with serve_app(app, host=host, port=port) as url:
             yield url
     finally:
-        if store is not None:
-            with contextlib.suppress(StorageFailed):
-                await store.flush()
-            store.close()
+        with contextlib.suppress(StorageFailed):
+            await store.flush()
+        store.close()
