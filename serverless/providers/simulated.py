@@ -116,6 +116,7 @@ class SimulatedBackend(PooledBackend):
         machines: SimulatedMachines | None = None,
         provider: str = "simulated",
     ) -> None:
+        """`provider`: the name under which invocations are recorded and priced."""
         super().__init__(self, provider, meter, room=None if machines is None else machines.room)
         self._functions = functions
         self._machines = machines

@@ -99,6 +99,7 @@ def test_every_dollar_is_of_one_role_and_all_devices_are_billed(made: Make, tmp_
     assert total == pytest.approx(devices, rel=0.05), "what remains are the functions"
     assert rows.facts.trained_samples == 3 * 16
     assert sum(call.items for call in rows.invocations) >= 3 * 16
+    assert {call.provider for call in rows.invocations} == {"local"}, "calls are priced as those of a real run"
 
 
 def test_calls_are_charged_at_the_provider_that_the_cluster_names(made: Make, tmp_path: Path) -> None:
