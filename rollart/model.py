@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NewType
 from serverless.types import InfraFault, Item, ModelFault, Outcome, Scored
 
 __all__ = [
+    "BroadcastResult",
     "AbortReason",
     "BatchId",
     "Completion",
@@ -388,3 +389,14 @@ class TrainReport:
     trained_tokens: int
     seconds: float
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastResult:
+    """The result of a broadcast of weights. `has`: bytes and seconds of the members that have the complete version, by
+    number; `errors` of the others; member 0 is the trainer."""
+
+    bytes: int
+    seconds: float
+    has: Mapping[int, tuple[int, float]]
+    errors: Mapping[int, str]

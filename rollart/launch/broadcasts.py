@@ -11,12 +11,12 @@ from typing import Any
 
 from placement.types import Role
 from rollart.adapters.engines.http import HttpEngine
-from rollart.adapters.trainers.http import BroadcastResult, HttpTrainer
+from rollart.adapters.trainers.http import HttpTrainer
 from rollart.errors import EngineError, LeaseExpired, SpecError, TrainerError
 from rollart.launch.layout import torch_device
 from rollart.launch.routing import SERVING_ROLES
 from rollart.leases import Expiry, Leases
-from rollart.model import EngineId
+from rollart.model import BroadcastResult, EngineId
 from rollart.ports import Recorder, RunEvent
 from rollart.settings.resolve import Resolved
 

@@ -28,6 +28,7 @@ from rollart.collective import (
     seconds,
 )
 from rollart.errors import TrainerError
+from rollart.model import BroadcastResult
 from rollart.train.checkpoint import LearnerSnapshot
 
 MAX_BUCKETS_AHEAD = 2
@@ -55,17 +56,6 @@ def outgoing_version(snapshot: LearnerSnapshot) -> OutgoingVersion:
         if isinstance(tensor, Tensor)
     }
     return OutgoingVersion(whole, snapshot.config)
-
-
-@dataclass(frozen=True, slots=True)
-class SendResult:
-    """Result of a broadcast. `has`: bytes and seconds of each member that has the whole version, by member number."""
-
-    bytes: int
-    seconds: float
-    has: Mapping[int, tuple[int, float]]
-    errors: Mapping[int, str]
-    """Errors by member number; 0 is this rank."""
 
 
 class BroadcastSender:
@@ -106,7 +96,7 @@ class BroadcastSender:
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"{host}:{self._listening_store.port}"
 
-    def send(self, order: BroadcastOrder, version: OutgoingVersion, *, bucket: int) -> SendResult:
+    def send(self, order: BroadcastOrder, version: OutgoingVersion, *, bucket: int) -> BroadcastResult:
         """Never raises for failures of members: the result lists them."""
         began = time.monotonic()
         ends = began + order.limit_s
@@ -126,7 +116,7 @@ class BroadcastSender:
         if errors:  # the next broadcast forms a new group
             self.leave()
         received = {m: (int(a["bytes"]), float(a["seconds"])) for m, a in reports.items() if "error" not in a}
-        return SendResult(sent, time.monotonic() - began, received, errors)
+        return BroadcastResult(sent, time.monotonic() - began, received, errors)
 
     def leave(self, *, wait_s: float = 0.0) -> None:
         group, self._group, self._name = self._group, None, ""

@@ -14,8 +14,8 @@ from rollart.adapters.engines.vllm import VllmEngine
 from rollart.collective import BroadcastOrder
 from rollart.engine.weights import read_tensors
 from rollart.errors import EngineError
-from rollart.model import WeightsRef
-from rollart.train.sending import BroadcastSender, OutgoingVersion, SendResult
+from rollart.model import BroadcastResult, WeightsRef
+from rollart.train.sending import BroadcastSender, OutgoingVersion
 
 __all__ = ["BroadcastEngine", "BroadcastVllm", "give"]
 
@@ -58,7 +58,9 @@ class BroadcastVllm(_Broadcast, VllmEngine):
     pass
 
 
-async def give(sender: BroadcastSender, order: BroadcastOrder, directory: Path, *engines: HttpEngine) -> SendResult:
+async def give(
+    sender: BroadcastSender, order: BroadcastOrder, directory: Path, *engines: HttpEngine
+) -> BroadcastResult:
     """One broadcast of a published directory's tensors, in small buckets."""
     for number, engine in enumerate(engines, start=1):
         await engine.take_part(dataclasses.asdict(dataclasses.replace(order, first=number)))

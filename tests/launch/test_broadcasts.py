@@ -11,12 +11,11 @@ import pytest
 import yaml
 
 from rollart.adapters.engines.http import HttpEngine
-from rollart.adapters.trainers.http import BroadcastResult
 from rollart.errors import EngineError, SpecError, TrainerError
 from rollart.launch.broadcasts import JOIN_TIMEOUT_S, WeightBroadcaster, collective_backend
 from rollart.launch.preflight import dry_run_lines
 from rollart.leases import Leases
-from rollart.model import EngineId, WeightsRef
+from rollart.model import BroadcastResult, EngineId, WeightsRef
 from rollart.ports import RunEvent
 from rollart.settings.resolve import resolve_files
 from rollart.sim.loop import run

@@ -20,9 +20,10 @@ from torch import Tensor
 from rollart import collective
 from rollart.collective import BroadcastOrder, ReceivedWeights, WeightReceiver
 from rollart.engine.weights import read_tensors
+from rollart.model import BroadcastResult
 from rollart.train import checkpoint, sending
 from rollart.train.learner import Learner
-from rollart.train.sending import BroadcastSender, OutgoingVersion, SendResult, outgoing_version
+from rollart.train.sending import BroadcastSender, OutgoingVersion, outgoing_version
 from tests.train.trainkit import config
 
 CPU = torch.device("cpu")
@@ -52,13 +53,13 @@ class Bench:
         address, size = self.senders[0].address(), 1 + len(self.receivers) if size is None else size
         return BroadcastOrder(address, group, "gloo", size, len(self.senders), stamp, version, limit_s=60.0)
 
-    def send(self, order: BroadcastOrder, *shares: dict[str, Tensor], config: str = "{}") -> list[SendResult]:
+    def send(self, order: BroadcastOrder, *shares: dict[str, Tensor], config: str = "{}") -> list[BroadcastResult]:
         for number, receiver in enumerate(self.receivers, start=1):
             receiver.take_part(dataclasses.replace(order, first=number))
         return self.root(order, *shares, config=config)
 
-    def root(self, order: BroadcastOrder, *shares: dict[str, Tensor], config: str = "{}") -> list[SendResult]:
-        sent: list[SendResult | None] = [None] * len(self.senders)
+    def root(self, order: BroadcastOrder, *shares: dict[str, Tensor], config: str = "{}") -> list[BroadcastResult]:
+        sent: list[BroadcastResult | None] = [None] * len(self.senders)
 
         def one(rank: int) -> None:
             sent[rank] = self.senders[rank].send(order, OutgoingVersion(shares[rank], config), bucket=BUCKET)

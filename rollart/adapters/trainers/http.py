@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -17,18 +16,7 @@ import msgpack
 
 from rollart.architecture import stamp_of
 from rollart.errors import TrainerError, TrainerRefused, VersionDamaged
-from rollart.model import TrainReport, TrainSample, WeightsRef
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastResult:
-    """The result of a broadcast. `has`: bytes and seconds of the members that have the complete version, by number;
-    `errors` of the others; member 0 is the trainer."""
-
-    bytes: int
-    seconds: float
-    has: Mapping[int, tuple[int, float]]
-    errors: Mapping[int, str]
+from rollart.model import BroadcastResult, TrainReport, TrainSample, WeightsRef
 
 
 class HttpTrainer:
