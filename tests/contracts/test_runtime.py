@@ -37,6 +37,9 @@ class Counter:
                 self.value = int(file.read())
         self.checkpoint = checkpoint
 
+    def pid(self) -> int:
+        return os.getpid()
+
     def add(self, n: int) -> int:
         self.value += n
         if self.checkpoint:
@@ -438,7 +441,7 @@ def test_a_process_that_dies_by_itself_comes_back() -> None:
         await runtime.start()
         try:
             handle = await runtime.spawn(spec("a", "process", max_restarts=1, max_task_retries=1))
-            os.kill(handle._incarnation.instance.pid, signal.SIGKILL)  # type: ignore[attr-defined]
+            os.kill(await handle.call("pid"), signal.SIGKILL)
             assert await handle.call("add", 3) == 3
         finally:
             await runtime.close()
