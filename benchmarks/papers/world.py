@@ -9,17 +9,21 @@ from __future__ import annotations
 import asyncio
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from benchmarks.papers.models import shape, steps
 from benchmarks.papers.tuned import TRAIN_FIXED_S, TRAIN_MFU
 from placement.hardware import device
-from rollart.control.control_plane import ControlSettings
+from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
 from rollart.control.domain import Domain
 from rollart.control.scheduler import SchedulerSettings
+from rollart.control.training import StepDone
 from rollart.control.trajectory import WaitLimits
 from rollart.fleet import EnginePlacement, EngineRole
+from rollart.leases import Leases
+from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import Outcome, Scored, Trajectory, WeightsRef
 from rollart.policy.routing import PREFILL_RULES, RoutingPolicy
 from rollart.policy.schedules import resolve
@@ -30,11 +34,10 @@ from rollart.sim import loop as virtual
 from rollart.sim.engine import DisaggregatedEngine, EngineLimits, KvFabric, ModelledEngine, SimulatedJob
 from rollart.sim.environments import ResetFaults, SimulatedDomain, SimulatedHost
 from rollart.sim.links import PUSH, RDMA, LinkProfile, SharedLink
-from rollart.sim.run import ModelledRun, StepTrace
-from rollart.sim.site import BilledDevices, PlacedEngine
+from rollart.sim.run import MemoryWeights
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer
-from rollart.sim.workload import GeneratedWorkload, WorkloadShape, mass_of
+from rollart.sim.workload import GeneratedWorkload, MassTokenizer, WorkloadShape, mass_of
 from rollart.testing.ledger import MemoryRecorder
 
 __all__ = ["Bed", "Played", "Serving", "Task", "mean", "play"]
@@ -92,16 +95,28 @@ class Bed:
         return replace(self, schedule=schedule, alpha=alpha)
 
 
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A training step: when its batch was complete and its version served, the wait for the batch, the training."""
+
+    began: float
+    ended: float
+    waited_s: float
+    train_s: float
+    tokens: int
+    lags: Counter[int]
+
+
 @dataclass
 class Played:
     """The results of a run."""
 
     bed: Bed
-    passed: list[StepTrace]
-    seconds: float
-    engines: list[ModelledEngine]
-    charges: list[Charge]
-    kinds: list[str]
+    passed: list[Passed] = field(default_factory=list)
+    seconds: float = 0.0
+    engines: list[ModelledEngine] = field(default_factory=list)
+    charges: list[Charge] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
     """Of each round of tail batching: short or long."""
 
     def step_s(self, skip: int = 0) -> float:
@@ -149,7 +164,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 async def _played(bed: Bed) -> Played:
-    recorder = MemoryRecorder()
+    loop, recorder, out = asyncio.get_running_loop(), MemoryRecorder(), Played(bed)
     gb = shape(bed.model).weight_bytes / 1e9
     pulls: dict[str, SharedLink] = {}
     transfer = WeightTransfer(
@@ -162,25 +177,45 @@ async def _played(bed: Bed) -> Played:
         ),
         transfer=transfer,
     )
+    clocks = [ResourceClock(role="train", resource="trainer", recorder=recorder, clock=loop.time)]
+
+    def stepped(done: StepDone) -> None:
+        samples = [s for g in done.groups for s in g.samples]
+        tokens = sum(mass_of(s.token_ids) for s in samples)
+        lags = Counter(done.version - 1 - s.v0 for s in samples)
+        out.passed.append(Passed(done.t0, done.t1, done.waited_s, done.report.seconds, tokens, lags))
+
+    async def recover() -> None:
+        return None
+
+    control = ControlPlane(
+        [_domain(bed, task) for task in bed.tasks],
+        tokenizer=MassTokenizer(),
+        rewarder=_Rewarder(bed.reward),
+        trainer=trainer,
+        journal=recorder,
+        weights=MemoryWeights(),
+        recorder=recorder,
+        leases=Leases(recorder),
+        trainer_clock=clocks[0],
+        version=0,
+        settings=_settings(bed),
+        hooks=Hooks(recover, lambda _: None, step=stepped),
+    )
     cross = SharedLink(LinkProfile(bed.kv_gb_per_s))
     fabric = KvFabric(lambda _from, _to: cross)
-    engines = [
-        _engine(bed, serving, f"{serving.kind}-{number}-{n}", transfer, fabric)
-        for number, serving in enumerate(bed.rollout)
-        for n in range(serving.count)
-    ]
-    run = ModelledRun(
-        [_domain(bed, task) for task in bed.tasks],
-        engines,
-        trainer,
-        BilledDevices("train", "trainer", 1.0, 0.0),
-        _Rewarder(bed.reward),
-        _settings(bed),
-        recorder,
-    )
-    await run.run()
-    kinds = [e.subject for e in recorder.events if e.kind == "tail_round"]
-    return Played(bed, run.steps, run.ended, [placed.engine for placed in engines], recorder.charges, kinds)
+    for number, serving in enumerate(bed.rollout):
+        for n in range(serving.count):
+            name = f"{serving.kind}-{number}-{n}"
+            clocks.append(ResourceClock(role="rollout", resource=name, recorder=recorder, clock=loop.time))
+            out.engines.append(_join(control, transfer, fabric, bed, serving, clocks[-1]))
+    await control.session().run(step=0, steps=bed.steps)
+    for clock in clocks:
+        clock.close()
+    out.seconds = loop.time()
+    out.charges = recorder.charges
+    out.kinds = [e.subject for e in recorder.events if e.kind == "tail_round"]
+    return out
 
 
 def _settings(bed: Bed) -> ControlSettings:
@@ -205,8 +240,11 @@ def _settings(bed: Bed) -> ControlSettings:
     )
 
 
-def _engine(bed: Bed, serving: Serving, name: str, transfer: WeightTransfer, fabric: KvFabric) -> PlacedEngine:
+def _join(
+    control: ControlPlane, transfer: WeightTransfer, fabric: KvFabric, bed: Bed, serving: Serving, clock: ResourceClock
+) -> ModelledEngine:
     """Hand-offs are one-directional, as in vLLM 0.8 (producer, consumer): generated tokens are prefilled again."""
+    name = clock.resource
 
     async def load(weights: WeightsRef) -> None:
         await transfer.load(name, weights)
@@ -219,8 +257,10 @@ def _engine(bed: Bed, serving: Serving, name: str, transfer: WeightTransfer, fab
         engine = DisaggregatedEngine(name, model, fabric, limits=limits, load=load, returns=False)
     else:
         engine = (ModelledEngine if bed.prefix_cache else _Uncached)(name, model, limits=limits, load=load)
-    placement = EnginePlacement(serving.kind, serving.kind, serving.role, serving.tp)
-    return PlacedEngine(engine, placement, BilledDevices("rollout", name, 1.0, 0.0))
+    shares = EngineShares(clock, clock=asyncio.get_running_loop().time)
+    seat = EnginePlacement(serving.kind, serving.kind, serving.role, serving.tp)
+    control.gateway.join(engine, version=0, shares=shares, seat=seat)
+    return engine
 
 
 def _domain(bed: Bed, task: Task) -> Domain:
