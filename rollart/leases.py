@@ -1,6 +1,6 @@
-"""Waiting under a lease: an owner, a deadline, and an attributed event when it passes.
+"""Waiting under a lease: an owner, a deadline, and an attributed event with an action when it passes.
 
-Leases: every wait has an owner, a deadline and an action on expiry. `leases` drives this book.
+`LeaseBook` is the pure record of open leases; `Leases` drives it on the loop.
 """
 
 from __future__ import annotations

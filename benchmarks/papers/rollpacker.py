@@ -15,8 +15,8 @@ from functools import cache
 from benchmarks.papers.row import Claim, Figure, Found, Row
 from benchmarks.papers.world import Bed, Serving, Task, mean, play
 from rollart.model import Trajectory
-from rollart.policy.parallelism import TensorParallelRule, TensorParallelState, default_tp, next_tensor_parallelism
 from rollart.sim.workload import PRESETS, cap_answers, entity_generator
+from rollart.strategies.tp_change import TensorParallelRule, TensorParallelState, default_tp, next_tensor_parallelism
 
 __all__ = ["ROWS"]
 

@@ -13,13 +13,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rollart.control.pacing import BatchPace, PacedGroup, groups_to_wait_for, last_chance, may_join
 from rollart.errors import RunFailed
 from rollart.model import Group, GroupId, TrainSample
 from rollart.policy.batching import ReadyGroup, select_batch
 from rollart.policy.sample_table import Deadline, Fifo, PickedRow, ReadyRows, Sampler, SampleRow, SampleTable, Selection
 from rollart.policy.staleness import StalenessBound
 from rollart.strategies.fairness import DomainShareTracker
-from rollart.strategies.pacing import BatchPace, PacedGroup, groups_to_wait_for, last_chance, may_join
 
 COLUMNS = ("trajectory", "reward")
 """Columns that are written before a sample enters the buffer; training reads both."""

@@ -11,6 +11,7 @@ from typing import Any
 from rollart.control.buffer import BatchDeadline, SampleBuffer, SampleColumn
 from rollart.control.domain import Domain
 from rollart.control.evaluation import Evaluation, EvaluationResult
+from rollart.control.pacing import BatchPace
 from rollart.control.publish import Publisher
 from rollart.control.rewarding import TrajectoryScorer
 from rollart.control.scheduler import Scheduler, SchedulerSettings
@@ -32,7 +33,6 @@ from rollart.serving.kv_admission import ConcurrencySettings
 from rollart.serving.weight_updates import AllAtOnceUpdates
 from rollart.strategies.fairness import DomainShareTracker
 from rollart.strategies.lending import DeviceLender, LendingSettings
-from rollart.strategies.pacing import BatchPace
 from rollart.strategies.prefetch import Prefetcher
 from rollart.strategies.rolling_update import RollingUpdater, UpdatePolicy, UpdateRule
 from rollart.strategies.token_budget import BatchTruncation, all_samples

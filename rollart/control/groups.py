@@ -1,6 +1,6 @@
 """Live groups: running and finished members, and the effect of faults and publishes (invariants I2 and I6).
 
-The life of a group (invariant I6): its members finish, are retried, or the whole group is dropped with a reason.
+A group's members finish, are retried, or the whole group is dropped with a reason.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollart.control.domain import Domain
+from rollart.control.pacing import IncompleteGroup
 from rollart.control.trajectory import TrajectoryState
 from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.host_slots import PlacementPriority, PlacementRequest
 from rollart.policy.schedules import StalenessCheck
 from rollart.policy.staleness import StalenessBound
-from rollart.strategies.pacing import IncompleteGroup
 
 STALE_RESTARTS = 4
 """Restarts for staleness, per member, before a group is given up."""

@@ -1,6 +1,7 @@
 """Publish: the trainer's weights become the current version, durably first and then on every engine.
 
-Distance of the policy from its earlier versions: mean KL, grouped by the version that sampled the tokens.
+Where engines update by divergence, the distance of a version from earlier ones is measured before: mean KL, grouped by
+the version that sampled the tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """The scheduler: admits groups, runs their trajectories, hands complete groups to the buffer, and follows publishes.
 
-Admission of prompts: slots of the window, rounds of tail batching, and redundant groups.
-
-Attempts of group members: run, score, journal, retry, and charge each attempt with its outcome.
-
-The rate of infrastructure faults, and the threshold at which a run stops instead of training on the remainder.
+`PromptAdmission` gives slots to prompts, `AttemptRunner` runs each group member until it is scored, and `FaultMeter`
+stops a run that loses too many attempts to infrastructure instead of training on the remainder.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from functools import partial
 from rollart.control.buffer import SampleBuffer
 from rollart.control.domain import Domain, training_seed
 from rollart.control.groups import ActiveRollouts, GroupRun, GroupTable
+from rollart.control.pacing import StartPace
 from rollart.control.rewarding import TrajectoryScorer
 from rollart.control.trajectory import FreeRunning, TrajectoryAborted, TrajectoryRunner, TrajectoryState, TurnBarrier
 from rollart.errors import FaultRateExceeded, SpecError
@@ -31,7 +29,6 @@ from rollart.serving.group_colocation import GroupColocation
 from rollart.settings.rollout import FilterSpec, TailBatchingSpec
 from rollart.strategies.fairness import DomainShareTracker, FairnessSettings
 from rollart.strategies.filtering import GroupFilter, additional_prompts
-from rollart.strategies.pacing import StartPace
 from rollart.strategies.prefetch import Prefetcher, PrefetchSettings
 from rollart.strategies.redundancy import Redundancy, RedundancyController, SelectionBiasReport
 from rollart.strategies.tail_batching import RELAUNCH_MARK, GroupLaunch, PendingPrompt, TailBatchRounds

@@ -6,11 +6,10 @@ rolled out. After the last group only its own gradient and the update remain.
 If publishes overlap, a version is staged and then written, committed and moved to the engines during the next step.
 A trainer that dies meanwhile may lose two batches: the unpublished one is trained again first.
 
-Columns that are filled while a batch is rolled out: reference log-probabilities and advantages (AsyncFlow §6.1).
-
-Each column has a separate task over the sample table, which takes every row once, as soon as the row's inputs are
-written. Training takes the rows whose columns are all written. The training step would compute bitwise
-equal values, so only the timing of a run depends on these tasks; a resume fills the columns again.
+Columns of samples, reference log-probabilities and advantages, may be filled while a batch is rolled out (AsyncFlow
+§6.1). Each has a separate task over the sample table, which takes every row once, as soon as the row's inputs are
+written; training takes the rows whose columns are all written. The training step would compute bitwise equal values, so
+only the timing of a run depends on these tasks; a resume fills the columns again.
 """
 
 from __future__ import annotations

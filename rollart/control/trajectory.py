@@ -1,10 +1,8 @@
 """One trajectory: an episode of turns between the policy and an environment, as a straight sequence of awaits.
 
-Adapts an agent program's episode to the common form: the sampling of its requests, and its turns as text.
-
-The exception that ends a trajectory without a sample.
-
-Lockstep turns for the batch-level schedule: every live trajectory waits for the slowest environment of the turn.
+The episode of an agent program (its requests, and its turns as text) takes the same form. Under lockstep turns,
+the batch-level schedule, every live trajectory waits for the slowest environment of the turn. `TrajectoryAborted` ends
+a trajectory without a sample.
 """
 
 from __future__ import annotations

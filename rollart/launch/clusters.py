@@ -1,7 +1,5 @@
-"""The cluster runtime: processes of this machine, or Ray.
-
-Elastic plans: devices per pool on the present nodes, the part of the plan that fits at the start, and engines for
-new nodes.
+"""The cluster runtime, processes of this machine or Ray, and elastic plans on it: devices per pool on the present
+nodes, the part of the plan that fits at the start, and engines for new nodes.
 """
 
 from __future__ import annotations

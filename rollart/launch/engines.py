@@ -1,7 +1,4 @@
-"""Engines on the cluster's devices: device assignment, billing, and processes.
-
-Engines and the trainer as programs on the cluster, with their clients.
-"""
+"""Engines and the trainer as programs on the cluster: device assignment, billing, processes, and their clients."""
 
 from __future__ import annotations
 

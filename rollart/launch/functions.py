@@ -1,8 +1,6 @@
-"""Function providers by name: deployment and calls of rewards, with errors translated to the product's.
-
-Live scaling of a run's functions: expected load from the scheduler, and the cost of idle workers and of waiting.
-
-Records functions in the ledger: the bill of every call, the time of every worker, and the pipeline's counters.
+"""The functions of a run: providers by name (deployment and calls of rewards, with errors translated to the product's),
+live scaling by the expected load from the scheduler, and their records in the ledger (the bill of every call, the time
+of every worker, and the pipeline's counters).
 """
 
 from __future__ import annotations

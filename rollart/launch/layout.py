@@ -1,8 +1,7 @@
-"""The actors of a plan: where each part runs, its arguments, and the billing clock of each device.
+"""The layout of a plan: which part runs where, its arguments, and the billing clock of each device.
 
-Devices of a pool for a single engine beside the parts that run there. `placement.assign` places whole plans.
-
-External trainers: how the bridge to one is started.
+Also the devices of a pool for a single engine beside the parts that run there (`placement.assign` places whole plans),
+and the start of the bridge to an external trainer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The initial plan of a run: the specs' plan, or on a resume the last plan that the run adopted.
-
-The `Planner` of a run: solves the placement again for measured work, in a separate thread.
+"""The plan of a run: at its start the specs' plan, or on a resume the last plan that the run adopted; later the plans
+of its `Planner`, which solves the placement again for measured work, in a separate thread.
 """
 
 from __future__ import annotations

@@ -15,14 +15,13 @@ from rollart.fleet import EngineKind
 from rollart.launch.plan import rebalance_settings
 from rollart.launch.routing import SERVING_ROLES
 from rollart.launch.start_limits import engine_start_limits
-from rollart.policy.parallelism import TensorParallelRule
 from rollart.settings.resolve import Resolved
 from rollart.settings.rollout import FairnessSpec, ParallelismSpec
 from rollart.settings.run import RunSpec
 from rollart.strategies.fairness import FairnessSettings
 from rollart.strategies.lending import LendingSettings
 from rollart.strategies.rolling_update import Delayed, OnDivergence, Staggered, UpdatePolicy, VersionProbe
-from rollart.strategies.tp_change import ReshardSettings
+from rollart.strategies.tp_change import ReshardSettings, TensorParallelRule
 
 DEFAULT_SIZES = (1, 2, 4, 8)
 

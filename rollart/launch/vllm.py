@@ -1,6 +1,5 @@
-"""The only translation of a planned engine into vLLM's command line. Pure: no lookups and no starts.
-
-The vLLM installation on this machine, and checks of the packages that engines need. vLLM is not imported.
+"""vLLM: the only translation of a planned engine into its command line, and checks of the installation and of the
+packages that engines need. vLLM is not imported.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""Weight distribution through a store: versions are pushed once after they are published, and pulled by engine
-hosts.
+"""Weight distribution through a store: versions are pushed once after they are published, and pulled by engine hosts.
 
-The trainer's log-probabilities of a fixed probe, written beside each version. Engines compare theirs after they load
-it.
-
-An update can go wrong without an error: an output head that keeps its packed copy, stale KV, a missing share of one
-rank. Log-probabilities of a few tokens depend on every layer and reveal it.
+The trainer's log-probabilities of a fixed probe are written beside each version, and engines compare theirs after they
+load it. An update can go wrong without an error: an output head that keeps its packed copy, stale KV, a missing share
+of one rank. Log-probabilities of a few tokens depend on every layer and reveal it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Chooses the concrete part behind each port, and connects them.
 
-Fields of the events that are shown during a run.
-
-Billing clocks of plan parts without a supervisor: the trainer, and reward devices without a host.
+Also the fields of the events that are shown during a run, and the billing clocks of plan parts without a supervisor:
+the trainer, and reward devices without a host.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Validation of engine responses on arrival, and a trust score per engine.
+"""Trust in engines: validation of their responses on arrival with a score per engine, and a circuit breaker for prefill
+engines whose hand-offs fail.
 
-Both are independent of the engine's own health check: a process that passes its health check may still compute
-nonsense.
-
-Circuit breaker for prefill engines whose hand-offs fail.
+Both are independent of the engine's own health check: a process that passes it may still compute nonsense.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Host selection for episodes: the least loaded host among the hosts that do no worse than their peers.
+"""Selection and memory of environment hosts. Pure: figures and `now` in, decisions out.
 
-Two measures judge a host, each against the median of the other hosts: the share of its episodes that end in a fault (a
-moving average), and the overhead of its calls beyond the environment's own time (the median of the last samples). Where
-all hosts are equally bad, the cause is the environments or the machine, and quarantining one host would not help. Pure:
-`now` in, decisions out.
-
-Memory bounds of environment processes, and the actions above a bound. Pure: figures and `now` in, decisions out.
+An episode goes to the least loaded host among the hosts that do no worse than their peers. Two measures judge a host,
+each against the median of the other hosts: the share of its episodes that end in a fault (a moving average), and the
+overhead of its calls beyond the environment's own time (the median of the last samples). Where all hosts are equally
+bad, the cause is the environments or the machine, and quarantining one host would not help. A host above its memory
+bound is drained and restarted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Selection of the decode engine and the prefill engine of a turn.
+"""Selection of the decode engine and the prefill engine of a turn, by affinity and price.
 
 A trajectory stays on the engine that holds its prefix KV (its sticky engine) while that engine is healthy. Engines that
 have not loaded the current version are not eligible, for decode nor for prefill (version fence).
@@ -14,14 +14,11 @@ sessions, then the lower id.
 The prefill engine is one that holds the trajectory's KV, or else the engine with the least backlog, then fewest turns,
 then the fewest trajectories whose KV it keeps (a prefill takes almost no time: without the last criterion all
 trajectories would gather on the first engine and exceed its memory); a priced router weighs the two by their price. A
-rule (`pricing.PREFILL_RULES`) decides between remote prefill and prefill on the sticky engine.
+rule (`PREFILL_RULES`) decides between remote prefill and prefill on the sticky engine.
 
-Hardware affinity: the pool in which a domain's trajectories decode, and the fallback order when that pool is down.
-
+Hardware affinity is the pool in which a domain's trajectories decode, with a fallback order when that pool is down.
 RollArt's `hw_affinity={"FrozenLake": "H800", "default": "H20"}` (RollArt §1.3): a tag names a pool or a device type. A
 domain without an entry follows `default`; without a default it may decode anywhere.
-
-Prices of turn paths, and the rules that choose between local and remote prefill.
 
 The price of a path is Σ λ·(1 + backlog/target)·seconds over the engines it uses, plus the resources it holds (KV, a
 slot in flight) and its link transfers: λ are the plan's dual prices; the backlog is measured by the gateway (drift plus

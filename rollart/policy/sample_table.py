@@ -6,12 +6,9 @@ once. So reward, reference, advantage and training stream independently, each at
 more often gets more. The table holds sizes and versions, never payloads: payloads stay where `put` left them until the
 row is freed.
 
-A sampler (`rollart.policy.sample_table`) decides which ready rows a task takes.
-
-Samplers: which of the ready rows a consumer of the sample table takes next. A sampler is a callable value.
-
-By default samplers keep the table's order of readiness. They return None until they can form a whole batch: waiting is
-the caller's task. Random choices are hashes of the row's id, so a resumed run makes the same choices.
+A sampler, a callable value, decides which ready rows a task takes next: by default in their order of readiness. It
+returns None until it can form a whole batch: waiting is the caller's task. Random choices are hashes of the row's id,
+so a resumed run makes the same choices.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""The gateway's state of engines and sessions: health, versions, placements, running work and KV locations.
+"""The gateway's state: engines with their health, versions, placements, running work and sessions; turns with their
+limits; and the routing statistics of domains (assignments by pool, affinity fallbacks, output lengths).
 
-Routing statistics of domains: assignments by pool, affinity fallbacks, and output lengths.
-
-The gateway's state of one turn, and the gateway's time limits.
-
-Estimate of the sessions whose KV an engine holds, and of its reserved memory: engines do not report either.
-
-An engine keeps the KV of a session between its turns until the memory is needed; then the least recently used session
-loses the end of its KV, as vLLM frees blocks. The estimate follows from the requests sent to the engine and from its
-capacity.
+Engines do not report which sessions' KV they hold, so `KvResidency` estimates it: an engine keeps the KV of a session
+between its turns until the memory is needed; then the least recently used session loses the end of its KV, as vLLM
+frees blocks. The estimate follows from the requests sent to the engine and from its capacity.
 """
 
 from __future__ import annotations

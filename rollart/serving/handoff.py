@@ -4,9 +4,8 @@ vLLM's protocol (NIXL pull, `kv_transfer_params`): the prefill engine generates 
 The value is sent verbatim to the decode engine with the original request. The decode engine pulls the KV, generates the
 first token anew and may return such a value itself, for the prefill engine of the next turn.
 
-The hand-off queue of each decode engine: a bound on the prefills ahead of its free slots.
-
-Depth of the hand-off queue of a decode engine: the look-ahead rule of `policy.pipeline`.
+Each decode engine has a hand-off queue that bounds the prefills ahead of its free slots; its depth follows the
+look-ahead rule of `policy.pipeline`.
 """
 
 from __future__ import annotations

@@ -5,18 +5,16 @@ are needed a moment later, and every turn recomputes its whole context. So a tra
 its expected final context fits, and from then on its turns never wait here. A trajectory whose KV is evicted
 nevertheless queues again, before trajectories that have not begun.
 
-Trajectories that an engine may run at once, found by observing its KV cache: AIMD with hysteresis.
+Limits (`ConcurrencyLimits`). Too few trajectories leave the engine's batch half empty; too many fill the KV cache, and
+an engine that preempts computes the same prefill twice. The right number depends on lengths that are unknown in advance
+and change while the policy learns, so it is searched for as TCP searches for a window: additive increase,
+multiplicative decrease, with hysteresis, by observing the KV cache.
 
-Too few trajectories leave the engine's batch half empty. Too many fill the KV cache, and an engine that preempts
-computes the same prefill twice. The right number depends on lengths that are unknown in advance and change while the
-policy learns, so it is searched for as TCP searches for a window: additive increase, multiplicative decrease.
-
-Admission order: resumed work first, then arrival order or longest first.
-
-Longest processing time first (LPT) minimises the completion time of a set of trajectories (StreamRL, arXiv 2504.15930,
-§4.3; Graham 1969), but under a steady stream of arrivals a short item might wait for ever. Items that arrive before the
-next admission form a wave and are admitted in exact LPT order. An item of a wave that left S items in the queue has
-priority once S + `GRACE` items were admitted since the wave began, so at most 2 S + `GRACE` items precede it.
+Order (`AdmissionQueue`). Resumed work first, then arrival order or longest first. Longest processing time first (LPT)
+minimises the completion time of a set of trajectories (StreamRL, arXiv 2504.15930, §4.3; Graham 1969), but under a
+steady stream of arrivals a short item might wait for ever. Items that arrive before the next admission form a wave and
+are admitted in exact LPT order. An item of a wave that left S items in the queue has priority once S + `GRACE` items
+were admitted since the wave began, so at most 2 S + `GRACE` items precede it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Domain shares of a running job: samples per batch, outstanding debt, and shares that follow measurements.
+"""Each domain's share of every step: weights, floors and caps, debt between batches, and shares that follow
+measurements.
 
-Each domain's share of every step: weights, floors and caps, and shares that follow measurements.
-
-The three parts can be used separately. `bounded_shares` turns weights into fractions within floors and caps.
 `Apportionment` turns fractions into whole numbers that sum exactly, step after step. `DriftQuota` adjusts the weights
 to measured cost and learning (asynchronous multi-model federated learning schedules by energy and drift; here a domain
-is a model).
+is a model). `FairBatches` decides how many groups of each domain the next batch takes, and `DomainShareTracker` keeps
+these numbers for a running job.
 """
 
 from __future__ import annotations

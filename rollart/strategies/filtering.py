@@ -1,10 +1,8 @@
-"""Dynamic filtering of complete groups, and statistics of the filtered groups against the kept ones.
-
-Dynamic filtering: which groups carry a training signal, and when enough of them do (ROLL Flash §2.1).
+"""Dynamic filtering: which groups carry a training signal, and when enough of them do (ROLL Flash §2.1).
 
 A group of equal rewards has no advantage and hence no gradient. Extra prompts run, and generation stops as soon as
-enough groups qualify. Prompt replication itself is `rollout.replication` (`serving.group_colocation` serves runs
-without it).
+enough groups qualify; the filtered groups are reported against the kept ones. Prompt replication itself is
+`rollout.replication` (`serving.group_colocation` serves runs without it).
 """
 
 from __future__ import annotations

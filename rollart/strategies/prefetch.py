@@ -1,6 +1,6 @@
 """Environments that are reset before their trajectories are admitted, while others generate.
 
-How many environments to reset ahead of admission: the look-ahead rule of `policy.pipeline`.
+The number to reset ahead follows the look-ahead rule of `policy.pipeline`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Redundant rollouts: the number of extra groups and members, and statistics of the cancelled ones.
-
-Redundant environments: how many to run beyond need, which to cancel, and the resulting bias of the data.
+"""Redundant rollouts: how many to run beyond need, which to cancel, and the resulting bias of the data.
 
 A batch needs N groups of G trajectories. More groups (`num_env_groups`) and more members per group
 (`group_size_redundancy`) keep one broken or slow environment from delaying the whole batch (RollArt §1.4, ROLL Flash

@@ -1,14 +1,10 @@
 """Rolling updates: engines take new weights one by one, by a policy, while other engines serve the previous version.
 
-With one update of all engines (`Gateway`) a version is current when every engine has it. Here it is current once it is
-complete and committed; engines follow, at most alpha versions behind, and turns go to eligible engines.
-
-Which engines load a new version now, which wait, and why.
-
-A publish makes version n current. Engines may lag behind it, but only as far as they remain useful: a trajectory that
-begins on an engine with version v has v0 = v, so an engine with n - v > alpha may not generate for it at all. Such an
-engine is *blocked* until it is updated, under every policy. The policies differ in their treatment of the other
-engines:
+With one update of all engines (`serving.weight_updates`) a version is current when every engine has it. Here it is
+current once it is complete and committed; engines follow, at most alpha versions behind, and turns go to eligible
+engines: a trajectory that begins on an engine with version v has v0 = v, so an engine with n - v > alpha may not
+generate for it at all. Such an engine is *blocked* until it is updated, under every policy. The policies differ in
+their treatment of the other engines:
 
 - all at once: every engine is suspended, all update, all resume (RollArt §1.5, steps 2-4). No engine serves meanwhile.
 - delayed: an engine keeps its weights until its generation iteration ends, or for `longest_s` (AsyncFlow §6.2).
@@ -18,7 +14,8 @@ engines:
 - on divergence: an engine pulls when the new policy has moved away from its own by more than a threshold, or when alpha
   requires it. AAPS as a pull: a small probe is sent at each publish, weights only to engines that need them.
 
-Pure: values in, a plan out. The caller computes a new plan after each publish and each finished update.
+Policies are pure: engine states in, a plan out. `RollingUpdater` computes a new plan after each publish and each
+finished update.
 """
 
 from __future__ import annotations

@@ -1,13 +1,10 @@
-"""Skew-aware dispatch during a run: prediction of long trajectories, and engines reserved for them (StreamRL §4.3).
+"""Skew-aware dispatch: the trajectories with the longest predictions go to dedicated engines (StreamRL, arXiv
+2504.15930, §4.3).
 
-Everything is learned from finished trajectories and turns of the run: lengths by prompt and domain, seconds per token
-by kind of engine and batch size. A resumed run learns anew, which takes a few dozen trajectories.
-
-Assignment of trajectories to engines when some are much longer than others (StreamRL, arXiv 2504.15930).
-
-The trajectories with the longest predictions go to dedicated instances with smaller batches, so that they decode fast
-and delay no other trajectory; within an instance the longest start first. Lengths come from `policy.lengths`; seconds
-per token from a model of the engine.
+Dedicated instances have smaller batches, so long trajectories decode fast and delay no other trajectory; within an
+instance the longest start first. Everything is learned from finished trajectories and turns of the run: lengths by
+prompt and domain (`policy.lengths`), seconds per token by kind of engine and batch size. A resumed run learns anew,
+which takes a few dozen trajectories.
 """
 
 from __future__ import annotations

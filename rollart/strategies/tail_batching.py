@@ -1,6 +1,4 @@
-"""Rounds of tail batching: the prompts that a round starts, and the deferred prompts.
-
-Tail batching: long prompts are deferred and run together, so that most rounds have no long tail (RollPacker §3.1).
+"""Tail batching: long prompts are deferred and run together, so that most rounds have no long tail (RollPacker §3.1).
 
 A SHORT round launches eta times the prompts and eta times the responses that a step needs. A prompt is done with its
 first R0 responses, a domain with its first P0 prompts; prompts that are not done by then are aborted, deferred, and
@@ -13,6 +11,8 @@ short ones: 4 : 1 at eta = 1.25 and P0 a multiple of 4.
 Domains. Each round trains exactly P0 prompts of each domain. The extra prompts of a short round are apportioned in
 proportion to P0 with carried debt; a long round takes a domain's deferred prompts first and fresh ones for the rest.
 When a domain has no fresh prompts left to speculate with, rounds are long until its queue is empty.
+
+`TailBatching` is the pure state machine; `TailBatchRounds` maps it to the groups of a run.
 """
 
 from __future__ import annotations

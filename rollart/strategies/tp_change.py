@@ -1,15 +1,14 @@
-"""Changes of tensor parallelism that follow preemption during a run (RollPacker §3.2): decided after each step from the
-engines' counters, and applied by the fleet.
+"""Changes of tensor parallelism that follow preemption during a run (RollPacker, arXiv 2509.21009, §3.2).
 
-Whether a change of tensor parallelism pays: the cost of preemption against the cost of draining and starting.
-
-`policy.parallelism.next_tensor_parallelism` gives RollPacker's decision; here a change moves whole engines, so it is
-weighed against its cost. Units: engine-seconds, of engines of the current size.
+A change is decided after each step from the engines' counters, and applied by the fleet. `next_tensor_parallelism`
+gives RollPacker's decision; here a change moves whole engines, so the cost of preemption is weighed against the cost of
+draining and starting. Units: engine-seconds, of engines of the current size.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -18,11 +17,91 @@ from rollart.errors import RollartError
 from rollart.fleet import EngineKind, EngineRole, FleetMove, FleetMoveKind
 from rollart.leases import Expiry, Leases
 from rollart.model import EngineId
-from rollart.policy.parallelism import TensorParallelRule, TensorParallelState, next_tensor_parallelism
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
 from rollart.supervise.rebalance import ADOPTED, UNDO_ATTEMPTS, order_moves, reverse_drain
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelRule:
+    """Bounds and thresholds. `sizes` are the TP sizes that the model's heads allow, ascending, each twice the previous
+    one; a TP group stays within the `devices` of one host.
+
+    A halving that had to be reverted doubles the quiet steps before the next halving, up to `most_quiet_steps`; a
+    doubling for another cause resets them. So a load that needs a size is disturbed ever less often.
+    """
+
+    sizes: tuple[int, ...]
+    devices: int
+    rise: float = 1.05
+    quiet_steps: int = 4
+    most_quiet_steps: int = 64
+    noise: int = 1
+    """Preemptions per step below which an increase is ignored."""
+
+    def __post_init__(self) -> None:
+        doubled = all(b == 2 * a for a, b in itertools.pairwise(self.sizes))
+        if not self.sizes or self.sizes[0] < 1 or not doubled:
+            raise ValueError(f"sizes {self.sizes}: at least one, each twice the one before")
+        if any(self.devices % size for size in self.sizes):
+            raise ValueError(f"sizes {self.sizes} on {self.devices} devices: a TP group does not leave its host")
+        if self.rise < 1 or not 1 <= self.quiet_steps <= self.most_quiet_steps or self.noise < 1:
+            raise ValueError(f"{self}: rise >= 1, 1 <= quiet_steps <= most_quiet_steps, noise >= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorParallelState:
+    """State between steps. Keep one for each kind of round: the preemptions of short and long rounds of tail batching
+    are not comparable."""
+
+    tp: int
+    preemptions: int | None = None
+    quiet: int = 0
+    patience: int | None = None
+    """Quiet steps before the next halving; None: the rule's."""
+    since_halved: int | None = None
+
+
+def default_tp(throughput: Mapping[int, float]) -> int:
+    """Initial TP size, from a profile of tokens/s on the same devices: the fastest; ties go to the smallest."""
+    if not throughput:
+        raise ValueError("no profile: measure at least one TP size")
+    return min(throughput, key=lambda tp: (-throughput[tp], tp))
+
+
+def next_tensor_parallelism(
+    rule: TensorParallelRule, state: TensorParallelState, preemptions: int
+) -> tuple[TensorParallelState, str]:
+    """The next state after a rollout step with `preemptions` preemptions and, where its `tp` differs, the reason ('' if
+    not).
+
+    An increase to more than `rise` times the previous step's doubles the TP size (weights take less of each device, so
+    there is more KV per sequence); `quiet_steps` consecutive steps without preemption halve it (more engines, less
+    communication). A constant number of preemptions changes nothing: the profile determines the initial size
+    (`default_tp`).
+    """
+    if state.tp not in rule.sizes:
+        raise ValueError(f"tp {state.tp} is none of {rule.sizes}")
+    if preemptions < 0:
+        raise ValueError(f"{preemptions} preemptions: not negative")
+    patience = state.patience or rule.quiet_steps
+    quiet = 0 if preemptions else state.quiet + 1
+    since = None if state.since_halved is None else state.since_halved + 1
+    seen = replace(state, preemptions=preemptions, quiet=quiet, patience=patience, since_halved=since)
+    before = state.preemptions
+    if before is not None and preemptions >= rule.noise and preemptions > rule.rise * before:
+        if state.tp == rule.sizes[-1]:
+            return seen, ""
+        regret = since is not None and since <= patience
+        patience = min(2 * patience, rule.most_quiet_steps) if regret else rule.quiet_steps
+        grown = replace(seen, tp=2 * state.tp, patience=patience, since_halved=None)
+        return grown, f"preemptions {before} -> {preemptions}: tp {state.tp} -> {2 * state.tp}"
+    if quiet >= patience and state.tp > rule.sizes[0]:
+        halved = replace(seen, tp=state.tp // 2, quiet=0, since_halved=0)
+        return halved, f"no preemption in {quiet} steps: tp {state.tp} -> {state.tp // 2}"
+    return seen, ""
+
 
 LEAST_GAIN = 0.02
 """Assumed share of engine time that smaller engines save, by fewer all-reduces. The true share depends on the batch;

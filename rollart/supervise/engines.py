@@ -1,7 +1,7 @@
-"""Supervision: an engine that dies or stops answering is restarted with the current weights, a bounded number of times;
-a run without progress fails with the open leases and their owners.
+"""Supervision of engines: an engine that dies or stops answering is restarted with the current weights, a bounded
+number of times; a run without progress fails with the open leases and their owners.
 
-Engine activity from the counters of engines, for the ledger: one row per engine and interval.
+Engines' counters become activity rows of the ledger, one per engine and interval.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Availability of the nodes under a run's engines: the devices that a plan may use, and the engines that must leave.
 
-Which devices a plan may count on while nodes come and go.
-
 A new node counts after it has stayed for `settle_s`, a delay that doubles with each short life of a node of its pool in
 an unbroken series, up to `2**MOST` times. A node that left or is about to leave stops counting at once, but the plan is
 reviewed only after `settle_s` without another loss (at most `PATIENCE` times that): the node's engines may be back on

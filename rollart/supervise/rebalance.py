@@ -1,9 +1,8 @@
 """Online rebalancing of a run: updates of prices and flows, and changes of the engine instances.
 
 Three intervals, set by queueing and by solver times: prices every few seconds; flows for fixed instances about every
-half minute; instances when the workload has drifted, an engine is lost for good, a pool is down, or on request.
-
-Whether a better plan is worth its moves, the order of the moves, and the routes during the transition.
+half minute; instances when the workload has drifted, an engine is lost for good, a pool is down, or on request. The
+first functions decide whether a better plan is worth its moves, their order, and the routes during the transition.
 """
 
 from __future__ import annotations

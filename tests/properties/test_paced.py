@@ -9,8 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rollart.control.buffer import BatchDeadline
+from rollart.control.pacing import PacedGroup, groups_to_wait_for, may_join
 from rollart.sim import loop
-from rollart.strategies.pacing import PacedGroup, groups_to_wait_for, may_join
 from rollart.strategies.redundancy import Redundancy
 from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_invariants import worlds

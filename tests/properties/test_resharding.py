@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from rollart.fleet import EngineKind, EngineRole
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED, find_tiling_errors
 from rollart.model import EngineStats, TrainReport, TrainSample
-from rollart.policy.parallelism import TensorParallelRule
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.sim import loop
-from rollart.strategies.tp_change import ReshardSettings
+from rollart.strategies.tp_change import ReshardSettings, TensorParallelRule
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedEngine, SimulatedSite, SimulatedTrainer
 from rollart.testing.run import SimulatedRun, make_simulated_run

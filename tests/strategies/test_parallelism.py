@@ -10,19 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.policy.parallelism import (
+from rollart.strategies.lending import (
     LendingPlan,
     LendingRefusal,
     LendingRefusalReason,
     RolloutInstance,
     RolloutRequest,
-    TensorParallelRule,
-    TensorParallelState,
-    default_tp,
-    next_tensor_parallelism,
     peak_kv_tokens,
     plan_lending,
 )
+from rollart.strategies.tp_change import TensorParallelRule, TensorParallelState, default_tp, next_tensor_parallelism
 
 RULE = TensorParallelRule((1, 2, 4, 8), devices=8)
 

@@ -1,7 +1,5 @@
-"""Pacing of a run under the schedule `paced`: batches wait for groups at their staleness bound, and admission waits for
-a publish.
-
-Which groups a batch must wait for so that none expires because of its length (schedule `paced`).
+"""The schedule `paced`: batches wait for groups at their staleness bound, and admission waits for a publish, so that no
+group expires because of its length.
 
 A group begun under v0 can be trained from version v0 + alpha at the latest: that version is its deadline. Batches are
 consumed one per version, `quota` samples of a domain each, so deadlines are kept exactly if every batch holds enough of
