@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
 from rollart.control.domain import Domain
@@ -23,7 +23,7 @@ from rollart.leases import Expiry, Leases
 from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, WeightsRef
-from rollart.ports import Clock, Journal, Planner, Recorder, Rewarder
+from rollart.ports import Clock, Planner, Rewarder
 from rollart.sim.environments import ModelledHosts, run_autoscaled_hosts
 from rollart.sim.site import BilledDevices, ModelledPart, ModelledSite, PlacedEngine
 from rollart.sim.trainers import ModelledTrainer
@@ -100,10 +100,6 @@ class TracedLedger(Ledger):
         return self._hash.hexdigest()
 
 
-class RunLedger(Recorder, Journal, Protocol):
-    """Where a run is recorded: `Ledger` on disk, or its substitute in memory."""
-
-
 class MemoryWeights:
     """A weight store that holds nothing but names."""
 
@@ -130,7 +126,7 @@ class ModelledRun:
     trained_by: BilledDevices
     rewarder: Rewarder
     settings: ControlSettings
-    ledger: RunLedger
+    ledger: Ledger
     unused: Sequence[BilledDevices] = ()
     site: ModelledSite | None = None
     """The site that starts and stops engines under supervision and bills unused devices. None: the plan's engines
