@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from rollart.cli.main import LazyCommand, cli
+from rollart.cli.commands import cli
 from rollart.settings.load import KINDS, json_schema
 
 SURFACE = Path(__file__).parent / "fixtures" / "surface.txt"
@@ -51,7 +51,6 @@ def spec_keys(path: str, schema: Mapping[str, Any]) -> Iterator[str]:
 
 
 def commands(command: click.Command, name: str) -> Iterator[str]:
-    command = command.load() if isinstance(command, LazyCommand) else command
     yield name
     for parameter in command.params:
         if isinstance(parameter, click.Option):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from rollart.cli.context import RESOLVED, find_run, native_output_to_stderr, runs_option, split_arguments
+from rollart.cli.context import RESOLVED, find_run, native_output_to_stderr, split_arguments
 from rollart.errors import StorageFailed, UsageError
 from rollart.report.profile import measured_profiles
 from rollart.settings.planning import PUBLISH
@@ -23,31 +23,10 @@ STEPS = 16
 """Training steps of a reference run: the first few and the last few do not count."""
 
 
-@click.command()
-@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
-@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
-@click.option(
-    "-o",
-    "--output",
-    "out",
-    type=click.Path(path_type=Path),
-    default=Path("calibration.json"),
-    show_default=True,
-    help="File to write; name it in the cluster spec's `calibration`.",
-)
-@click.option("--from", "measured", metavar="RUN", help="Fit the counters of this run's engines; start nothing.")
-@runs_option
 def calibrate(
     arguments: tuple[str, ...], cluster: Path | None, out: Path, measured: str | None, runs_dir: Path
 ) -> None:
-    """Measure this machine with a run's model, and write the constants that plans need.
-
-    Probes the engine and the trainer alone, then starts the run three times for a few steps, with different mixes of
-    its domains. Takes a few minutes; other load on the machine distorts the measurement.
-
-    With --from, the constants of devices are fitted from the engines of an earlier run (vLLM's on GPUs as well), and
-    those of training from the steps of its trainer on GPUs.
-    """
+    """Run `rollart calibrate`; its options are in `cli.commands`."""
     if measured is not None:
         if arguments or cluster is not None:
             raise UsageError("--from takes a run as it was", remedy="leave RUN.yaml, KEY=VALUE and --cluster out")

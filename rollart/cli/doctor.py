@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import click
-
-from rollart.cli.context import output_option, print_report, runs_option, split_arguments
+from rollart.cli.context import print_report, split_arguments
 from rollart.errors import RunFailed, UsageError
 from rollart.launch.requirements import requirements
 from rollart.launch.vllm import PYTHON_VARIABLE, vllm_home
@@ -46,17 +44,8 @@ class DoctorFinding:
     detail: str
 
 
-@click.command()
-@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
-@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec of RUN.yaml. Default: this machine.")
-@output_option
-@runs_option
 def doctor(arguments: tuple[str, ...], cluster: Path | None, output: str, runs_dir: Path) -> None:
-    """Check this machine and the installed extras.
-
-    Python, cores, memory, disk, ports. Fails only if a requirement of every run is missing or, given RUN.yaml, a
-    requirement of that run.
-    """
+    """Run `rollart doctor`; its options are in `cli.commands`."""
     checks = [*_machine(runs_dir), *_sandbox_findings(), *_extras(), _vllm(), *_run_requirements(arguments, cluster)]
     table = Table.of("checks", "Checks", ({"what": c.subject, "result": c.result, "detail": c.detail} for c in checks))
     print_report(Report("doctor", platform.node(), (table,)), output)

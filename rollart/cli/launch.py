@@ -22,7 +22,6 @@ from rollart.cli.context import (
     find_run,
     native_output_to_stderr,
     print_stderr,
-    runs_option,
     split_arguments,
 )
 from rollart.cli.controller import age_s, hold_run, live_controller
@@ -45,14 +44,6 @@ from rollart.settings.load import SpecSources
 from rollart.settings.resolve import Resolved, Specs, read_specs, resolve_saved
 
 
-@click.command()
-@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
-@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
-@click.option("--dry-run", is_flag=True, help="Print what would run, as YAML, and stop.")
-@click.option("--resume", metavar="RUN", help="Continue a run from its last published version.")
-@click.option("--name", help="Name of the run's directory. Default: the run's name and a number.")
-@click.option("--detach", is_flag=True, help="Run in the background: see `rollart status`, `logs` and `stop`.")
-@runs_option
 def launch(
     arguments: tuple[str, ...],
     cluster: Path | None,
@@ -62,11 +53,7 @@ def launch(
     detach: bool,
     runs_dir: Path,
 ) -> None:
-    """Start a run; without RUN.yaml the built-in quickstart.
-
-    KEY=VALUE sets any key of the run (batch.trajectories=64, domains.lake.max_turns=5), or of the cluster with the
-    prefix `cluster.`.
-    """
+    """Run `rollart launch`; its options are in `cli.commands`."""
     run_file, overrides = split_arguments(arguments)
     if name is not None and (not name or name != Path(name).name or name in (".", "..")):
         raise UsageError(f"--name '{name}' (rule: one directory name)")

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import os
 import sys
 import tempfile
@@ -13,10 +12,10 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
+from rollart.cli.commands import cli
 from rollart.cli.process import (
     INTERRUPTED,
     TERMINATED,
@@ -29,77 +28,6 @@ from rollart.errors import RollartError, UsageError
 
 EXIT_S = 10.0
 """Longest time for the functions registered with `atexit`, in seconds."""
-
-EPILOG = "Exit codes: 0 ok, 1 run failed, 2 usage or spec, 3 provider, 4 budget, 5 fault rate, 130 interrupted."
-
-
-class LazyCommand(click.Command):
-    """A command that is imported when it is invoked. `target` is "module:function", `help` the first sentence of its
-    own help, which the group lists."""
-
-    def __init__(self, name: str, target: str, help: str) -> None:
-        super().__init__(name, help=help)
-        self._target = target
-
-    def load(self) -> click.Command:
-        module, _, function = self._target.partition(":")
-        command: click.Command = getattr(importlib.import_module(module), function)
-        return command
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        return self.load().make_context(info_name, args, parent, **extra)
-
-
-COMMANDS = (
-    LazyCommand("launch", "rollart.cli.launch:launch", "Start a run; without RUN.yaml the built-in quickstart."),
-    LazyCommand(
-        "plan",
-        "rollart.cli.plan:plan",
-        "Show the placement of the run's parts, its rate and cost, and the reasons.",
-    ),
-    LazyCommand(
-        "simulate",
-        "rollart.cli.simulate:simulate",
-        "Simulate a run on virtual time, at any scale, with the product's own scheduler.",
-    ),
-    LazyCommand(
-        "calibrate",
-        "rollart.cli.calibrate:calibrate",
-        "Measure this machine with a run's model, and write the constants that plans need.",
-    ),
-    LazyCommand("rewards", "rollart.cli.rewards:rewards", "Write, test, deploy and operate reward functions."),
-    LazyCommand(
-        "proxy",
-        "rollart.cli.servers:proxy",
-        "Serve OpenAI's and Anthropic's APIs in front of engines until Ctrl-C, and capture every token.",
-    ),
-    LazyCommand(
-        "service",
-        "rollart.cli.servers:service",
-        "Serve a table of samples until Ctrl-C: prompts in, experience in and out by columns, weights announced.",
-    ),
-    LazyCommand("prices", "rollart.cli.prices:prices", "Show prices, and renew them in a price file of your own."),
-    LazyCommand("validate", "rollart.cli.specs:validate", "Check run, cluster, price and fault files."),
-    LazyCommand("schema", "rollart.cli.specs:schema", "Print the JSON Schema of a spec, for editors."),
-    LazyCommand("report", "rollart.cli.reports:report", "Show cost, utilization and learning of a run."),
-    LazyCommand("status", "rollart.cli.status:status", "Show the status of a run."),
-    LazyCommand("logs", "rollart.cli.runs:logs", "Show the logs of a run's parts."),
-    LazyCommand("stop", "rollart.cli.runs:stop", "Stop a run and wait until it has ended."),
-    LazyCommand("doctor", "rollart.cli.doctor:doctor", "Check this machine and the installed extras."),
-    LazyCommand("infra", "rollart.cli.specs:infra", "Render the deployment files of a cluster from its spec."),
-)
-
-
-@click.group(
-    commands=COMMANDS,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
-    epilog=EPILOG,
-)
-@click.version_option(package_name="rollart", message="%(version)s")
-def cli() -> None:
-    """Train agents with reinforcement learning over mixed hardware, and see where every second and dollar went."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

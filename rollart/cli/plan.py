@@ -15,7 +15,8 @@ import click
 
 from placement.problem import DomainProfile
 from placement.types import Placement, Plan, Role
-from rollart.cli.context import native_output_to_stderr, output_option, print_report, split_arguments
+from rollart.cli.commands import SEEDS, STEPS
+from rollart.cli.context import native_output_to_stderr, print_report, split_arguments
 from rollart.cli.plan_tables import comparison_report, plan_report
 from rollart.errors import SpecError, UsageError
 from rollart.report.profile import measured_profiles
@@ -30,66 +31,10 @@ from rollart.tools.predict import predict, profile_by_play
 from rollart.tools.simulations import SimulationTask, simulate_all
 from rollart.tools.window import publish_paths
 
-WHAT_IF = "--what-if"
-
-SEEDS, STEPS = 1, 10
-"""Defaults of `--simulate`, the same as those of `rollart simulate`."""
-
 COMPARED = ("step_s", "waited_s", "train_s", "publish_s", "trajectories_per_s", "usd_per_1k", "engine_busy")
 SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 
-class _Plan(click.Command):
-    """A command whose `--what-if` takes all changes that follow it: `--what-if h20=+32 price.h800=4.10`."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, spread_changes(args))
-
-
-def spread_changes(arguments: Sequence[str]) -> list[str]:
-    """Give every change its own `--what-if`; the changes end at an option or an argument that is not key=value.
-    UsageError for `--what-if` without a change."""
-    spread: list[str] = []
-    inside = False
-    for argument in arguments:
-        if argument == WHAT_IF or argument.startswith(f"{WHAT_IF}="):
-            _require_change(spread, inside)
-            inside = True
-            spread.append(WHAT_IF)
-            changes = argument.removeprefix(WHAT_IF).removeprefix("=").split()
-        elif inside and "=" in argument and not argument.startswith("-"):
-            changes = argument.split()
-        else:
-            _require_change(spread, inside)
-            inside, changes = False, []
-            spread.append(argument)
-        for change in changes:
-            spread += [change] if spread[-1] == WHAT_IF else [WHAT_IF, change]
-    _require_change(spread, inside)
-    return spread
-
-
-def _require_change(spread: Sequence[str], inside: bool) -> None:
-    if inside and spread[-1] == WHAT_IF:
-        raise UsageError("--what-if names no change", remedy="write it like h20=+32, price.h800=4.10 or in_flight=512")
-
-
-@click.command(cls=_Plan)
-@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
-@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
-@click.option(
-    WHAT_IF,
-    "changes",
-    multiple=True,
-    metavar="CHANGE...",
-    help="Show the plan before and after changes: h20=+32 price.h800=4.10 link.h800-h20=25 model=DIR in_flight=512.",
-)
-@click.option("--fast", is_flag=True, help="Leave out the parts that need further solutions of the problem.")
-@click.option("--play", is_flag=True, help="Play the environments to learn the work of domains without a profile.")
-@click.option("--simulate", is_flag=True, help="Also simulate the plan, and show its figures beside the plan's.")
-@click.option("--seeds", type=click.IntRange(1, 1000), help=f"Simulations of --simulate. Default: {SEEDS}.")
-@click.option("--steps", type=click.IntRange(1), help=f"Training steps of each. Default: {STEPS}.")
-@output_option
 def plan(
     arguments: tuple[str, ...],
     cluster: Path | None,
@@ -101,11 +46,7 @@ def plan(
     steps: int | None,
     output: str,
 ) -> None:
-    """Show the placement of the run's parts, its rate and cost, and the reasons.
-
-    Also the bottleneck, the value of one more device, and the rates of simpler plans. Without engine counts in the
-    cluster spec the plan is computed; with them, its rate is predicted where possible.
-    """
+    """Run `rollart plan`; its options are in `cli.commands`."""
     if not simulate and (seeds or steps):
         raise UsageError("--seeds and --steps are of --simulate", remedy="add --simulate, or drop them")
     if simulate and changes:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from rollart.cli.context import FOR_PEOPLE, cluster_functions, output_option, print_report
+from rollart.cli.context import FOR_PEOPLE, cluster_functions, print_report
 from rollart.errors import UsageError
 from rollart.launch.functions import canonical_provider
 from rollart.report.tables import Report, Row, Table, as_count, as_text
@@ -22,40 +22,8 @@ from rollart.tools.prices import refresh_prices as ask
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-@click.group()
-def prices() -> None:
-    """Show prices, and renew them in a price file of your own.
-
-    A cluster spec takes such a file by `prices: FILE`. The shipped list is never changed.
-    """
-
-
-def cluster_option(command: Command) -> Command:
-    return click.option(
-        "--cluster", type=click.Path(path_type=Path), help="Cluster spec; the shipped price list without it."
-    )(command)
-
-
-def writing_options(command: Command) -> Command:
-    for option in (
-        click.option("--region", default="", help="AWS region whose prices are taken."),
-        click.option(
-            "--into",
-            type=click.Path(path_type=Path),
-            default=Path("prices.yaml"),
-            show_default=True,
-            help="Price file to write: added to if it is there, else started from the cluster's list.",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-@prices.command(name="list")
-@cluster_option
-@output_option
 def list_(cluster: Path | None, output: str) -> None:
-    """Every price that a run would use, with its source and age."""
+    """Run `rollart prices list`; its options are in `cli.commands`."""
     today, found = dt.date.today(), effective_prices(cluster)
     rows: list[Row] = [
         {
@@ -82,33 +50,14 @@ def list_(cluster: Path | None, output: str) -> None:
     print_report(report, output)
 
 
-@prices.command(name="import")
-@click.argument("file", type=click.Path(path_type=Path))
-@cluster_option
-@writing_options
-@output_option
 def import_(file: Path, cluster: Path | None, into: Path, region: str, output: str) -> None:
-    """Import prices from FILE into a price file, and show the changes.
-
-    FILE is a price list in YAML, CSV or JSON (name, unit, usd, source, date), or an AWS offer file of one region
-    (AWSLambda or AmazonEC2, as JSON).
-    """
+    """Run `rollart prices import`; its options are in `cli.commands`."""
     new = read_prices(file, region=region)
     _show(merge_into(into, new, cluster=cluster, today=dt.date.today()), into, output)
 
 
-@prices.command()
-@click.option(
-    "--provider", "providers", multiple=True, metavar="[aws|modal]", help="Provider to ask; all if not given."
-)
-@cluster_option
-@writing_options
-@output_option
 def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region: str, output: str) -> None:
-    """Ask providers for today's prices, and write them to a price file.
-
-    AWS and Modal are asked with the credentials of the environment. Without any, exit code 3.
-    """
+    """Run `rollart prices refresh`; its options are in `cli.commands`."""
     chosen = _chosen(providers, SOURCES)
     functions = cluster_functions(cluster)
     settings = {name: functions.settings(name) for name in chosen}

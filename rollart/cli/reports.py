@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import click
 
-from rollart.cli.context import find_run, output_option, print_report, run_argument, runs_option
+from rollart.cli.context import find_run, print_report
 from rollart.ledger.reader import LedgerReader
 from rollart.report import bias as biases
 from rollart.report import cost as costs
@@ -23,71 +23,43 @@ from rollart.report.tables import Report
 T = TypeVar("T")
 
 
-@click.group()
-def report() -> None:
-    """Show cost, utilization and learning of a run. RUN is a name or directory; without it the latest run."""
-
-
-def report_command(function: Callable[..., None]) -> click.Command:
-    """A command of the group, about one run and with the formats of all reports."""
-    command: click.Command = report.command()(run_argument(output_option(runs_option(function))))
-    return command
-
-
-@report_command
 def cost(run: str | None, output: str, runs_dir: Path) -> None:
-    """Show dollars: in all, by role and resource, per trajectory and token, and waste by cause."""
+    """Run `rollart report cost`; its options are in `cli.commands`."""
     print_report(costs.cost(_collect(find_run(run, runs_dir))), output, page=cost_page)
 
 
-@report_command
 def utilization(run: str | None, output: str, runs_dir: Path) -> None:
-    """Show time: each resource's states, rates, and the domains' trajectories."""
+    """Run `rollart report utilization`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     found = utilizations.utilization(_collect(directory))
     print_report(found, output, page=lambda report: timeline_page(report, _read(directory, timelines.timeline)))
 
 
-@report_command
 def timeline(run: str | None, output: str, runs_dir: Path) -> None:
-    """Show busy, waiting and syncing time over the run: devices by role and pool, trajectories, and function calls."""
+    """Run `rollart report timeline`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     found = _read(directory, timelines.timeline)
     shown = timelines.timeline_report(directory.resolve().name, found)
     print_report(shown, output, page=lambda report: timeline_page(report, found))
 
 
-@report_command
-@click.option("--png", type=click.Path(path_type=Path), help="Also draw the curves into this file.")
 def curve(run: str | None, output: str, runs_dir: Path, png: Path | None) -> None:
-    """Show success by policy version, per domain."""
+    """Run `rollart report curve`; its options are in `cli.commands`."""
     rows = _collect(find_run(run, runs_dir))
     print_report(curves.curve(rows), output)
     if png is not None:
         curves.write_png(rows, png)
 
 
-@report_command
-@click.option(
-    "--wait",
-    "wait_s",
-    type=click.FloatRange(min=0),
-    default=0.25,
-    show_default=True,
-    help="Seconds that the p99 of a call may wait for a dedicated worker.",
-)
 def offload(run: str | None, output: str, runs_dir: Path, wait_s: float) -> None:
-    """Show the cost of the run's function calls on dedicated workers, and on functions with other scaling."""
+    """Run `rollart report offload`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     rows, trace = _collect(directory), _read(directory, offloads.read_trace)
     print_report(offloads.offload(rows, trace, wait_s=wait_s), output)
 
 
-@report_command
 def bias(run: str | None, output: str, runs_dir: Path) -> None:
-    """Show whether the trained trajectories are distributed as the drawn ones, and how the lost ones differ by reason:
-    length, turns, difficulty and reward per domain, each with a two-sample test. Of a real run, or of a simulation kept
-    by `simulate --keep`."""
+    """Run `rollart report bias`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     attempts, prompts = _read(directory, biases.read_attempts)
     print_report(biases.bias(directory.resolve().name, attempts, prompts), output)

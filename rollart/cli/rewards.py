@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
-from rollart.cli.context import FOR_PEOPLE, cluster_functions, json_option, output_option, print_report
-from rollart.cli.servers import serve
+from rollart.cli.context import FOR_PEOPLE, cluster_functions, print_report
 from rollart.errors import RunFailed, UsageError
 from rollart.launch.functions import (
     DeploymentTrial,
@@ -46,39 +45,8 @@ DIGEST = 12
 """Characters of a version for people: `rollback --to` takes any unambiguous prefix."""
 
 
-def provider_options(command: Command) -> Command:
-    for option in (
-        click.option(
-            "--root",
-            type=click.Path(path_type=Path),
-            default=Path(".rollart/functions"),
-            show_default=True,
-            help="Directory of locally deployed functions; RUN/functions has the logs of a run's.",
-        ),
-        click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec with the provider's settings."),
-        click.option(
-            "--provider", default="local", show_default=True, metavar="[local|aws|modal]", help="Where functions are."
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-@click.group()
-def rewards() -> None:
-    """Write, test, deploy and operate reward functions.
-
-    FILE is a Python file with functions under @rollart.reward, or FILE.py:NAME for one of them. Exit codes: 2 for
-    errors in the function or the command, 3 for the provider or its credentials, 1 where a case or a call failed.
-    """
-
-
-@rewards.command()
-@click.argument("directory", type=click.Path(path_type=Path), default=Path("reward"))
-@click.option("--name", default=None, help="Name of the reward; the directory's if not given.")
-@json_option
 def init(directory: Path, name: str | None, as_json: bool) -> None:
-    """Write a reward that works, with cases that it passes, into DIRECTORY."""
+    """Run `rollart rewards init`; its options are in `cli.commands`."""
     with translated_errors():
         written = template.write(directory, name or directory.resolve().name.replace("-", "_"))
     if as_json:
@@ -90,15 +58,8 @@ def init(directory: Path, name: str | None, as_json: bool) -> None:
     click.echo(f"try it: rollart rewards test {source}", err=True)
 
 
-@rewards.command()
-@click.argument("source", metavar="FILE")
-@click.option(
-    "--cases", type=click.Path(path_type=Path), help="Items, one JSON object a line; cases.jsonl if not given."
-)
-@click.option("--allow-unsafe", is_flag=True, help="Run an untrusted reward without a sandbox.")
-@output_option
 def test(source: str, cases: Path | None, allow_unsafe: bool, output: str) -> None:
-    """Run rewards on cases, as a provider would: scores, time, memory, dollars per million items."""
+    """Run `rollart rewards test`; its options are in `cli.commands`."""
     found = _rehearsed(source, cases, allow_unsafe=allow_unsafe)
     show_rehearsals(found, output)
     wrong = sum(bool(result.problem) for one in found for result in one.results)
@@ -106,16 +67,10 @@ def test(source: str, cases: Path | None, allow_unsafe: bool, output: str) -> No
         raise RunFailed(f"{wrong} of {sum(len(one.results) for one in found)} cases are not as expected")
 
 
-@rewards.command()
-@click.argument("source", metavar="FILE")
-@provider_options
-@click.option("--dry-run", is_flag=True, help="Show the changes without making them.")
-@click.option("--name", default=None, help="Another name for a single reward.")
-@output_option
 def deploy(
     source: str, provider: str, cluster: Path | None, root: Path, dry_run: bool, name: str | None, output: str
 ) -> None:
-    """Deploy rewards to a provider. Deploying an existing version changes nothing."""
+    """Run `rollart rewards deploy`; its options are in `cli.commands`."""
     packages = packages_in(source, name=name)
     notes = [f"{one.spec.name}: {warning}" for one in packages for warning in one.warnings]
     trials = TrialMeter(PriceBook(PriceList(prices=effective_prices(cluster))))
@@ -137,44 +92,20 @@ def deploy(
                 click.echo(f"{bill.function}: {trial_line(bill)}", err=True)
 
 
-@rewards.command(name="list")
-@provider_options
-@output_option
 def list_(provider: str, cluster: Path | None, root: Path, output: str) -> None:
-    """Deployed functions and their current versions."""
+    """Run `rollart rewards list`; its options are in `cli.commands`."""
     show_deployed(list(_with(provider, cluster, root, lambda target: target.functions())), output)
 
 
-@rewards.command()
-@click.argument("function")
-@provider_options
-@output_option
 def versions(function: str, provider: str, cluster: Path | None, root: Path, output: str) -> None:
-    """Versions of a function, newest first."""
+    """Run `rollart rewards versions`; its options are in `cli.commands`."""
     show_deployed(list(_with(provider, cluster, root, lambda target: target.versions(function))), output)
 
 
-@rewards.command()
-@click.argument("source", metavar="FILE|NAME")
-@click.option("--item", default=None, help="One item as JSON; standard input if not given.")
-@provider_options
-@click.option(
-    "--timeout",
-    "seconds",
-    type=click.FloatRange(min=0.001),
-    default=60.0,
-    show_default=True,
-    help="Seconds to wait, cold start included.",
-)
-@json_option
 def invoke(
     source: str, item: str | None, provider: str, cluster: Path | None, root: Path, seconds: float, as_json: bool
 ) -> None:
-    """Call a reward on a provider with an item, or a list of them, and print its answer as JSON.
-
-    NAME calls the current version of a deployed function. FILE calls the version of the file, which is deployed first
-    if it is not there; the current version stays current. With --json the bill is printed with the answer.
-    """
+    """Run `rollart rewards invoke`; its options are in `cli.commands`."""
     event = call_event(sys.stdin.read() if item is None else item)
     name, functions = canonical_provider(provider), cluster_functions(cluster)
     package = None if _is_name(source) else _single(source)
@@ -209,30 +140,16 @@ def invoke(
         raise RunFailed(f"{len(failed)} of {len(event)} items failed")
 
 
-@rewards.command()
-@click.argument("function")
-@provider_options
-@click.option(
-    "--since", "since_s", type=click.FloatRange(min=0), default=3600.0, show_default=True, help="Seconds ago."
-)
-@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Most lines.")
-@output_option
 def logs(
     function: str, provider: str, cluster: Path | None, root: Path, since_s: float, limit: int, output: str
 ) -> None:
-    """Show the output of a function, oldest first."""
+    """Run `rollart rewards logs`; its options are in `cli.commands`."""
     lines = _with(provider, cluster, root, lambda target: target.logs(function, since_s=since_s, limit=limit + 1))
     if len(lines) > limit:
         click.echo(f"{function}: the last {limit:,} lines, there are more (--limit)", err=True)
     show_logs(function, lines[-limit:], output)
 
 
-@rewards.command()
-@click.argument("function")
-@provider_options
-@click.option("--warm", type=click.IntRange(min=0), default=None, help="Workers that are kept ready.")
-@click.option("--concurrency", type=click.IntRange(min=1), default=None, help="Most workers at once.")
-@output_option
 def scale(
     function: str,
     provider: str,
@@ -242,7 +159,7 @@ def scale(
     concurrency: int | None,
     output: str,
 ) -> None:
-    """Set the number of warm workers of a function, and its concurrency."""
+    """Run `rollart rewards scale`; its options are in `cli.commands`."""
     if warm is None and concurrency is None:
         raise UsageError("nothing to scale", remedy="give --warm, --concurrency or both")
     show_deployed(
@@ -251,23 +168,13 @@ def scale(
     )
 
 
-@rewards.command()
-@click.argument("function")
-@click.option("--to", "version", default="", help="Version, or how its digest starts; the one before if not given.")
-@provider_options
-@output_option
 def rollback(function: str, version: str, provider: str, cluster: Path | None, root: Path, output: str) -> None:
-    """Make an earlier version of a function the current one."""
+    """Run `rollart rewards rollback`; its options are in `cli.commands`."""
     show_deployed([_with(provider, cluster, root, lambda target: target.rollback(function, version))], output)
 
 
-@rewards.command()
-@click.argument("function")
-@provider_options
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@json_option
 def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: bool, as_json: bool) -> None:
-    """Remove a function with all its versions from a provider."""
+    """Run `rollart rewards delete`; its options are in `cli.commands`."""
     canonical_provider(provider)  # before the user is asked
     if not yes:
         try:
@@ -289,21 +196,11 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
     click.echo(f"{function} is deleted on {provider}", err=True)
 
 
-@rewards.command()
-@click.argument("source", metavar="FILE")
-@click.option("--cases", type=click.Path(path_type=Path), help="Items to measure with; cases.jsonl if not given.")
-@click.option("--items", type=click.IntRange(min=1), required=True, help="Items that a run scores.")
-@click.option("--runs-per-month", type=click.FloatRange(min=0), default=1.0, show_default=True)
-@click.option("--from", "before", default=None, metavar="PROVIDER", help="Provider that they are on now.")
-@output_option
 def plan(source: str, cases: Path | None, items: int, runs_per_month: float, before: str | None, output: str) -> None:
-    """Show the cost of rewards per run and month on each provider, compared with their current one."""
+    """Run `rollart rewards plan`; its options are in `cli.commands`."""
     now = None if before is None else canonical_provider(before)
     found = _rehearsed(source, cases)
     show_costs(found, items, runs_per_month, now, output)
-
-
-rewards.add_command(serve)
 
 
 def _rehearsed(source: str, cases: Path | None, *, allow_unsafe: bool = False) -> list[Rehearsal]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import click
 
-from rollart.cli.context import find_run, run_argument, runs_option
+from rollart.cli.context import find_run
 from rollart.cli.controller import ControllerProcess, has_heartbeat, live_controller, recorded_controller, send_request
 from rollart.errors import RunFailed, UsageError
 
@@ -25,20 +25,8 @@ FOLLOW_INTERVAL_S = 0.2
 """Seconds between two reads of the files while following."""
 
 
-@click.command()
-@run_argument
-@click.option(
-    "--role",
-    help="Only parts of this role (engine, prefill, decode, trainer, environment, reward, launch) or this name.",
-)
-@click.option("-n", "--lines", type=click.IntRange(0), default=20, show_default=True, help="Last lines of each part.")
-@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the run ends.")
-@runs_option
 def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: Path) -> None:
-    """Show the logs of a run's parts.
-
-    RUN is a name or directory; without it the latest run.
-    """
+    """Run `rollart logs`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     found = _files(directory, role)
     if not found and not (follow and live_controller(directory)):
@@ -86,17 +74,8 @@ def _print_line(path: Path, line: str) -> None:
     click.echo(f"{path.stem}: {line}")
 
 
-@click.command()
-@run_argument
-@runs_option
-@click.option("--wait", "wait_s", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds to wait.")
-@click.option("--kill", is_flag=True, help="Kill it if it has not stopped by then; --resume still continues it.")
 def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
-    """Stop a run and wait until it has ended.
-
-    It can be continued with `launch --resume`. RUN is a name or directory; without it the latest run. Works from any
-    machine that sees the directory.
-    """
+    """Run `rollart stop`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     owner = recorded_controller(directory)
     if owner is None or (owner.here and not owner.alive):

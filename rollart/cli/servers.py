@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import click
 
 from rollart.adapters.proxy.sessions import SessionLimits
-from rollart.cli.context import cluster_functions, json_option
+from rollart.cli.context import cluster_functions
 from rollart.cli.process import INTERRUPTED
 from rollart.errors import ProviderError, UsageError
 from rollart.launch.functions import backend, packages_in, translated_errors
@@ -30,69 +30,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 SAMPLE = [{"id": "1", "messages": [{"role": "assistant", "content": "42"}], "reference_answer": "42", "metadata": {}}]
 
-listen_option = click.option(
-    "--listen",
-    default="127.0.0.1:0",
-    show_default=True,
-    metavar="HOST:PORT",
-    help="Where to listen; port 0: any that is free.",
-)
 
-
-def token_option(secret: str) -> Callable[[Command], Command]:
-    """`--token-env`, whose variable holds `secret`."""
-    return click.option("--token-env", metavar="VAR", help=f"Variable with the {secret} that every call then needs.")
-
-
-@click.command()
-@click.option(
-    "--engine",
-    "engines",
-    multiple=True,
-    required=True,
-    metavar="URL",
-    help="Engine to generate with; may be given again.",
-)
-@click.option(
-    "--tokenizer",
-    required=True,
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Hugging Face directory with tokenizer.json and, for chats, a chat template.",
-)
-@listen_option
-@click.option(
-    "--chat-template",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Jinja file to use instead of the tokenizer's own.",
-)
-@click.option(
-    "--tool-parser",
-    type=click.Choice(["hermes", "json", "none"]),
-    help="Format of the model's tool calls; by default inferred from its template.",
-)
-@click.option(
-    "--record",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File that gets every turn's segments, one JSON line each.",
-)
-@click.option(
-    "--model-name",
-    default="policy",
-    show_default=True,
-    help="Name of the policy in /v1/models. Requests may name any model.",
-)
-@click.option("--max-sessions", type=click.IntRange(1), metavar="N", help="Sessions kept. Default: 4096.")
-@click.option(
-    "--max-tokens", type=click.IntRange(1), metavar="N", help="Tokens kept in all sessions. Default: 100000000."
-)
-@click.option(
-    "--idle-s",
-    type=click.FloatRange(0),
-    metavar="SECONDS",
-    help="Sessions idle for this long may be evicted for others. Default: 3600.",
-)
-@token_option("API key")
-@json_option
 def proxy(
     engines: tuple[str, ...],
     tokenizer: Path,
@@ -107,11 +45,7 @@ def proxy(
     token_env: str | None,
     as_json: bool,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs in front of engines until Ctrl-C, and capture every token.
-
-    Sessions are named by the path (base URL http://HOST:PORT/s/SESSION/v1) or the header X-Rollart-Session. GET
-    /sessions/SESSION gives a session's trajectories: token ids, log-probabilities and policy versions as sampled.
-    """
+    """Run `rollart proxy`; its options are in `cli.commands`."""
     host, port = _address(listen)
     token = _secret(token_env, host, f"--listen on {host}", "key")
     asked = {"sessions": max_sessions, "tokens": max_tokens, "idle_s": idle_s}
@@ -123,43 +57,18 @@ def proxy(
     _serve(serve_proxy(settings), lambda url: _announce(url, hint.format(url=url), as_json))
 
 
-@click.command()
-@listen_option
-@token_option("bearer token")
-@click.option(
-    "--data",
-    type=click.Path(path_type=Path, file_okay=False),
-    metavar="DIR",
-    help="Directory that persists the service's data; without it, the data is lost when the service ends.",
-)
-@json_option
 def service(listen: str, token_env: str | None, data: Path | None, as_json: bool) -> None:
-    """Serve a table of samples until Ctrl-C: prompts in, experience in and out by columns, weights announced.
-
-    For external trainers, engines and rewards; `rollart.service` is the Python client.
-    """
+    """Run `rollart service`; its options are in `cli.commands`."""
     host, port = _address(listen)
     token = _secret(token_env, host, f"--listen on {host}", "key")
     server = serve_service(host=host, port=port, token=token, data=data)
     _serve(server, lambda url: _announce(url, f'from rollart.service import Service; Service("{url}")', as_json))
 
 
-@click.command()
-@click.argument("source", metavar="FILE")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: any that is free.")
-@click.option("--token-env", metavar="VAR", help="Variable with the bearer token that every call then needs.")
-@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec whose `functions.local` is used.")
-@click.option("--allow-unsafe", is_flag=True, help="Run untrusted rewards without a sandbox.")
-@json_option
 def serve(
     source: str, host: str, port: int, token_env: str | None, cluster: Path | None, allow_unsafe: bool, as_json: bool
 ) -> None:
-    """Serve the rewards of FILE over HTTP until Ctrl-C, in workers that start on demand.
-
-    A run with the provider `http` can call them, and so can clients of AWS Lambda's API (Invoke). GET /health answers
-    200 while it serves.
-    """
+    """Run `rollart rewards serve`; its options are in `cli.commands`."""
     token = _secret(token_env, host, f"--host {host}", "token")
     packages = packages_in(source)
     functions = cluster_functions(cluster)

@@ -11,14 +11,13 @@ from pathlib import Path
 
 import click
 
+from rollart.cli.commands import STEPS
 from rollart.cli.context import (
     create_ledger_directory,
     create_output_file,
     find_run,
     native_output_to_stderr,
-    output_option,
     print_report,
-    runs_option,
     split_arguments,
 )
 from rollart.errors import UsageError
@@ -40,32 +39,7 @@ LOG_INTERVAL_S = 10.0
 REDRAWN_S = 0.2
 """Seconds between two updates of the progress line at a terminal."""
 
-STEPS = 10
-"""Default number of steps: enough to fill the pipeline and for a mean; a run has hundreds."""
 
-
-@click.command()
-@click.argument("arguments", nargs=-1, metavar="[RUN.yaml|RUN] [KEY=VALUE]...")
-@click.option(
-    "--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine, or a recorded run's own."
-)
-@click.option("--policies", metavar="A,B,...", help="Schedules beside each other. Default: the run's own.")
-@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Simulations of each.")
-@click.option(
-    "--steps",
-    type=click.IntRange(1),
-    help=f"Training steps, like steps=N. Default: {STEPS}, or as many as a recorded run has.",
-)
-@click.option("--workers", type=click.IntRange(1), help="Processes at a time. Default: one per core.")
-@click.option("--fuzz", type=click.IntRange(0), metavar="SEED", help="Shuffle events of the same instant.")
-@click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep ledgers there, for rollart report.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page with charts there.")
-@click.option("--faults", type=click.Path(path_type=Path), help="Fault plan (`rollart schema faults`).")
-@click.option("--replay", metavar="RUN", help="Repeat the trajectories and rewards of a recorded run.")
-@click.option("--resample", is_flag=True, help="Draw recorded trajectories instead of repeating them in their order.")
-@click.option("--check", is_flag=True, help="Simulate a recorded run as it was: predicted against recorded.")
-@runs_option
-@output_option
 def simulate(
     arguments: tuple[str, ...],
     cluster: Path | None,
@@ -83,15 +57,7 @@ def simulate(
     runs_dir: Path,
     output: str,
 ) -> None:
-    """Simulate a run on virtual time, at any scale, with the product's own scheduler.
-
-    Engines, environments, training and links are modelled from the plan; all scheduling code is the product's. Same
-    spec and seed, same trace. Shows step time and its parts, cost, staleness, waste and waits; as html also charts and,
-    for the first seed of each schedule, a timeline of busy devices.
-
-    Of a recorded run (its name or directory) the trajectories, rewards and environment times are repeated: as it was,
-    or with other keys, policies, prices or another cluster.
-    """
+    """Run `rollart simulate`; its options are in `cli.commands`."""
     run, overrides = split_arguments(arguments)
     recorded = named_run(run, runs_dir)
     if check:

@@ -21,19 +21,9 @@ from rollart.settings.run import RunSpec
 from rollart.tools.infra import NAMESPACE
 from rollart.tools.infra import render as rendered
 
-TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform")
 
-
-@click.command()
-@click.argument("files", nargs=-1, required=True, metavar="FILE...")
 def validate(files: tuple[str, ...]) -> None:
-    """Check run, cluster, price and fault files.
-
-    Every problem comes with its file, line and column. A run is checked as `rollart launch` checks it before it starts
-    anything, on the cluster file beside it or on this machine: the model's files are read, the tokenizer is loaded, the
-    reward functions are packed, each environment is made once where it would live, and the parts are placed. Checks
-    that need other machines are listed and not made.
-    """
+    """Run `rollart validate`; its options are in `cli.commands`."""
     errors: list[RollartError] = []
     clusters = _clusters(files)
     for path in files:
@@ -79,47 +69,15 @@ def _check_run(run: str, clusters: list[str]) -> None:
             click.echo(f"{run}: {line}", err=True)
 
 
-@click.command()
-@click.argument("kind", metavar="run|cluster|prices|faults")
 def schema(kind: str) -> None:
-    """Print the JSON Schema of a spec, for editors."""
+    """Run `rollart schema`; its options are in `cli.commands`."""
     click.echo(json.dumps(json_schema(kind), indent=2))
 
 
-@click.group()
-def infra() -> None:
-    """Render the deployment files of a cluster from its spec."""
-
-
-@infra.command()
-@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
-@click.option("--cluster", type=click.Path(path_type=Path), required=True, help="Cluster spec.")
-@click.option("--target", type=click.Choice(TARGETS), required=True, help="Kind of deployment.")
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path, file_okay=False),
-    required=True,
-    metavar="DIR",
-    help="Where the files go; those of the same name are replaced.",
-)
-@click.option(
-    "--image",
-    multiple=True,
-    metavar="[POOL=]IMAGE",
-    help="Image of the pods or hosts, of one pool, or of `head`. Default: of infra/Dockerfile, rollart:VERSION, "
-    "rollart-vllm:VERSION for vLLM, rollart-environments:VERSION for environments with an interpreter of their own.",
-)
-@click.option("--namespace", help="Kubernetes namespace. Default: default.")
 def render(
     arguments: tuple[str, ...], cluster: Path, target: str, output: Path, image: tuple[str, ...], namespace: str | None
 ) -> None:
-    """Write the files that deploy a cluster; nothing is deployed.
-
-    kuberay: a RayCluster, with RUN.yaml also a RayJob. ray: a `ray start` per pool, and `ray up` where pools say their
-    instance_type. cfn, sam, terraform: RUN.yaml's reward functions on AWS Lambda, a bucket, and their roles. modal: the
-    functions as Modal apps. Same specs, same bytes.
-    """
+    """Run `rollart infra render`; its options are in `cli.commands`."""
     run, overrides = split_arguments(arguments)
     with native_output_to_stderr():
         files = rendered(target, run, cluster, overrides, images=image, namespace=namespace or NAMESPACE)

@@ -8,9 +8,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import click
-
-from rollart.cli.context import find_run, output_option, print_report, run_argument, runs_option
+from rollart.cli.context import find_run, print_report
 from rollart.cli.controller import live_controller
 from rollart.cli.progress import strip_log_prefix
 from rollart.ledger.database import FILE as LEDGER
@@ -22,15 +20,8 @@ from rollart.report.tables import Cell, Report, Table, TableColumn
 from rollart.supervise.rebalance import ADOPTED
 
 
-@click.command()
-@run_argument
-@output_option
-@runs_option
 def status(run: str | None, output: str, runs_dir: Path) -> None:
-    """Show the status of a run.
-
-    Its process, version, step, trajectories and cost so far. RUN is a name or directory; without it the latest run.
-    """
+    """Run `rollart status`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     owner = live_controller(directory)
     if not (directory / LEDGER).is_file():

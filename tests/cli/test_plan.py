@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollart.cli.plan import spread_changes
+from rollart.cli.commands import spread_changes
 from rollart.errors import SpecError, UsageError
 
 Call = Callable[..., Any]

@@ -14,7 +14,7 @@ from typing import Any
 import click
 import pytest
 
-from rollart.cli.main import LazyCommand, cli
+from rollart.cli.commands import cli
 from tests.serverless.aws import provider as aws
 
 Call = Callable[..., Any]
@@ -333,7 +333,6 @@ def test_machines_get_json(rollart: Call) -> None:
 def test_whatever_has_formats_has_the_short_form() -> None:
     def commands(group: click.Group) -> Iterator[click.Command]:
         for one in group.commands.values():
-            one = one.load() if isinstance(one, LazyCommand) else one
             yield from commands(one) if isinstance(one, click.Group) else [one]
 
     with_formats = 0

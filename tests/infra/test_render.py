@@ -13,8 +13,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from rollart.cli.commands import TARGETS as OFFERED
 from rollart.cli.main import run as rollart
-from rollart.cli.specs import TARGETS as OFFERED
 from rollart.errors import SpecError, UsageError
 from rollart.launch.layout import pool_nodes
 from rollart.settings.resolve import read_specs, resolve_files
@@ -386,7 +386,7 @@ def test_some_pools_with_instances_and_some_without_are_no_cluster_of_ray_up() -
 
 def test_files_are_written_and_scripts_can_be_run(tmp_path: Path) -> None:
     runner = CliRunner()
-    from rollart.cli.main import cli
+    from rollart.cli.commands import cli
 
     done = runner.invoke(
         cli, ["infra", "render", "--cluster", str(cluster("local")), "--target", "ray", "-o", str(tmp_path)]

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import rollart
 from benchmarks.papers import planned
 from benchmarks.papers.planned import Term, mixed, needed, split
-from rollart.cli.main import cli
+from rollart.cli.commands import cli
 from rollart.settings.resolve import forecast, read_specs
 
 DOCS = Path(rollart.__file__).parent.parent / "docs" / "placement.md"

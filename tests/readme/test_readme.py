@@ -70,7 +70,7 @@ def test_the_examples_are_short() -> None:
 def test_the_commands_exist() -> None:
     from click.testing import CliRunner
 
-    from rollart.cli.main import cli
+    from rollart.cli.commands import cli
 
     for command in re.search(r"`rollart ([\w |]+)`", README.read_text()).group(1).split("|"):  # type: ignore[union-attr]
         assert CliRunner().invoke(cli, [command.strip(), "--help"]).exit_code == 0, command

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from rollart.cli.main import cli
+from rollart.cli.commands import cli
 from rollart.errors import FaultRateExceeded, RollartError, SpecError
 from rollart.ledger.intervals import ResourceState, find_tiling_errors
 from rollart.ledger.reader import LedgerReader

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from rollart.cli.main import cli, run
+from rollart.cli.commands import cli
+from rollart.cli.main import run
 from rollart.errors import UsageError
 from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import LedgerReader

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from rollart.cli.main import cli
+from rollart.cli.commands import cli
 from rollart.errors import FaultRateExceeded, RunFailed, SpecError
 from rollart.ledger.reader import LedgerReader
 from rollart.policy.schedules import SCHEDULES

@@ -1,0 +1,699 @@
+"""The command line: every command with its arguments, options and help.
+
+Nothing heavy is imported here: the function of a command is imported from its module when the command is invoked.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from rollart.cli.context import Command, json_option, output_option, run_argument, runs_option
+from rollart.errors import UsageError
+
+WHAT_IF = "--what-if"
+
+SEEDS, STEPS = 1, 10
+"""Simulations, and training steps of each: enough to fill the pipeline and for a mean; a run has hundreds."""
+
+TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform")
+"""Kinds of deployments that `rollart infra render` writes."""
+
+EPILOG = "Exit codes: 0 ok, 1 run failed, 2 usage or spec, 3 provider, 4 budget, 5 fault rate, 130 interrupted."
+
+
+def implemented_in(target: str) -> Callable[[Callable[[], None]], Callable[..., None]]:
+    """Invoke the function `target` ("module:function" of this package) with the command's parameters by name."""
+
+    def bind(declared: Callable[[], None]) -> Callable[..., None]:
+        @functools.wraps(declared)
+        def invoke(**parameters: Any) -> None:
+            _load(target)(**parameters)
+
+        invoke.__dict__["implementation"] = target  # further decorators copy it
+        return invoke
+
+    return bind
+
+
+def implementation(command: click.Command) -> Callable[..., None]:
+    """The function that a command invokes, imported now."""
+    assert command.callback is not None
+    return _load(command.callback.__dict__["implementation"])
+
+
+def _load(target: str) -> Callable[..., None]:
+    module, _, name = target.partition(":")
+    function: Callable[..., None] = getattr(importlib.import_module(f"rollart.cli.{module}"), name)
+    return function
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=EPILOG)
+@click.version_option(package_name="rollart", message="%(version)s")
+def cli() -> None:
+    """Train agents with reinforcement learning over mixed hardware, and see where every second and dollar went."""
+
+
+listen_option = click.option(
+    "--listen",
+    default="127.0.0.1:0",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Where to listen; port 0: any that is free.",
+)
+
+
+class PlanCommand(click.Command):
+    """A command whose `--what-if` takes all changes that follow it: `--what-if h20=+32 price.h800=4.10`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spread_changes(args))
+
+
+def spread_changes(arguments: Sequence[str]) -> list[str]:
+    """Give every change its own `--what-if`; the changes end at an option or an argument that is not key=value.
+    UsageError for `--what-if` without a change."""
+    spread: list[str] = []
+    inside = False
+    for argument in arguments:
+        if argument == WHAT_IF or argument.startswith(f"{WHAT_IF}="):
+            _require_change(spread, inside)
+            inside = True
+            spread.append(WHAT_IF)
+            changes = argument.removeprefix(WHAT_IF).removeprefix("=").split()
+        elif inside and "=" in argument and not argument.startswith("-"):
+            changes = argument.split()
+        else:
+            _require_change(spread, inside)
+            inside, changes = False, []
+            spread.append(argument)
+        for change in changes:
+            spread += [change] if spread[-1] == WHAT_IF else [WHAT_IF, change]
+    _require_change(spread, inside)
+    return spread
+
+
+def _require_change(spread: Sequence[str], inside: bool) -> None:
+    if inside and spread[-1] == WHAT_IF:
+        raise UsageError("--what-if names no change", remedy="write it like h20=+32, price.h800=4.10 or in_flight=512")
+
+
+def provider_options(command: Command) -> Command:
+    for option in (
+        click.option(
+            "--root",
+            type=click.Path(path_type=Path),
+            default=Path(".rollart/functions"),
+            show_default=True,
+            help="Directory of locally deployed functions; RUN/functions has the logs of a run's.",
+        ),
+        click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec with the provider's settings."),
+        click.option(
+            "--provider", default="local", show_default=True, metavar="[local|aws|modal]", help="Where functions are."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def token_option(secret: str) -> Callable[[Command], Command]:
+    """`--token-env`, whose variable holds `secret`."""
+    return click.option("--token-env", metavar="VAR", help=f"Variable with the {secret} that every call then needs.")
+
+
+def cluster_option(command: Command) -> Command:
+    return click.option(
+        "--cluster", type=click.Path(path_type=Path), help="Cluster spec; the shipped price list without it."
+    )(command)
+
+
+def writing_options(command: Command) -> Command:
+    for option in (
+        click.option("--region", default="", help="AWS region whose prices are taken."),
+        click.option(
+            "--into",
+            type=click.Path(path_type=Path),
+            default=Path("prices.yaml"),
+            show_default=True,
+            help="Price file to write: added to if it is there, else started from the cluster's list.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def report_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Options of all reports: about one run, in one of the formats."""
+    return run_argument(output_option(runs_option(function)))
+
+
+@cli.command("launch")
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
+@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
+@click.option("--dry-run", is_flag=True, help="Print what would run, as YAML, and stop.")
+@click.option("--resume", metavar="RUN", help="Continue a run from its last published version.")
+@click.option("--name", help="Name of the run's directory. Default: the run's name and a number.")
+@click.option("--detach", is_flag=True, help="Run in the background: see `rollart status`, `logs` and `stop`.")
+@runs_option
+@implemented_in("launch:launch")
+def launch() -> None:
+    """Start a run; without RUN.yaml the built-in quickstart.
+
+    KEY=VALUE sets any key of the run (batch.trajectories=64, domains.lake.max_turns=5), or of the cluster with the
+    prefix `cluster.`.
+    """
+
+
+@cli.command("plan", cls=PlanCommand)
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
+@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
+@click.option(
+    WHAT_IF,
+    "changes",
+    multiple=True,
+    metavar="CHANGE...",
+    help="Show the plan before and after changes: h20=+32 price.h800=4.10 link.h800-h20=25 model=DIR in_flight=512.",
+)
+@click.option("--fast", is_flag=True, help="Leave out the parts that need further solutions of the problem.")
+@click.option("--play", is_flag=True, help="Play the environments to learn the work of domains without a profile.")
+@click.option("--simulate", is_flag=True, help="Also simulate the plan, and show its figures beside the plan's.")
+@click.option("--seeds", type=click.IntRange(1, 1000), help=f"Simulations of --simulate. Default: {SEEDS}.")
+@click.option("--steps", type=click.IntRange(1), help=f"Training steps of each. Default: {STEPS}.")
+@output_option
+@implemented_in("plan:plan")
+def plan() -> None:
+    """Show the placement of the run's parts, its rate and cost, and the reasons.
+
+    Also the bottleneck, the value of one more device, and the rates of simpler plans. Without engine counts in the
+    cluster spec the plan is computed; with them, its rate is predicted where possible.
+    """
+
+
+@cli.command("simulate")
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml|RUN] [KEY=VALUE]...")
+@click.option(
+    "--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine, or a recorded run's own."
+)
+@click.option("--policies", metavar="A,B,...", help="Schedules beside each other. Default: the run's own.")
+@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Simulations of each.")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    help=f"Training steps, like steps=N. Default: {STEPS}, or as many as a recorded run has.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Processes at a time. Default: one per core.")
+@click.option("--fuzz", type=click.IntRange(0), metavar="SEED", help="Shuffle events of the same instant.")
+@click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep ledgers there, for rollart report.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page with charts there.")
+@click.option("--faults", type=click.Path(path_type=Path), help="Fault plan (`rollart schema faults`).")
+@click.option("--replay", metavar="RUN", help="Repeat the trajectories and rewards of a recorded run.")
+@click.option("--resample", is_flag=True, help="Draw recorded trajectories instead of repeating them in their order.")
+@click.option("--check", is_flag=True, help="Simulate a recorded run as it was: predicted against recorded.")
+@runs_option
+@output_option
+@implemented_in("simulate:simulate")
+def simulate() -> None:
+    """Simulate a run on virtual time, at any scale, with the product's own scheduler.
+
+    Engines, environments, training and links are modelled from the plan; all scheduling code is the product's. Same
+    spec and seed, same trace. Shows step time and its parts, cost, staleness, waste and waits; as html also charts and,
+    for the first seed of each schedule, a timeline of busy devices.
+
+    Of a recorded run (its name or directory) the trajectories, rewards and environment times are repeated: as it was,
+    or with other keys, policies, prices or another cluster.
+    """
+
+
+@cli.command("calibrate")
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
+@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
+@click.option(
+    "-o",
+    "--output",
+    "out",
+    type=click.Path(path_type=Path),
+    default=Path("calibration.json"),
+    show_default=True,
+    help="File to write; name it in the cluster spec's `calibration`.",
+)
+@click.option("--from", "measured", metavar="RUN", help="Fit the counters of this run's engines; start nothing.")
+@runs_option
+@implemented_in("calibrate:calibrate")
+def calibrate() -> None:
+    """Measure this machine with a run's model, and write the constants that plans need.
+
+    Probes the engine and the trainer alone, then starts the run three times for a few steps, with different mixes of
+    its domains. Takes a few minutes; other load on the machine distorts the measurement.
+
+    With --from, the constants of devices are fitted from the engines of an earlier run (vLLM's on GPUs as well), and
+    those of training from the steps of its trainer on GPUs.
+    """
+
+
+@cli.group("rewards")
+def rewards() -> None:
+    """Write, test, deploy and operate reward functions.
+
+    FILE is a Python file with functions under @rollart.reward, or FILE.py:NAME for one of them. Exit codes: 2 for
+    errors in the function or the command, 3 for the provider or its credentials, 1 where a case or a call failed.
+    """
+
+
+@rewards.command("init")
+@click.argument("directory", type=click.Path(path_type=Path), default=Path("reward"))
+@click.option("--name", default=None, help="Name of the reward; the directory's if not given.")
+@json_option
+@implemented_in("rewards:init")
+def rewards_init() -> None:
+    """Write a reward that works, with cases that it passes, into DIRECTORY."""
+
+
+@rewards.command("test")
+@click.argument("source", metavar="FILE")
+@click.option(
+    "--cases", type=click.Path(path_type=Path), help="Items, one JSON object a line; cases.jsonl if not given."
+)
+@click.option("--allow-unsafe", is_flag=True, help="Run an untrusted reward without a sandbox.")
+@output_option
+@implemented_in("rewards:test")
+def rewards_test() -> None:
+    """Run rewards on cases, as a provider would: scores, time, memory, dollars per million items."""
+
+
+@rewards.command("deploy")
+@click.argument("source", metavar="FILE")
+@provider_options
+@click.option("--dry-run", is_flag=True, help="Show the changes without making them.")
+@click.option("--name", default=None, help="Another name for a single reward.")
+@output_option
+@implemented_in("rewards:deploy")
+def rewards_deploy() -> None:
+    """Deploy rewards to a provider. Deploying an existing version changes nothing."""
+
+
+@rewards.command("list")
+@provider_options
+@output_option
+@implemented_in("rewards:list_")
+def rewards_list() -> None:
+    """Deployed functions and their current versions."""
+
+
+@rewards.command("versions")
+@click.argument("function")
+@provider_options
+@output_option
+@implemented_in("rewards:versions")
+def rewards_versions() -> None:
+    """Versions of a function, newest first."""
+
+
+@rewards.command("invoke")
+@click.argument("source", metavar="FILE|NAME")
+@click.option("--item", default=None, help="One item as JSON; standard input if not given.")
+@provider_options
+@click.option(
+    "--timeout",
+    "seconds",
+    type=click.FloatRange(min=0.001),
+    default=60.0,
+    show_default=True,
+    help="Seconds to wait, cold start included.",
+)
+@json_option
+@implemented_in("rewards:invoke")
+def rewards_invoke() -> None:
+    """Call a reward on a provider with an item, or a list of them, and print its answer as JSON.
+
+    NAME calls the current version of a deployed function. FILE calls the version of the file, which is deployed first
+    if it is not there; the current version stays current. With --json the bill is printed with the answer.
+    """
+
+
+@rewards.command("logs")
+@click.argument("function")
+@provider_options
+@click.option(
+    "--since", "since_s", type=click.FloatRange(min=0), default=3600.0, show_default=True, help="Seconds ago."
+)
+@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Most lines.")
+@output_option
+@implemented_in("rewards:logs")
+def rewards_logs() -> None:
+    """Show the output of a function, oldest first."""
+
+
+@rewards.command("scale")
+@click.argument("function")
+@provider_options
+@click.option("--warm", type=click.IntRange(min=0), default=None, help="Workers that are kept ready.")
+@click.option("--concurrency", type=click.IntRange(min=1), default=None, help="Most workers at once.")
+@output_option
+@implemented_in("rewards:scale")
+def rewards_scale() -> None:
+    """Set the number of warm workers of a function, and its concurrency."""
+
+
+@rewards.command("rollback")
+@click.argument("function")
+@click.option("--to", "version", default="", help="Version, or how its digest starts; the one before if not given.")
+@provider_options
+@output_option
+@implemented_in("rewards:rollback")
+def rewards_rollback() -> None:
+    """Make an earlier version of a function the current one."""
+
+
+@rewards.command("delete")
+@click.argument("function")
+@provider_options
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@json_option
+@implemented_in("rewards:delete")
+def rewards_delete() -> None:
+    """Remove a function with all its versions from a provider."""
+
+
+@rewards.command("plan")
+@click.argument("source", metavar="FILE")
+@click.option("--cases", type=click.Path(path_type=Path), help="Items to measure with; cases.jsonl if not given.")
+@click.option("--items", type=click.IntRange(min=1), required=True, help="Items that a run scores.")
+@click.option("--runs-per-month", type=click.FloatRange(min=0), default=1.0, show_default=True)
+@click.option("--from", "before", default=None, metavar="PROVIDER", help="Provider that they are on now.")
+@output_option
+@implemented_in("rewards:plan")
+def rewards_plan() -> None:
+    """Show the cost of rewards per run and month on each provider, compared with their current one."""
+
+
+@rewards.command("serve")
+@click.argument("source", metavar="FILE")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: any that is free.")
+@click.option("--token-env", metavar="VAR", help="Variable with the bearer token that every call then needs.")
+@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec whose `functions.local` is used.")
+@click.option("--allow-unsafe", is_flag=True, help="Run untrusted rewards without a sandbox.")
+@json_option
+@implemented_in("servers:serve")
+def rewards_serve() -> None:
+    """Serve the rewards of FILE over HTTP until Ctrl-C, in workers that start on demand.
+
+    A run with the provider `http` can call them, and so can clients of AWS Lambda's API (Invoke). GET /health answers
+    200 while it serves.
+    """
+
+
+@cli.command("proxy")
+@click.option(
+    "--engine",
+    "engines",
+    multiple=True,
+    required=True,
+    metavar="URL",
+    help="Engine to generate with; may be given again.",
+)
+@click.option(
+    "--tokenizer",
+    required=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Hugging Face directory with tokenizer.json and, for chats, a chat template.",
+)
+@listen_option
+@click.option(
+    "--chat-template",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Jinja file to use instead of the tokenizer's own.",
+)
+@click.option(
+    "--tool-parser",
+    type=click.Choice(["hermes", "json", "none"]),
+    help="Format of the model's tool calls; by default inferred from its template.",
+)
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="File that gets every turn's segments, one JSON line each.",
+)
+@click.option(
+    "--model-name",
+    default="policy",
+    show_default=True,
+    help="Name of the policy in /v1/models. Requests may name any model.",
+)
+@click.option("--max-sessions", type=click.IntRange(1), metavar="N", help="Sessions kept. Default: 4096.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), metavar="N", help="Tokens kept in all sessions. Default: 100000000."
+)
+@click.option(
+    "--idle-s",
+    type=click.FloatRange(0),
+    metavar="SECONDS",
+    help="Sessions idle for this long may be evicted for others. Default: 3600.",
+)
+@token_option("API key")
+@json_option
+@implemented_in("servers:proxy")
+def proxy() -> None:
+    """Serve OpenAI's and Anthropic's APIs in front of engines until Ctrl-C, and capture every token.
+
+    Sessions are named by the path (base URL http://HOST:PORT/s/SESSION/v1) or the header X-Rollart-Session. GET
+    /sessions/SESSION gives a session's trajectories: token ids, log-probabilities and policy versions as sampled.
+    """
+
+
+@cli.command("service")
+@listen_option
+@token_option("bearer token")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="DIR",
+    help="Directory that persists the service's data; without it, the data is lost when the service ends.",
+)
+@json_option
+@implemented_in("servers:service")
+def service() -> None:
+    """Serve a table of samples until Ctrl-C: prompts in, experience in and out by columns, weights announced.
+
+    For external trainers, engines and rewards; `rollart.service` is the Python client.
+    """
+
+
+@cli.group("prices")
+def prices() -> None:
+    """Show prices, and renew them in a price file of your own.
+
+    A cluster spec takes such a file by `prices: FILE`. The shipped list is never changed.
+    """
+
+
+@prices.command("list")
+@cluster_option
+@output_option
+@implemented_in("prices:list_")
+def prices_list() -> None:
+    """Every price that a run would use, with its source and age."""
+
+
+@prices.command("import")
+@click.argument("file", type=click.Path(path_type=Path))
+@cluster_option
+@writing_options
+@output_option
+@implemented_in("prices:import_")
+def prices_import() -> None:
+    """Import prices from FILE into a price file, and show the changes.
+
+    FILE is a price list in YAML, CSV or JSON (name, unit, usd, source, date), or an AWS offer file of one region
+    (AWSLambda or AmazonEC2, as JSON).
+    """
+
+
+@prices.command("refresh")
+@click.option(
+    "--provider", "providers", multiple=True, metavar="[aws|modal]", help="Provider to ask; all if not given."
+)
+@cluster_option
+@writing_options
+@output_option
+@implemented_in("prices:refresh")
+def prices_refresh() -> None:
+    """Ask providers for today's prices, and write them to a price file.
+
+    AWS and Modal are asked with the credentials of the environment. Without any, exit code 3.
+    """
+
+
+@cli.command("validate")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@implemented_in("specs:validate")
+def validate() -> None:
+    """Check run, cluster, price and fault files.
+
+    Every problem comes with its file, line and column. A run is checked as `rollart launch` checks it before it starts
+    anything, on the cluster file beside it or on this machine: the model's files are read, the tokenizer is loaded, the
+    reward functions are packed, each environment is made once where it would live, and the parts are placed. Checks
+    that need other machines are listed and not made.
+    """
+
+
+@cli.command("schema")
+@click.argument("kind", metavar="run|cluster|prices|faults")
+@implemented_in("specs:schema")
+def schema() -> None:
+    """Print the JSON Schema of a spec, for editors."""
+
+
+@cli.group("report")
+def report() -> None:
+    """Show cost, utilization and learning of a run. RUN is a name or directory; without it the latest run."""
+
+
+@report.command("cost")
+@report_options
+@implemented_in("reports:cost")
+def report_cost() -> None:
+    """Show dollars: in all, by role and resource, per trajectory and token, and waste by cause."""
+
+
+@report.command("utilization")
+@report_options
+@implemented_in("reports:utilization")
+def report_utilization() -> None:
+    """Show time: each resource's states, rates, and the domains' trajectories."""
+
+
+@report.command("timeline")
+@report_options
+@implemented_in("reports:timeline")
+def report_timeline() -> None:
+    """Show busy, waiting and syncing time over the run: devices by role and pool, trajectories, and function calls."""
+
+
+@report.command("curve")
+@report_options
+@click.option("--png", type=click.Path(path_type=Path), help="Also draw the curves into this file.")
+@implemented_in("reports:curve")
+def report_curve() -> None:
+    """Show success by policy version, per domain."""
+
+
+@report.command("offload")
+@report_options
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(min=0),
+    default=0.25,
+    show_default=True,
+    help="Seconds that the p99 of a call may wait for a dedicated worker.",
+)
+@implemented_in("reports:offload")
+def report_offload() -> None:
+    """Show the cost of the run's function calls on dedicated workers, and on functions with other scaling."""
+
+
+@report.command("bias")
+@report_options
+@implemented_in("reports:bias")
+def report_bias() -> None:
+    """Show whether the trained trajectories are distributed as the drawn ones, and how the lost ones differ by reason:
+    length, turns, difficulty and reward per domain, each with a two-sample test. Of a real run, or of a simulation kept
+    by `simulate --keep`."""
+
+
+@cli.command("status")
+@run_argument
+@output_option
+@runs_option
+@implemented_in("status:status")
+def status() -> None:
+    """Show the status of a run.
+
+    Its process, version, step, trajectories and cost so far. RUN is a name or directory; without it the latest run.
+    """
+
+
+@cli.command("logs")
+@run_argument
+@click.option(
+    "--role",
+    help="Only parts of this role (engine, prefill, decode, trainer, environment, reward, launch) or this name.",
+)
+@click.option("-n", "--lines", type=click.IntRange(0), default=20, show_default=True, help="Last lines of each part.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the run ends.")
+@runs_option
+@implemented_in("runs:logs")
+def logs() -> None:
+    """Show the logs of a run's parts.
+
+    RUN is a name or directory; without it the latest run.
+    """
+
+
+@cli.command("stop")
+@run_argument
+@runs_option
+@click.option("--wait", "wait_s", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds to wait.")
+@click.option("--kill", is_flag=True, help="Kill it if it has not stopped by then; --resume still continues it.")
+@implemented_in("runs:stop")
+def stop() -> None:
+    """Stop a run and wait until it has ended.
+
+    It can be continued with `launch --resume`. RUN is a name or directory; without it the latest run. Works from any
+    machine that sees the directory.
+    """
+
+
+@cli.command("doctor")
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
+@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec of RUN.yaml. Default: this machine.")
+@output_option
+@runs_option
+@implemented_in("doctor:doctor")
+def doctor() -> None:
+    """Check this machine and the installed extras.
+
+    Python, cores, memory, disk, ports. Fails only if a requirement of every run is missing or, given RUN.yaml, a
+    requirement of that run.
+    """
+
+
+@cli.group("infra")
+def infra() -> None:
+    """Render the deployment files of a cluster from its spec."""
+
+
+@infra.command("render")
+@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
+@click.option("--cluster", type=click.Path(path_type=Path), required=True, help="Cluster spec.")
+@click.option("--target", type=click.Choice(TARGETS), required=True, help="Kind of deployment.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    required=True,
+    metavar="DIR",
+    help="Where the files go; those of the same name are replaced.",
+)
+@click.option(
+    "--image",
+    multiple=True,
+    metavar="[POOL=]IMAGE",
+    help="Image of the pods or hosts, of one pool, or of `head`. Default: of infra/Dockerfile, rollart:VERSION, "
+    "rollart-vllm:VERSION for vLLM, rollart-environments:VERSION for environments with an interpreter of their own.",
+)
+@click.option("--namespace", help="Kubernetes namespace. Default: default.")
+@implemented_in("specs:render")
+def infra_render() -> None:
+    """Write the files that deploy a cluster; nothing is deployed.
+
+    kuberay: a RayCluster, with RUN.yaml also a RayJob. ray: a `ray start` per pool, and `ray up` where pools say their
+    instance_type. cfn, sam, terraform: RUN.yaml's reward functions on AWS Lambda, a bucket, and their roles. modal: the
+    functions as Modal apps. Same specs, same bytes.
+    """
