@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -79,3 +80,10 @@ def test_a_public_class_name_stands_once() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 defined[node.name].append(module_name(path))
     assert {name: modules for name, modules in defined.items() if len(modules) > 1} == {}
+
+
+def test_files_that_contributors_are_sent_to_exist() -> None:
+    named = re.findall(r"`((?:\w+/)+\w+\.(?:py|yaml|toml))`", (ROOT / "CONTRIBUTING.md").read_text())
+    missing = [p for p in named if not (ROOT / p).exists() and not (ROOT / "rollart" / p).exists()]
+    assert named
+    assert [path for path in missing if "NAME" not in path] == []
