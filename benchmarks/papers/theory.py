@@ -7,14 +7,12 @@ import random
 import statistics
 from dataclasses import replace
 
-from benchmarks.papers.bounds import makespan_bound, sample_bound
+from benchmarks.papers.bounds import lpt, makespan, makespan_bound, sample_bound
 from benchmarks.papers.models import USD
-from benchmarks.papers.pipelining import planned, replayed
+from benchmarks.papers.pipelining import Pipeline, PipelineStage, adapted_quotas, planned, replayed
 from benchmarks.papers.row import Claim, Figure, Found, Row
 from benchmarks.papers.world import Bed, Serving, Task, play
-from rollart.policy.pipeline import Pipeline, PipelineStage, adapted_quotas
 from rollart.sim.workload import PRESETS, GeneratedWorkload, LogNormal, entity_generator
-from rollart.strategies.skew_aware import lpt, makespan
 
 __all__ = ["ROWS"]
 

@@ -1,16 +1,14 @@
 """Look-ahead for work that crosses a slow link (Adaptra, arXiv 2504.19232): the number of items that must be in flight.
 
-A static order absorbs a delay only up to its slack. Two forms of that rule are here: the quotas of a pipeline of F/B/W
-stages (its schedules are in `benchmarks.papers.pipelining`), and `in_flight` for any hop between a producer and a
-consumer. Docstrings give times in seconds; every function works in any unit.
+A static order absorbs a delay only up to its slack. `in_flight` is that rule for any hop between a producer and a
+consumer; `benchmarks.papers.pipelining` has the paper's form, the quotas of a pipeline of F/B/W stages. Docstrings give
+times in seconds; every function works in any unit.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,8 +16,6 @@ ROUNDING = 1e-9
 """Share of one unit of work below which a look-ahead is not rounded up: (0.1 + 2 x 0.1) / 0.1 is 3 in spite of
 floating-point error."""
 
-LEAST_SLACK = 2
-"""Slackness of a link without delay: one micro-batch on its way forward and one on its way back (Adaptra)."""
 
 InFlight = Literal["auto"] | int
 """Buckets in transfer at a time: computed by the rule, or a number."""
@@ -39,102 +35,6 @@ SEEN_BUCKETS = 64
 SEEN_VERSIONS = 8
 """Window of the rule, in first buckets of versions: small, because a link's speed an hour ago is no longer
 informative."""
-
-
-@dataclass(frozen=True, slots=True)
-class PipelineStage:
-    """Seconds per micro-batch: forward, backward for the input, backward for the weights (off the critical path)."""
-
-    forward_s: float
-    backward_s: float
-    weight_s: float
-
-    def __post_init__(self) -> None:
-        if not all(0 < x < math.inf for x in (self.forward_s, self.backward_s, self.weight_s)):
-            raise ValueError(f"{self}: every time must be positive and finite")
-
-    @property
-    def turn_s(self) -> float:
-        """One forward and one backward: the period at which a stage returns its input."""
-        return self.forward_s + self.backward_s
-
-
-@dataclass(frozen=True, slots=True)
-class Pipeline:
-    """`delays_s[i]` is the delay that the link between stages i and i+1 adds to each activation (forward) and to each
-    gradient (backward) without keeping either stage busy; shape (stages - 1,). `memory` is the most micro-batches whose
-    activations a stage can hold between their forward and their backward: M / M_F of the paper."""
-
-    stages: tuple[PipelineStage, ...]
-    delays_s: tuple[float, ...]
-    micro_batches: int
-    memory: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.stages or len(self.delays_s) != len(self.stages) - 1:
-            raise ValueError(f"{len(self.stages)} stages with {len(self.delays_s)} links: one link less than stages")
-        if not all(0 <= c < math.inf for c in self.delays_s):
-            raise ValueError(f"delays_s {self.delays_s}: a link's delay is finite and not negative")
-        if self.micro_batches < 1 or (self.memory is not None and self.memory < 1):
-            raise ValueError(f"micro_batches {self.micro_batches}, memory {self.memory}: at least 1")
-
-    @property
-    def most(self) -> int:
-        """Upper bound of every quota: the number of micro-batches, or the memory for them."""
-        return self.micro_batches if self.memory is None else min(self.micro_batches, self.memory)
-
-
-def initial_quotas(pipeline: Pipeline) -> tuple[int, ...]:
-    """In-flight micro-batches per stage before any delay is known: the first stage's capacity, spread over the links as
-    evenly as possible, the first links having one more; 1 at the last stage (Adaptra's initial schedule). Without a
-    bound on memory, the slack of a zero-bubble schedule: two per link."""
-    links = len(pipeline.stages) - 1
-    first = pipeline.most if pipeline.memory is not None else min(pipeline.most, 1 + LEAST_SLACK * links)
-    quotas, share, rest = [first], *divmod(first - 1, max(links, 1))
-    for link in range(links):
-        quotas.append(quotas[-1] - share - (1 if link < rest else 0))
-    return tuple(quotas)
-
-
-def adapted_quotas(pipeline: Pipeline, *, most_slack: int | None = None) -> tuple[int, ...]:
-    """In-flight micro-batches per stage that absorb the measured delays (Adaptra's adaptation): from the last stage on,
-    a link's slack is the round trip of its upper stage over the period of its lower one, and at least 2.
-
-    Bounded by the micro-batches and by memory; where memory is short, the upper links lose their slack first. The paper
-    also bounds the slack by N - 2S (`most_slack`), which has no effect for many micro-batches and starves short
-    iterations: by up to 31 % at N = 2S + 2.
-    """
-    if most_slack is not None and most_slack < 1:
-        raise ValueError(f"most_slack {most_slack}: a link without slack never moves; at least 1")
-    quotas = [1]
-    for link in reversed(range(len(pipeline.delays_s))):
-        upper, lower = pipeline.stages[link], pipeline.stages[link + 1]
-        slack = max(_whole((upper.turn_s + 2 * pipeline.delays_s[link]) / lower.turn_s), LEAST_SLACK)
-        quotas.append(quotas[-1] + (slack if most_slack is None else min(slack, most_slack)))
-    return tuple(min(x, pipeline.most) for x in reversed(quotas))
-
-
-def slackness(quotas: Sequence[int]) -> tuple[int, ...]:
-    """Per link, how many micro-batches its upper stage has in flight beyond its lower one; shape (stages - 1,)."""
-    return tuple(a - b for a, b in itertools.pairwise(quotas))
-
-
-def absorbed_delay(pipeline: Pipeline, quotas: Sequence[int]) -> tuple[float, ...]:
-    """Per link, the largest delay that costs nothing beyond its own two crossings: the c of `tF_i + tB_i + 2c = slack x
-    (tF_{i+1} + tB_{i+1})`, which is (slack - 1) t for equal times (Adaptra, Theorem 1)."""
-    stages, slack = pipeline.stages, slackness(quotas)
-    return tuple(max((s * stages[i + 1].turn_s - stages[i].turn_s) / 2, 0.0) for i, s in enumerate(slack))
-
-
-def accumulated_delay(pipeline: Pipeline, quotas: Sequence[int]) -> float:
-    """Order of the delay of one iteration under a static order, in seconds (Adaptra, Theorem 1): c for a link whose
-    delay is absorbed, N c / (slack + 1) for any other; slow links add up. A growth law with a constant of order 1, not
-    a forecast: `pipelining.replayed` gives the exact figure."""
-    total = 0.0
-    for delay, room, slack in zip(pipeline.delays_s, absorbed_delay(pipeline, quotas), slackness(quotas), strict=True):
-        absorbed = delay <= room * (1 + ROUNDING)
-        total += delay if absorbed else pipeline.micro_batches * delay / (slack + 1)
-    return total
 
 
 def in_flight(work_s: float, delay_s: float, *, jitter_s: float = 0.0, least: int = 1, most: int | None = None) -> int:

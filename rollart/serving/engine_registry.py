@@ -463,7 +463,7 @@ class EngineRegistry:
     def serving(self, kv: SessionKv | None, version: int, lag: int, slots: int) -> int | None:
         """The version of a trajectory's next turn while engines lag behind `version`: the version of its sticky engine,
         or else the newest version of an engine with a free slot. Never older than `lag` publishes, nor than its
-        first token (`strategies.rolling_update.may_serve`); None while no engine qualifies."""
+        first token, so that versions never decrease along a trajectory; None while no engine qualifies."""
         begun = None if kv is None else kv.begun
         oldest = version - lag if begun is None else max(version - lag, begun)
         home = None if kv is None or kv.home is None else self.members.get(EngineId(kv.home))

@@ -11,7 +11,7 @@ import asyncio
 import enum
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rollart.control.domain import Domain
 from rollart.control.groups import GroupRun
@@ -38,8 +38,6 @@ class GroupVerdict(enum.StrEnum):
     """All rewards are equal: no advantage."""
     FAULTY = "faulty"
     """A member has no reward because of the infrastructure: the group cannot be judged."""
-    SURPLUS = "surplus"
-    """It ended after enough others qualified."""
 
 
 def classify_rewards(rewards: Sequence[float | None], tolerance: float = TOLERANCE) -> GroupVerdict:
@@ -76,71 +74,6 @@ class RefillBudget:
     def trained(self) -> None:
         """Groups of the domain went into a step: the budget is reset."""
         self.filtered = self.qualified = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FilterDecision:
-    """`launch` further prompts now; `stop`: enough qualify, cancel the running ones. `exhausted`: nothing runs and no
-    more may be launched, so the batch stays smaller than its target."""
-
-    verdict: GroupVerdict
-    launch: int = 0
-    stop: bool = False
-    exhausted: bool = False
-
-
-@dataclass(slots=True)
-class DynamicFilter:
-    """Counts groups until `target` qualify, keeping `target + extra - qualified` running.
-
-    Bound: at most `most` prompts are ever launched. Nothing is launched after `stop`. Groups qualify in the order in
-    which they end, which favours short ones: `strategies.redundancy.bias_report` measures the bias.
-    """
-
-    target: int
-    extra: int = 0
-    most: int | None = None
-    tolerance: float = TOLERANCE
-    qualified: list[str] = field(default_factory=list)
-    verdicts: dict[str, GroupVerdict] = field(default_factory=dict)
-    launched: int = 0
-
-    def __post_init__(self) -> None:
-        if self.target < 1 or self.extra < 0 or (self.most is not None and self.most < self.target):
-            raise ValueError(
-                f"target {self.target} must be positive, extra {self.extra} not negative, "
-                f"most {self.most} at least the target"
-            )
-
-    @property
-    def live(self) -> int:
-        return self.launched - len(self.verdicts)
-
-    def start(self) -> int:
-        """The number of prompts to launch at the beginning."""
-        return self._more()
-
-    def ended(self, group: str, rewards: Sequence[float | None]) -> FilterDecision:
-        """A group ended with its members' rewards (None: an InfraFault, which is never a number)."""
-        if group in self.verdicts:
-            raise ValueError(f"group {group} ended twice")
-        if self.live <= 0:
-            raise ValueError(f"group {group} was not launched: {self.launched} were, all ended")
-        done = len(self.qualified) >= self.target
-        verdict = GroupVerdict.SURPLUS if done else classify_rewards(rewards, self.tolerance)
-        self.verdicts[group] = verdict
-        if verdict is GroupVerdict.QUALIFIED:
-            self.qualified.append(group)
-        stop = len(self.qualified) >= self.target
-        more = 0 if stop else self._more()
-        return FilterDecision(verdict, more, stop, exhausted=not stop and self.live == 0)
-
-    def _more(self) -> int:
-        wanted = self.target + self.extra - len(self.qualified) - self.live
-        allowed = wanted if self.most is None else min(wanted, self.most - self.launched)
-        more = max(allowed, 0)
-        self.launched += more
-        return more
 
 
 class GroupFilter:

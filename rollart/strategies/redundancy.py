@@ -170,43 +170,6 @@ def _times(count: int, factor: float) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupProgress:
-    """A running group: its finished members in order, and its running members. Lost members are in neither."""
-
-    id: str
-    finished: tuple[TrajectorySnapshot, ...]
-    running: tuple[TrajectorySnapshot, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Cancelled:
-    """The cancelled trajectories, and the reason."""
-
-    ids: tuple[str, ...]
-    reason: str
-
-    @property
-    def count(self) -> int:
-        return len(self.ids)
-
-
-def to_cancel(groups: Sequence[GroupProgress], *, target: int, group_size: int) -> tuple[Cancelled, ...]:
-    """The trajectories that are no longer needed: members beyond the first `group_size` of a complete group, and
-    everything else once `target` groups are complete. `groups` are in order of completion; complete groups beyond the
-    target are surplus. A trajectory that a group or the batch could still need is never cancelled."""
-    complete = [g for g in groups if len(g.finished) >= group_size]
-    beyond = [t.id for g in complete for t in (*g.finished[group_size:], *g.running)]
-    cancelled = [Cancelled(tuple(beyond), "group_complete")] if beyond else []
-    if len(complete) >= target:
-        kept = {g.id for g in complete[:target]}
-        listed = set(beyond)
-        rest = [t.id for g in groups if g.id not in kept for t in (*g.finished, *g.running) if t.id not in listed]
-        if rest:
-            cancelled.append(Cancelled(tuple(rest), "batch_complete"))
-    return tuple(cancelled)
-
-
-@dataclass(frozen=True, slots=True)
 class BiasFeature:
     """One figure of kept and cancelled trajectories. `delta` is Cliff's: P(cancelled > kept) - P(cancelled < kept),
     from -1 to 1; it uses ranks, because lengths have heavy tails."""

@@ -9,7 +9,6 @@ which takes a few dozen trajectories.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -26,29 +25,6 @@ LONG_SHARE = 0.2
 def lpt_order(lengths: Sequence[float]) -> list[int]:
     """Indices, longest first; ties keep the given order."""
     return sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
-
-
-def lpt(lengths: Sequence[float], workers: int) -> list[list[int]]:
-    """Longest processing time first: each item goes to the worker that is free first (ties: the lowest number). Returns
-    the indices per worker in execution order. Its makespan is at most 4/3 - 1/(3 m) of the optimum (Graham 1969)."""
-    free = _workers(workers)
-    taken: list[list[int]] = [[] for _ in range(workers)]
-    for n in lpt_order(lengths):
-        at, worker = free[0]
-        heapq.heapreplace(free, (at + lengths[n], worker))
-        taken[worker].append(n)
-    return taken
-
-
-def makespan(durations: Iterable[float], workers: int) -> float:
-    """Completion time of the last item if each free worker takes the next item in the given order (list scheduling)."""
-    free = _workers(workers)
-    end = 0.0
-    for duration in durations:
-        at, worker = free[0]
-        heapq.heapreplace(free, (at + duration, worker))
-        end = max(end, at + duration)
-    return end
 
 
 def longest(predicted: Sequence[float], share: float = LONG_SHARE) -> list[int]:
@@ -160,12 +136,6 @@ def _times(group: DispatchGroup, instances: int, token_s: Callable[[int], float]
         sizes = range(1, min(most, share) + 1)
         times.append(min((per_token[bs - 1] * group.tokens * math.ceil(share / bs), bs) for bs in sizes))
     return times
-
-
-def _workers(count: int) -> list[tuple[float, int]]:
-    if count < 1:
-        raise ValueError(f"{count} workers: at least one")
-    return [(0.0, n) for n in range(count)]
 
 
 MIN_PREDICTIONS = 32

@@ -173,7 +173,7 @@ def test_a_host_that_ends_or_is_blocked_is_started_again(stage: Stage, action: s
 
 @pytest.mark.slow
 def test_a_killed_host_is_started_again_and_its_time_is_in_one_state_at_a_time(stage: Stage) -> None:
-    from rollart.ledger.intervals import find_tiling_errors
+    from rollart.testing.laws import find_tiling_errors
 
     async def scenario() -> None:
         environment = stage.hosts.make("told")

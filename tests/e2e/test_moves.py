@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.reader import LedgerReader
+from rollart.testing.laws import find_tiling_errors
 from tests.e2e.harness import CLUSTER, GATE, Home, Launched, Spec, events, ledger, sound, tiny
 
 pytestmark = pytest.mark.slow  # a trainer, and four engines one after the other: about 20 s per test

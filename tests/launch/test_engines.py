@@ -19,13 +19,13 @@ from rollart.launch.engines import ClusterEngineSite
 from rollart.launch.layout import free_devices, part_clock, pool_nodes
 from rollart.launch.plan import RunStart, resolve_start
 from rollart.launch.routing import engine_placements
-from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId
 from rollart.ports import RunEvent
 from rollart.settings.resolve import Resolved, resolve_files
 from rollart.sim import loop
+from rollart.testing.laws import find_tiling_errors
 from tests.e2e.test_moves import POOLS, drifting
 
 

@@ -10,11 +10,11 @@ import pytest
 
 from rollart.errors import SpecError, UsageError
 from rollart.launch.clusters import fit_to_devices
-from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.reader import LedgerReader
 from rollart.ports import RunEvent
 from rollart.settings.faults import FaultPlanSpec, fault_problems
 from rollart.settings.resolve import Resolved, forecast, read_specs
+from rollart.testing.laws import find_tiling_errors
 from rollart.tools.faults import cluster_machines, fault_targets
 from rollart.tools.simulate import SimulationResult, simulate
 from tests.tools.test_simulate import RUN

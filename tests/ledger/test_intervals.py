@@ -14,12 +14,10 @@ from rollart.ledger.intervals import (
     EngineShares,
     ResourceClock,
     ResourceState,
-    TilingError,
-    find_tiling_errors,
-    sum_intervals,
     totals,
 )
 from rollart.ports import Interval
+from rollart.testing.laws import TilingError, find_tiling_errors, sum_intervals
 from rollart.testing.ledger import MemoryRecorder
 
 

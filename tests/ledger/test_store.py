@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 from rollart.errors import LeaseExpired, RollartError, RunFailed, StorageFailed, UsageError
 from rollart.leases import Expiry, Leases
 from rollart.ledger.database import FILE
-from rollart.ledger.intervals import ResourceClock, ResourceState, find_tiling_errors, sum_intervals, totals
+from rollart.ledger.intervals import ResourceClock, ResourceState, totals
 from rollart.ledger.payloads import PayloadFiles, decode_sample, encode_sample
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import LedgerReader, SavingSum
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.ports import Charge, Interval, RunEvent
+from rollart.testing.laws import find_tiling_errors, sum_intervals
 from rollart.testing.ledger import MemoryRecorder
 from serverless.meter import Saving
 from serverless.types import Cause, Invocation

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.papers.bounds import AsyncStep, makespan_bound, sample_bound
-from rollart.strategies.skew_aware import makespan
+from benchmarks.papers.bounds import AsyncStep, makespan, makespan_bound, sample_bound
 
 
 def violations(rng: random.Random, instances: int, workers: int, samples: int) -> tuple[int, float]:

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.bounds import makespan
 from rollart.policy import lengths as module
 from rollart.policy.lengths import LengthEstimate, LengthRanker, QuantileWindow, conditional_quantile
-from rollart.strategies.skew_aware import longest, makespan
+from rollart.strategies.skew_aware import longest
 
 
 @settings(max_examples=50)

@@ -11,14 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.pipelining import PipelineOp, PipelineSchedule, least_makespan, planned, refined, replayed
-from rollart.policy.pipeline import (
+from benchmarks.papers.pipelining import (
     Pipeline,
+    PipelineOp,
+    PipelineSchedule,
     PipelineStage,
     absorbed_delay,
     accumulated_delay,
     adapted_quotas,
     initial_quotas,
+    least_makespan,
+    planned,
+    refined,
+    replayed,
     slackness,
 )
 

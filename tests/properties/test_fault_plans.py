@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from rollart.errors import RollartError
-from rollart.ledger.intervals import find_tiling_errors
 from rollart.ledger.reader import LedgerReader
 from rollart.policy.schedules import SCHEDULES
 from rollart.settings.faults import FaultPlanSpec
 from rollart.settings.resolve import Resolved, forecast, read_specs
 from rollart.sim.loop import Deadlock
+from rollart.testing.laws import find_tiling_errors
 from rollart.tools.simulate import simulate
 from rollart.tools.simulations import simulation_finding
 from tests.tools.test_simulate import CLUSTER, RUN

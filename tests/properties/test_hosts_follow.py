@@ -21,12 +21,12 @@ from placement.types import Assignment, Role
 from rollart.launch.clusters import fit_to_devices
 from rollart.launch.hosts import host_count_keepers
 from rollart.leases import Leases
-from rollart.ledger.intervals import find_tiling_errors
 from rollart.settings.faults import FaultPlanSpec
 from rollart.settings.resolve import Resolved, resolve_files
 from rollart.sim import loop
 from rollart.sim.environments import ModelledHosts, SimulatedHost, run_autoscaled_hosts
 from rollart.sim.site import MachineInventory
+from rollart.testing.laws import find_tiling_errors
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedEnvironment
 from rollart.testing.run import make_simulated_run

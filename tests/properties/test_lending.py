@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from placement.hardware import device
 from rollart.control.trajectory import WaitLimits
-from rollart.ledger.intervals import ResourceClock, find_tiling_errors
+from rollart.ledger.intervals import ResourceClock
 from rollart.model import EngineId
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.sim.engine import EngineLimits, ModelledEngine
@@ -23,6 +23,7 @@ from rollart.sim.loop import run
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.workload import PRESETS, GeneratedWorkload, MassTokenizer
 from rollart.strategies.lending import LendingSettings
+from rollart.testing.laws import find_tiling_errors
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.sim.models import shape, steps

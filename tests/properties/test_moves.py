@@ -23,13 +23,14 @@ from rollart.fleet import (
     RoutePrices,
     Routes,
 )
-from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED, find_tiling_errors
+from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.model import Completion, GenerateRequest
 from rollart.policy.routing import RoutingPolicy, prefill_rule
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.sim import loop
 from rollart.supervise.rebalance import RebalanceSettings
 from rollart.testing.handoff import HandoffEngine, HandoffFabric
+from rollart.testing.laws import find_tiling_errors
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedSite
 from rollart.testing.run import SimulatedRun, make_simulated_run

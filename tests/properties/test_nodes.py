@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from rollart.errors import PartDied
 from rollart.fleet import EngineKind, EngineRole, FleetMoveKind, FleetObservation, KindLoad
 from rollart.launch.clusters import FixedCountPlanner
-from rollart.ledger.intervals import find_tiling_errors
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import Engine
 from rollart.serving.engine_registry import GatewayLimits
@@ -27,6 +26,7 @@ from rollart.supervise.fleet import ReservedEngine
 from rollart.supervise.nodes import AvailabilitySettings, NodeTracker
 from rollart.supervise.rebalance import RebalanceSettings
 from rollart.testing.handoff import HandoffEngine, HandoffFabric
+from rollart.testing.laws import find_tiling_errors
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedPart, SimulatedSite
 from rollart.testing.run import SimulatedRun, make_simulated_run

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.fleet import EngineKind, EngineRole
-from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED, find_tiling_errors
+from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.model import EngineStats, TrainReport, TrainSample
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.sim import loop
 from rollart.strategies.tp_change import ReshardSettings, TensorParallelRule
+from rollart.testing.laws import find_tiling_errors
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedEngine, SimulatedSite, SimulatedTrainer
 from rollart.testing.run import SimulatedRun, make_simulated_run

@@ -11,15 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.strategies.skew_aware import (
-    DispatchGroup,
-    InstanceSplit,
-    longest,
-    lpt,
-    lpt_order,
-    makespan,
-    split_instances,
-)
+from benchmarks.papers.bounds import lpt, makespan
+from rollart.strategies.skew_aware import DispatchGroup, InstanceSplit, longest, lpt_order, split_instances
 
 Lengths = st.lists(st.integers(1, 60), max_size=30)
 

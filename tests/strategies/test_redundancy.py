@@ -5,19 +5,17 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.control.groups import TrajectorySnapshot
 from rollart.strategies.redundancy import (
-    GroupProgress,
     HealthMeter,
     RedundancySettings,
     RedundantLaunch,
     TrajectoryEnding,
     bias_report,
     redundant_launch,
-    to_cancel,
 )
 
 BY_GROUPS = RedundancySettings(cap=1.0)
@@ -84,39 +82,6 @@ def test_health_is_per_domain_and_host_and_follows_what_happens() -> None:
     for _ in range(200):
         meter.add("swe", "bad", TrajectoryEnding.GOOD)
     assert meter.rate("swe", {"bad": 1.0})[0] < 0.03, "old ends are forgotten"
-
-
-@st.composite
-def progress(draw: st.DrawFn) -> tuple[list[GroupProgress], int, int]:
-    size, target = draw(st.integers(1, 4)), draw(st.integers(1, 4))
-    shapes = draw(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=7))
-    groups = [
-        GroupProgress(
-            f"g{i}",
-            tuple(TrajectorySnapshot(f"g{i}.f{j}", 1, 1.0, 1) for j in range(done)),
-            tuple(TrajectorySnapshot(f"g{i}.r{j}", 1, 1.0, 1) for j in range(runs)),
-        )
-        for i, (done, runs) in enumerate(shapes)
-    ]
-    return groups, target, size
-
-
-@settings(deadline=None)
-@given(progress())
-def test_cancelled_is_exactly_what_nobody_needs(case: tuple[list[GroupProgress], int, int]) -> None:
-    groups, target, size = case
-    cancelled = to_cancel(groups, target=target, group_size=size)
-    ids = [i for c in cancelled for i in c.ids]
-    assert len(ids) == len(set(ids)) == sum(c.count for c in cancelled)
-    complete = [g for g in groups if len(g.finished) >= size]
-    for g in groups:
-        mine = {t.id for t in (*g.finished, *g.running)}
-        if g in complete[:target]:
-            assert mine - set(ids) == {t.id for t in g.finished[:size]}, "the first to finish are kept"
-        elif len(complete) >= target:
-            assert mine <= set(ids), "the batch is complete: the rest goes"
-        else:
-            assert not mine & set(ids), "it may still be needed"
 
 
 def tail(rng: random.Random, count: int, low: float) -> list[TrajectorySnapshot]:

@@ -20,10 +20,23 @@ from rollart.strategies.rolling_update import (
     UpdatePolicy,
     UpdateReason,
     VersionProbe,
-    bytes_on_wire,
     may_publish,
-    may_serve,
 )
+
+
+def may_serve(engine: EngineState, *, v0: int | None, version: int, alpha: int) -> bool:
+    """True if a turn of a trajectory that began under `v0` (None: it begins here) may go to the engine.
+
+    Where engines lag, an engine older than v0 would generate tokens older than v0, and n - v0 would no longer bound
+    their age. So versions never decrease along a trajectory.
+    """
+    fresh = version - engine.version <= alpha
+    return engine.healthy and not engine.updating and fresh and (v0 is None or engine.version >= v0)
+
+
+def bytes_on_wire(plan: UpdatePlan, *, engines: int, weight_bytes: int, probe_bytes: int) -> int:
+    """Bytes that the plan sends: the probe to every engine, the weights to the updated ones."""
+    return engines * probe_bytes + len(plan.update) * weight_bytes
 
 
 @dataclass

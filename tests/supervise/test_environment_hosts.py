@@ -19,13 +19,14 @@ from rollart.control.scheduler import FaultMeter
 from rollart.errors import EnvironmentFault, FaultRateExceeded, LeaseExpired, NoPlace, PartDied, UsageError
 from rollart.hosted import EnvironmentOrigin, EpisodeImages, HostHealth
 from rollart.leases import Expiry, Leases
-from rollart.ledger.intervals import ResourceClock, find_tiling_errors
+from rollart.ledger.intervals import ResourceClock
 from rollart.model import AbortReason, Observation, Step
 from rollart.policy.host_slots import PlacementPriority, PlacementRequest
 from rollart.policy.hosts import MemoryRules
 from rollart.sim import loop as virtual
 from rollart.supervise.environment_hosts import EnvironmentHostSupervisor, HostedEnvironment
 from rollart.supervise.supervisor import HostLimits
+from rollart.testing.laws import find_tiling_errors
 from rollart.testing.ledger import MemoryRecorder
 
 LIMITS = HostLimits(per_host=4, health_s=10.0, start_s=5.0, call_s=30.0)

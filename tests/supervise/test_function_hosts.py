@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from rollart.errors import EnvironmentFault, NoPlace, PartDied
 from rollart.hosted import HostHealth
 from rollart.leases import Leases
-from rollart.ledger.intervals import ResourceClock, find_tiling_errors
+from rollart.ledger.intervals import ResourceClock
 from rollart.sim import loop as virtual
 from rollart.supervise.function_hosts import FunctionHostSupervisor
 from rollart.supervise.supervisor import HostLimits
+from rollart.testing.laws import find_tiling_errors
 from rollart.testing.ledger import MemoryRecorder
 
 LIMITS = HostLimits(health_s=10.0, start_s=5.0)

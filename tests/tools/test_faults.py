@@ -12,12 +12,13 @@ from click.testing import CliRunner
 
 from rollart.cli.commands import cli
 from rollart.errors import FaultRateExceeded, RollartError, SpecError
-from rollart.ledger.intervals import ResourceState, find_tiling_errors
+from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import LedgerReader
 from rollart.report.simulation import FaultCost, ObservedFaults, SimulationFigures, faults_table
 from rollart.settings.faults import FaultPlanSpec
 from rollart.settings.load import load_faults
 from rollart.settings.resolve import Resolved, forecast, read_specs
+from rollart.testing.laws import find_tiling_errors
 from rollart.tools.faults import fault_targets
 from rollart.tools.simulate import simulate
 from rollart.tools.simulations import SimulationTask, simulate_all, simulation_finding
