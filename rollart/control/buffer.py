@@ -103,7 +103,7 @@ class SampleBuffer:
         self._on_excess = on_excess
         self.pace = pace
         self._token_budget = token_budget
-        self._groups: dict[str, Group] = {}
+        self.groups: dict[str, Group] = {}
         self._ready: dict[str, ReadyGroup] = {}
         self._held = dict.fromkeys(self._quotas, 0)
         self._shares = shares
@@ -118,7 +118,7 @@ class SampleBuffer:
         self._changed = asyncio.Event()
 
     def add(self, group: Group) -> None:
-        if group.id in self._groups:
+        if group.id in self.groups:
             raise ValueError(f"group {group.id} is in the buffer already")
         self._seen += 1
         self._held[group.domain] += len(group.samples)
@@ -130,7 +130,7 @@ class SampleBuffer:
                 self.table.add(SampleRow(sample.id, group.id, size, length, sample.v0), *COLUMNS)
             elif sample.id not in self._filled:
                 self.offer(sample, size)
-        self._groups[group.id] = group
+        self.groups[group.id] = group
         self._ready[group.id] = ReadyGroup(group.id, group.domain, group.v0, size, tokens, self._seen)
         self._changed.set()
 
@@ -177,7 +177,7 @@ class SampleBuffer:
 
     def stale(self, version: int) -> list[Group]:
         """Groups that are too stale for any batch."""
-        return [self._groups[r.id] for r in self._ready.values() if self._bound.stale(r.v0, version)]
+        return [self.groups[r.id] for r in self._ready.values() if self._bound.stale(r.v0, version)]
 
     def changed(self) -> None:
         """The version advanced, or an attempt of a group started over: the available batch may have changed."""
@@ -268,7 +268,7 @@ class SampleBuffer:
             return []
         ready = list(self._ready.values())
         chosen = {r.id for r in select_batch(ready, quotas, version=0, bound=StalenessBound(UNBOUNDED_STALENESS)) or ()}
-        return [self._groups[r.id] for r in ready if r.id not in chosen]
+        return [self.groups[r.id] for r in ready if r.id not in chosen]
 
     async def _grow_fairly(self, shares: DomainShareTracker, version: int, taken: Sequence[Group]) -> tuple[Group, ...]:
         while (room := shares.room(self._fresh(version), taken)) is not None:
@@ -418,7 +418,7 @@ class SampleBuffer:
         def sampler(ready: ReadyRows) -> Selection | None:
             if chosen is None:
                 return None
-            return Selection.of(ready.rows[s.id] for group in chosen for s in self._groups[group.id].samples)
+            return Selection.of(ready.rows[s.id] for group in chosen for s in self.groups[group.id].samples)
 
         return sampler
 
@@ -445,12 +445,12 @@ class SampleBuffer:
         if not self._columns:
             return list(self._ready.values())
         rows = self.table.ready(TRAINING).rows
-        return [r for r in self._ready.values() if self._groups[r.id].samples[0].id in rows]
+        return [r for r in self._ready.values() if self.groups[r.id].samples[0].id in rows]
 
     def _forget(self, group_id: GroupId) -> Group:
         ready = self._ready.pop(group_id)
         self._held[ready.domain] -= ready.samples
-        group = self._groups.pop(group_id)
+        group = self.groups.pop(group_id)
         if not self._columns:
             return group
         return dataclasses.replace(group, samples=tuple(self._filled.pop(s.id) for s in group.samples))

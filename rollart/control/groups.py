@@ -231,7 +231,7 @@ class GroupTable:
         self._on_sample = on_sample
         self._on_retry = on_retry
         self._opened = 0
-        self._runs: dict[str, GroupRun] = {}
+        self.runs: dict[str, GroupRun] = {}
         self._leftover: dict[str, GroupRun] = {}
         """Complete or dropped groups with members that still run."""
 
@@ -239,7 +239,7 @@ class GroupTable:
         self._opened += 1
         state = GroupState(domain.group_size, self._max_attempts)
         run = GroupRun(group_id, domain, seed, state, seniority=self._opened)
-        self._runs[group_id] = run
+        self.runs[group_id] = run
         return run
 
     def finish(self, run: GroupRun, member: int, sample: TrainSample) -> None:
@@ -255,7 +255,7 @@ class GroupTable:
     def fail(self, run: GroupRun, member: int, reason: AbortReason, detail: str, incident: str = "") -> bool:
         """Handle a failed attempt of a member. True: retry it. False: the group is dropped (or was before), or its
         other members suffice: a redundant member that failed is not worth another attempt."""
-        if run.id not in self._runs:
+        if run.id not in self.runs:
             return False
         if run.spares(member):
             run.trying.discard(member)
@@ -277,28 +277,28 @@ class GroupTable:
 
     def under_way(self, domain: str) -> list[GroupRun]:
         """Incomplete groups of a domain, oldest first."""
-        return [run for run in self._runs.values() if run.domain.name == domain]
+        return [run for run in self.runs.values() if run.domain.name == domain]
 
     def unfinished(self) -> list[IncompleteGroup]:
         """The incomplete groups."""
-        return [IncompleteGroup(r.id, r.v0, r.domain.group_size, r.domain.name) for r in self._runs.values()]
+        return [IncompleteGroup(r.id, r.v0, r.domain.group_size, r.domain.name) for r in self.runs.values()]
 
     def get(self, group_id: str) -> GroupRun | None:
         """The incomplete group of that id."""
-        return self._runs.get(group_id)
+        return self.runs.get(group_id)
 
     def published(self, version: int, judged: StalenessCheck = StalenessCheck.EVERY_TURN) -> None:
         """Apply a new current version. With the staleness check at every turn: drop groups that can never be consumed
         whole, and restart stale members of the others. With the check at the batch: drop stale groups, and let their
         members run on."""
         if judged is StalenessCheck.AT_BATCH:
-            for run in list(self._runs.values()):
+            for run in list(self.runs.values()):
                 begun = [*run.state.finished.values(), *(live.begun for live in run.live.values())]
                 if any(self._bound.stale(v0, version) for v0 in begun):
                     self._give_up(run, AbortReason.STALE, f"begun too long before v{version}")
         if judged is not StalenessCheck.EVERY_TURN:
             return
-        for run in list(self._runs.values()):
+        for run in list(self.runs.values()):
             if run.state.published(version, self._bound) is GroupDecision.DROP:
                 self.drop(run, AbortReason.STALE, f"a finished member is stale at v{version}")
             else:
@@ -306,7 +306,7 @@ class GroupTable:
                 run.cancel(stale, AbortReason.STALE)
 
     def cancel_all(self, reason: AbortReason) -> None:
-        for run in [*self._runs.values(), *self._leftover.values()]:
+        for run in [*self.runs.values(), *self._leftover.values()]:
             run.cancel(list(run.live), reason)
 
     def ended(self, run: GroupRun) -> None:
@@ -319,15 +319,15 @@ class GroupTable:
         self._on_drop(run, reason, detail)
 
     def _leave(self, run: GroupRun, reason: AbortReason) -> None:
-        del self._runs[run.id]
+        del self.runs[run.id]
         run.ended = reason
         if run.live:
             self._leftover[run.id] = run
 
     def holds(self, run: GroupRun) -> bool:
         """True if the group is still incomplete and not dropped."""
-        return self._runs.get(run.id) is run
+        return self.runs.get(run.id) is run
 
     def live(self) -> int:
         """Number of running trajectories of incomplete groups."""
-        return sum(len(run.live) for run in self._runs.values())
+        return sum(len(run.live) for run in self.runs.values())

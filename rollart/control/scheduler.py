@@ -481,7 +481,7 @@ class Scheduler:
         self._slots, self._rounds = self._admitting.slots, self._admitting.rounds
         # Rewards that are a separate stage wait until every trajectory of the batch has ended.
         stage = TurnBarrier() if self._rules.rewarding is RewardStage.INLINE else FreeRunning()
-        self._groups = GroupTable(
+        self.groups = GroupTable(
             bound=self._bound,
             max_attempts=settings.max_attempts,
             on_complete=self._completed,
@@ -490,7 +490,7 @@ class Scheduler:
             on_retry=buffer.changed,
         )
         if buffer.pace is not None:
-            buffer.pace.unfinished = self._groups.unfinished
+            buffer.pace.unfinished = self.groups.unfinished
         self._freed = asyncio.Event()
         self._prefetch = prefetch
         if prefetch is not None:
@@ -505,7 +505,7 @@ class Scheduler:
         window = max(WINDOW, FAULT_WINDOW_BATCHES * sum(d.quota for d in domains))
         self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults, window)
         self._attempts = AttemptRunner(
-            self._groups,
+            self.groups,
             runner,
             rewarding,
             journal,
@@ -539,7 +539,7 @@ class Scheduler:
                     self._freed.clear()
                     await self._freed.wait()
             self._end_surplus()  # after a resume without a step left, `close` preceded its groups
-            self._groups.cancel_all(AbortReason.SHUTDOWN)
+            self.groups.cancel_all(AbortReason.SHUTDOWN)
             if self._prefetch is not None:
                 self._prefetch.close()
         self._cancellations.report(version())
@@ -566,7 +566,7 @@ class Scheduler:
         if self._pace is not None:
             self._pace.ended(g.id for g in consumed)
             self._pace.published(asyncio.get_running_loop().time())
-        self._groups.published(version, self._rules.judged)
+        self.groups.published(version, self._rules.judged)
         self._evict(version)
         self._buffer.changed()
         if self._prefetch is not None:
@@ -599,7 +599,7 @@ class Scheduler:
     async def drained(self) -> None:
         """Returns when weights may change: at once, or when no trajectory is live (whole batches end under their
         initial weights)."""
-        while not self._rules.may_publish(running=self._groups.live()):
+        while not self._rules.may_publish(running=self.groups.live()):
             self._attempts.quiet.clear()
             await self._attempts.quiet.wait()
 
@@ -608,7 +608,7 @@ class Scheduler:
         return dict(self._slots.outstanding)
 
     def live(self) -> int:
-        return self._groups.live()
+        return self.groups.live()
 
     @property
     def round(self) -> str:
@@ -640,17 +640,17 @@ class Scheduler:
         for launch in launches:
             prompt = launch.prompt
             if prompt.group in self._slots.held:
-                run = self._groups.open(prompt.group, prompt.domain, prompt.seed)
+                run = self.groups.open(prompt.group, prompt.domain, prompt.seed)
                 run.opened = asyncio.get_running_loop().time()
                 opened.append((launch, run))
         for launch, run in opened:
             for sample in launch.samples:
                 member = member_index(sample.id)
                 fits = member not in run.samples and not self._bound.stale(sample.v0, version)
-                if fits and self._groups.holds(run):
-                    self._groups.finish(run, member, sample)
+                if fits and self.groups.holds(run):
+                    self.groups.finish(run, member, sample)
         for launch, run in opened:
-            if self._groups.holds(run):
+            if self.groups.holds(run):
                 self._start(tasks, run, [m for m in range(launch.members) if m not in run.samples])
 
     async def _readmit(self, tasks: asyncio.TaskGroup, recovered: Recovered, version: int) -> None:
@@ -727,8 +727,8 @@ class Scheduler:
 
     def _surplus(self, group_id: GroupId, domain: Domain) -> None:
         """End a group that the full batch does not need."""
-        if (run := self._groups.get(group_id)) is not None:
-            self._groups.dismiss(run, AbortReason.REDUNDANT)
+        if (run := self.groups.get(group_id)) is not None:
+            self.groups.dismiss(run, AbortReason.REDUNDANT)
             self._cancellations.dropped(run)
         self._release(group_id, AbortReason.REDUNDANT)
         self._event("group_redundant", group_id, domain=domain.name)
@@ -737,8 +737,8 @@ class Scheduler:
         """End the launch of these prompts. They wait for a later round, each as a new group."""
         for prompt in prompts:
             old = prompt.group
-            if (run := self._groups.get(old)) is not None:
-                self._groups.dismiss(run, AbortReason.DEFERRED)
+            if (run := self.groups.get(old)) is not None:
+                self.groups.dismiss(run, AbortReason.DEFERRED)
             if old not in self._slots.held:  # a replacement of a dropped prompt that has not begun
                 rounds.replacements = [r for r in rounds.replacements if r.prompt is not prompt]
                 self._again.append((old, prompt.journal_domain, prompt.seed))

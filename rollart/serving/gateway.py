@@ -60,13 +60,13 @@ class Gateway:
         self._limits = limits
         self._on_suspect = on_suspect
         self._recorder = recorder
-        self._roster = EngineRegistry(seats or {})
+        self.registry = EngineRegistry(seats or {})
         # One weight transfer per engine at a time: an update of all, or the catch-up of a returning engine.
         self._moving = asyncio.Lock()
-        self._turns = TurnExecutor(
+        self.turns = TurnExecutor(
             leases,
             limits,
-            self._roster,
+            self.registry,
             router or RoutingPolicy(),
             version,
             self._doubt,
@@ -78,41 +78,41 @@ class Gateway:
         self.on_lost: Callable[[EngineId], None] = lambda _: None
         """Called with an engine that no longer serves."""
         self.updates = updates(
-            UpdateContext(self._turns, self._roster, leases, limits, pause, self._suspect, self._event)
+            UpdateContext(self.turns, self.registry, leases, limits, pause, self._suspect, self._event)
         )
         """Weight updates; their `run` belongs to the owner of the gateway."""
 
     @property
     def version(self) -> int:
-        return self._turns.version
+        return self.turns.version
 
     @property
     def served(self) -> int:
         """Turns generated so far."""
-        return self._turns.served
+        return self.turns.served
 
     @property
     def paths(self) -> Mapping[str, int]:
         """Turns by routing reason; empty while load alone decides."""
-        return self._turns.paths
+        return self.turns.paths
 
     @property
     def entrance(self) -> KvAdmission | None:
         """The admission control of engines' KV memory; its `run` must run as long as the gateway is used."""
-        return self._turns.entrance
+        return self.turns.entrance
 
     @property
     def routes(self) -> Routes:
-        return self._turns.router.routes
+        return self.turns.router.routes
 
     def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: EnginePlacement | None = None) -> None:
         """Add an engine with `version` loaded. A lost engine may join again under the same id and keeps its present
         placement, so `seat` is used only the first time."""
-        member = self._roster.join(engine, version=version, shares=shares, seat=seat)
+        member = self.registry.join(engine, version=version, shares=shares, seat=seat)
         shares.release()
         if self.entrance is not None:
             self.entrance.joined(member)
-        self._turns.notify()
+        self.turns.notify()
 
     async def bring_in(
         self,
@@ -141,111 +141,111 @@ class Gateway:
 
     def trust(self, engine_id: EngineId) -> bool:
         """Mark a suspected engine healthy after a passing health check. False if it was lost meanwhile."""
-        member = self._roster.members.get(engine_id)
+        member = self.registry.members.get(engine_id)
         if member is None or not member.healthy:
             return False
         member.doubted = False
-        self._turns.notify()
+        self.turns.notify()
         return True
 
     def condemned(self, engine_id: EngineId) -> str:
         """The reason to restart the engine although its health check may pass; '' if there is none."""
-        member = self._roster.members.get(engine_id)
+        member = self.registry.members.get(engine_id)
         return "" if member is None else member.condemned
 
     def lose(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
         """Mark the engine lost: its sessions continue on other engines with a full prefill."""
-        member = self._roster.members.get(engine_id)
+        member = self.registry.members.get(engine_id)
         if member is None or not member.healthy:
             return
         member.healthy = False
         member.shares.hold(ResourceState.DOWN, cause)
-        self._turns.unhome(member)
+        self.turns.unhome(member)
         self.on_lost(engine_id)
         self.updates.lost()
 
     def spare(self, engine_id: EngineId) -> bool:
         """True if the run can continue without this engine: another one serves and does not drain."""
-        return any(m.keeps for e, m in self._roster.members.items() if e != engine_id)
+        return any(m.keeps for e, m in self.registry.members.items() if e != engine_id)
 
     def seat_of(self, engine_id: EngineId) -> EnginePlacement | None:
-        return self._roster.seat_of(engine_id)
+        return self.registry.seat_of(engine_id)
 
     def follow(self, routes: Routes) -> None:
         """Apply routes from the next turn on. Trajectories keep their sticky engines. If the shares change, earlier
         assignments no longer count."""
-        self._turns.follow(routes)
+        self.turns.follow(routes)
 
     def flip(self, engine_id: EngineId, role: EngineRole) -> None:
         """Set the engine's role from the next turn on. Only the router changes, not the engine: running turns end where
         they are, and a trajectory whose sticky engine becomes a prefill engine fetches its KV from there."""
-        seat = self._roster.seat_of(engine_id)
+        seat = self.registry.seat_of(engine_id)
         if seat is None:
             raise ValueError(f"engine {engine_id} has no seat (rule: an engine that joined, or was given one)")
         if seat.role is not role:
-            self._roster.seat(engine_id, dataclasses.replace(seat, role=role))
+            self.registry.seat(engine_id, dataclasses.replace(seat, role=role))
             self._event("role_flipped", engine_id, before=str(seat.role), after=str(role))
-            self._turns.notify()
+            self.turns.notify()
 
     def seats(self) -> Mapping[EngineId, EnginePlacement]:
         """The placement of every engine that joined and has not left for good."""
-        return {m.engine.id: m.seat for m in self._roster.members.values()}
+        return {m.engine.id: m.seat for m in self.registry.members.values()}
 
     def stable(self) -> set[EngineId]:
         """Engines that serve or are only suspected, and do not drain."""
-        return {m.engine.id for m in self._roster.members.values() if m.keeps}
+        return {m.engine.id for m in self.registry.members.values() if m.keeps}
 
     def at(self, kind: EngineKind) -> list[EngineId]:
         """Engines of a kind in the order in which to flip them: fewest sessions first, then by id."""
-        members = [m for m in self._roster.members.values() if m.seat.kind == kind]
+        members = [m for m in self.registry.members.values() if m.seat.kind == kind]
         return [m.engine.id for m in sorted(members, key=lambda m: (not m.serves, len(m.sessions), m.engine.id))]
 
     def retire(self, engine_id: EngineId) -> None:
         """Send no turn to the engine until it joins again. Its trajectories continue on other engines from their next
         turn on, with a full prefill."""
-        member = self._roster.members[engine_id]
+        member = self.registry.members[engine_id]
         member.draining = True
-        self._turns.unhome(member)
+        self.turns.unhome(member)
 
     async def drain(self, engine_id: EngineId, *, seconds: float) -> None:
         """Retire the engine; returns when its running turns have ended. `LeaseExpired` after `seconds`."""
         self.retire(engine_id)
-        member = self._roster.members[engine_id]
+        member = self.registry.members[engine_id]
         async with self._leases.hold("rebalance", f"{engine_id} to drain", seconds, Expiry.RETRY):
-            await self._turns.quiet(member)
+            await self.turns.quiet(member)
 
     async def lend(self, engine_id: EngineId, *, seconds: float) -> None:
         """Stop serving on the engine until `take_back`: its running turns continue on other engines with the tokens
         they have. Returns when they left, or once it is taken back; `EngineError` or, after `seconds`,
         `LeaseExpired`."""
-        member = self._roster.members[engine_id]
+        member = self.registry.members[engine_id]
         member.away, member.asked = True, frozenset(member.shares.requests)
         self.retire(engine_id)
         async with self._leases.hold("lending", f"{engine_id} to be left", seconds, Expiry.RETRY):
             await member.engine.abort(sorted(member.asked))
-            await self._turns.quiet(member)
+            await self.turns.quiet(member)
         if member.away:
             member.shares.hold(ResourceState.IDLE, "lent")
 
     def take_back(self, engine_id: EngineId) -> None:
         """Let a lent engine serve again, if it has not left."""
-        member = self._roster.members.get(engine_id)
+        member = self.registry.members.get(engine_id)
         if member is not None and member.away:
             member.away = member.draining = False
             if member.healthy:
                 member.shares.release()
-            self._turns.notify()
+            self.turns.notify()
 
     def homes(self) -> Mapping[str, EngineId]:
         """The sticky engine of each session that has one."""
-        return {session: m.engine.id for m in self._roster.members.values() for session in m.sessions}
+        return {session: m.engine.id for m in self.registry.members.values() for session in m.sessions}
 
     def leave(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
         """Remove the engine from the registry for good. Its unanswered turns are routed again. `cause` is recorded for
         the time until the engine is closed."""
         self.lose(engine_id, cause=cause)
-        self._roster.leave(engine_id)
-        self._turns.notify()
+        self.registry.leave(engine_id)
+        self.turns.notify()
 
     @contextlib.asynccontextmanager
     async def still(self) -> AsyncIterator[None]:
@@ -256,12 +256,12 @@ class Gateway:
 
     def load(self) -> Mapping[EngineKind, KindLoad]:
         """The load of all registered engines, by kind."""
-        return self._roster.load(asyncio.get_running_loop().time(), self._limits.slots)
+        return self.registry.load(asyncio.get_running_loop().time(), self._limits.slots)
 
     async def stats(self) -> Mapping[EngineId, EngineStats]:
         """The counters of every engine that serves and answers."""
         found: dict[EngineId, EngineStats] = {}
-        for member in [m for m in self._roster.members.values() if m.serves]:
+        for member in [m for m in self.registry.members.values() if m.serves]:
             waiting_for = f"the counters of {member.engine.id}"
             with contextlib.suppress(EngineError, LeaseExpired):
                 async with self._leases.hold("gateway", waiting_for, STATS_S, Expiry.RETRY):
@@ -295,16 +295,16 @@ class Gateway:
         turn = TurnRequest(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
         turn.prompt, turn.last, turn.listener, turn.vocab = prompt, last, told, self._limits.vocab
         turn.length = len(token_ids) if length is None else length
-        return self._turns.generate(turn)
+        return self.turns.generate(turn)
 
     def finished(self, session: str) -> None:
         """Add the length of a trajectory that ended by itself to the statistics of its domain."""
-        self._turns.finished(session)
+        self.turns.finished(session)
 
     async def forget(self, session: str) -> None:
         """End the session: its engines may drop its KV."""
         self.updates.ended(session)
-        for member in self._turns.forget(session):
+        for member in self.turns.forget(session):
             with contextlib.suppress(EngineError):
                 await member.engine.release(session)
 
@@ -314,7 +314,7 @@ class Gateway:
 
         def current(version: int) -> None:
             on_version(version)
-            self._turns.handed.report(version, self._event, self.paths)
+            self.turns.handed.report(version, self._event, self.paths)
             if self.entrance is not None:
                 self.entrance.report(version)
 

@@ -298,7 +298,7 @@ class KvAdmission:
     def __init__(
         self,
         settings: ConcurrencySettings,
-        roster: EngineRegistry,
+        registry: EngineRegistry,
         leases: Leases,
         tell: EmitEvent,
         place: Callable[[TurnRequest], bool | None],
@@ -306,7 +306,7 @@ class KvAdmission:
         """`place` assigns a turn's trajectory to an engine: True if it has an engine, False if it has to wait, None
         if no engine is eligible at all."""
         self._settings = settings
-        self._roster = roster
+        self._registry = registry
         self._leases = leases
         self._tell = tell
         self._place = place
@@ -494,11 +494,11 @@ class KvAdmission:
         return max(tokens, int(self._final.get(domain, 0.0)))
 
     def _homes(self) -> list[RegisteredEngine]:
-        return [m for m in self._roster.members.values() if m.seat.role is not EngineRole.PREFILL]
+        return [m for m in self._registry.members.values() if m.seat.role is not EngineRole.PREFILL]
 
     async def _look(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for member in self._roster.members.values():
+            for member in self._registry.members.values():
                 if member.healthy:
                     tasks.create_task(self._ask(member), name=f"pressure of {member.engine.id}")
         engines = [m for m in self._homes() if m.serves]

@@ -30,14 +30,14 @@ class TurnRouter:
     def __init__(
         self,
         limits: GatewayLimits,
-        roster: EngineRegistry,
+        registry: EngineRegistry,
         router: RoutingPolicy,
         version: int,
         tell: EmitEvent,
         together: GroupColocation | None = None,
     ) -> None:
         self._limits = limits
-        self._roster = roster
+        self.registry = registry
         self.router = router
         self._special = False
         """True if routing needs more than load and version."""
@@ -82,11 +82,11 @@ class TurnRouter:
                 self.entrance.gave_up(session)
             return []
         if kv.home is not None:
-            home = self._roster.members.get(kv.home)
+            home = self.registry.members.get(kv.home)
             if home is not None:
                 home.sessions.discard(session)
         self._depart(session, kv)
-        members = [m for m in map(self._roster.members.get, kv.held) if m is not None]
+        members = [m for m in map(self.registry.members.get, kv.held) if m is not None]
         if self.together is not None:
             self.together.ended(session)
         if self.entrance is not None:
@@ -104,37 +104,37 @@ class TurnRouter:
             kv.whole = True
 
     def _look(self) -> None:
-        plain = self.router.plain(self._roster.kinds) and self.entrance is None
-        self._special = self._roster.roles or not plain
+        plain = self.router.plain(self.registry.kinds) and self.entrance is None
+        self._special = self.registry.roles or not plain
 
     def _route_now(self, turn: TurnRequest) -> TurnRoute | None:
         """The turn's route; None while the gate is closed or no engine is eligible."""
         if not self.gate.is_set():
             return None
-        kv, roster = self._known(turn.session), self._roster
+        kv, registry = self._known(turn.session), self.registry
         if kv is None:
             return None
         version = kv.version
-        home = roster.home(kv.home, version)
+        home = registry.home(kv.home, version)
         if self.together is not None and home is None:
             home = self._seated(turn, kv)
-        if self.entrance is not None and (home is None or turn.session not in home.kv) and roster.serve(version):
+        if self.entrance is not None and (home is None or turn.session not in home.kv) and registry.serve(version):
             return None  # the trajectory must be admitted first
-        if home is not None and not roster.roles:
+        if home is not None and not registry.roles:
             return kv, home, None
         path = self._choose(turn, kv, home)
         if path is None:
             return None
-        decode = roster.members[path.decode]
+        decode = registry.members[path.decode]
         if home is not decode:
             self._settle(turn, kv, decode, path.preferred)
-        return kv, decode, None if path.prefill is None else roster.members[path.prefill]
+        return kv, decode, None if path.prefill is None else registry.members[path.prefill]
 
     def _known(self, session: str) -> SessionKv | None:
         """The session's KV state at the version of its next turn; None while no engine may serve it."""
         kv, version = self._sessions.get(session), self.version
         if self.lag:
-            serving = self._roster.serving(kv, version, self.lag, self._limits.slots)
+            serving = self.registry.serving(kv, version, self.lag, self._limits.slots)
             if serving is None:
                 return None
             version = serving
@@ -148,10 +148,10 @@ class TurnRouter:
         """Assign the turn's trajectory to an engine with free KV memory. True: assigned; None: no eligible engine."""
         if not self.gate.is_set():
             return False
-        roster, kv = self._roster, self._known(turn.session)
-        if kv is None or not roster.serve(kv.version):
+        registry, kv = self.registry, self._known(turn.session)
+        if kv is None or not registry.serve(kv.version):
             return None
-        home = roster.home(kv.home, kv.version)
+        home = registry.home(kv.home, kv.version)
         if home is not None and turn.session in home.kv:
             return True
         assert self.entrance is not None
@@ -163,14 +163,14 @@ class TurnRouter:
         path = self._choose(turn, kv, None, lambda member: entrance.takes(member, turn, seats))
         if path is None:
             return False
-        self._settle(turn, kv, roster.members[path.decode], path.preferred)
+        self._settle(turn, kv, registry.members[path.decode], path.preferred)
         return True
 
     def _seated(self, turn: TurnRequest, kv: SessionKv) -> RegisteredEngine | None:
         """The engine of the turn's group, if it has a slot for the trajectory, which is then assigned to it."""
         assert self.together is not None
         unit = self.together.seat(
-            turn.session, lambda home: self._roster.home(home.engine.id, kv.version) is home and home.serves
+            turn.session, lambda home: self.registry.home(home.engine.id, kv.version) is home and home.serves
         )
         if unit is None or unit.home is None:
             return None
@@ -196,9 +196,9 @@ class TurnRouter:
         takes: Callable[[RegisteredEngine], bool] | None = None,
     ) -> TurnPath | None:
         """`takes`: the filter for decode engines."""
-        roster = self._roster
+        registry = self.registry
         if not self._special:
-            loads = _without_avoided(turn, kv, roster.loads(turn.session, kv.version))
+            loads = _without_avoided(turn, kv, registry.loads(turn.session, kv.version))
             chosen = choose_engine(loads, sticky=None, version=kv.version)
             return None if chosen is None else TurnPath(chosen, None, "least loaded")
         view = TurnView(
@@ -211,7 +211,7 @@ class TurnRouter:
             at_home=turn.at_home,
         )
         now = asyncio.get_running_loop().time()
-        views = roster.views(
+        views = registry.views(
             turn.session, kv.version, home, kv.cached, now, self._limits.slots, takes, self.entrance is not None
         )
         path = route(
@@ -228,7 +228,7 @@ class TurnRouter:
 
     def _settle(self, turn: TurnRequest, kv: SessionKv, member: RegisteredEngine, preferred: bool) -> None:
         """Make this engine the trajectory's sticky engine."""
-        old = None if kv.home is None else self._roster.members.get(kv.home)
+        old = None if kv.home is None else self.registry.members.get(kv.home)
         if old is not None:
             old.sessions.discard(turn.session)
             old.kv.drop(turn.session)
@@ -242,7 +242,7 @@ class TurnRouter:
             wanted = 0 if self.entrance is None else self.entrance.wanted(turn.domain, turn.length)
             self.together.settled(turn.session, member, preferred=preferred, wanted=wanted)
         if self._special:
-            doubts = () if preferred else self._roster.doubts(asyncio.get_running_loop().time())
+            doubts = () if preferred else self.registry.doubts(asyncio.get_running_loop().time())
             self._book.homed(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)
 
     def _visit(self, session: str, kv: SessionKv, source: RegisteredEngine) -> None:
@@ -254,7 +254,7 @@ class TurnRouter:
         kv.lies_at(source.engine.id)
 
     def _depart(self, session: str, kv: SessionKv) -> None:
-        host = None if kv.guest_of is None else self._roster.members.get(kv.guest_of)
+        host = None if kv.guest_of is None else self.registry.members.get(kv.guest_of)
         if host is not None:
             host.guests.discard(session)
 

@@ -57,7 +57,7 @@ class TurnExecutor(TurnRouter):
         self,
         leases: Leases,
         limits: GatewayLimits,
-        roster: EngineRegistry,
+        registry: EngineRegistry,
         router: RoutingPolicy,
         version: int,
         doubt: Callable[[RegisteredEngine, EngineError | LeaseExpired], None],
@@ -65,7 +65,7 @@ class TurnExecutor(TurnRouter):
         concurrency: ConcurrencySettings | None = None,
         together: GroupColocation | None = None,
     ) -> None:
-        super().__init__(limits, roster, router, version, tell, together)
+        super().__init__(limits, registry, router, version, tell, together)
         self._leases = leases
         self._doubt = doubt
         self._changed = asyncio.Event()
@@ -74,7 +74,7 @@ class TurnExecutor(TurnRouter):
         self.handed = HandoffCounts()
         self.handoffs = None if limits.handoffs == 0 else HandoffQueue(limits.handoffs, limits.slots)
         if concurrency is not None:
-            self.entrance = KvAdmission(concurrency, roster, leases, tell, place=self._place)
+            self.entrance = KvAdmission(concurrency, registry, leases, tell, place=self._place)
             if together is not None:
                 self.entrance.hold_together(together, self.follow_group)
 
@@ -306,7 +306,7 @@ class TurnExecutor(TurnRouter):
         """The reason why KV that `source` computed under `version` may not go to `home` now; None if it may."""
         if (not self.lag and self.version != version) or not self.gate.is_set():
             return HandoffRevoked("the weights change")
-        return handoff_obstacle(version, source, home, self._roster.members)
+        return handoff_obstacle(version, source, home, self.registry.members)
 
     async def _drop(self, source: RegisteredEngine, request: GenerateRequest) -> None:
         """Discard the KV that `source` keeps for this request."""

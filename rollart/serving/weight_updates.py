@@ -27,7 +27,7 @@ class UpdateContext:
     that failed to load."""
 
     turns: TurnExecutor
-    roster: EngineRegistry
+    registry: EngineRegistry
     leases: Leases
     limits: GatewayLimits
     pause: PauseMode
@@ -47,7 +47,7 @@ class WeightUpdates(abc.ABC):
 
     def __init__(self, context: UpdateContext) -> None:
         self._turns = context.turns
-        self._roster = context.roster
+        self._registry = context.registry
         self._leases = context.leases
         self._limits = context.limits
         self._pause = context.pause
@@ -99,7 +99,7 @@ class AllAtOnceUpdates(WeightUpdates):
         self._turns.gate.clear()
         try:
             await self._take_back(weights.version)
-            members = self._roster.members
+            members = self._registry.members
             versions = {e: m.version for e, m in members.items()}
             targets = [
                 members[EngineId(e)]

@@ -333,7 +333,7 @@ class RollingUpdater(WeightUpdates):
             self._policy = dataclasses.replace(self._policy, probe=found)
         self._since = asyncio.get_running_loop().time()
         self._iteration = _Iteration()
-        for member in self._roster.members.values():
+        for member in self._registry.members.values():
             name = member.engine.id
             self._iteration.left[name] = len(member.sessions)
             self._iteration.homes |= dict.fromkeys(member.sessions, name)
@@ -371,7 +371,7 @@ class RollingUpdater(WeightUpdates):
         return tuple(self._loading.values())
 
     def _members(self) -> Iterable[RegisteredEngine]:
-        return self._roster.members.values()
+        return self._registry.members.values()
 
     def _states(self, *, prefill: bool) -> list[EngineState]:
         """Prefill engines serve no turn alone, so they are planned separately. A suspected or draining engine counts as
@@ -395,7 +395,7 @@ class RollingUpdater(WeightUpdates):
         """Start the updates that are due, and set the lag that may serve meanwhile."""
         if self._weights is None or self._tasks is None:
             return
-        version, members = self._turns.version, self._roster.members
+        version, members = self._turns.version, self._registry.members
         policy: UpdatePolicy = AllAtOnce() if self._settling else self._policy
         waits = False
         for prefill in (False, True):

@@ -14,7 +14,7 @@ from serverless.types import Invocation
 
 
 @dataclass(slots=True)
-class _GroupState:
+class StoredGroup:
     domain: str
     seed: int
     state: str = "live"
@@ -33,7 +33,7 @@ class MemoryRecorder:
     versions: list[tuple[int, int, Mapping[str, float]]] = field(default_factory=list)
     stamps: dict[int, str] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
-    _groups: dict[str, _GroupState] = field(default_factory=dict)
+    groups: dict[str, StoredGroup] = field(default_factory=dict)
     _samples: dict[str, TrainSample] = field(default_factory=dict)
     _gone: dict[str, str] = field(default_factory=dict)
 
@@ -56,7 +56,7 @@ class MemoryRecorder:
         self.charges.append(charge)
 
     async def admit(self, group: str, domain: str, seed: int) -> None:
-        known = self._groups.setdefault(group, _GroupState(domain, seed))
+        known = self.groups.setdefault(group, StoredGroup(domain, seed))
         if (known.domain, known.seed, known.state) != (domain, seed, "live"):
             raise RunFailed(f"group {group} was admitted before, as {known} (rule: a group's id is used once)")
 
@@ -66,7 +66,7 @@ class MemoryRecorder:
         if sample.id in self._samples:
             await self.outdate(sample.id)
         self.charge(charge)
-        group = self._groups.get(sample.group)
+        group = self.groups.get(sample.group)
         if group is not None and group.state != "live":
             self._gone[sample.id] = "dropped"
             self._samples.pop(sample.id, None)
@@ -79,7 +79,7 @@ class MemoryRecorder:
                 self.charges[i] = replace(charge, outcome=str(AbortReason.STALE))
 
     async def drop(self, group: str, reason: str) -> None:
-        known = self._groups.get(group)
+        known = self.groups.get(group)
         if known is None:
             raise RunFailed(f"group {group} is dropped but was never admitted")
         if known.state == "consumed":
@@ -102,7 +102,7 @@ class MemoryRecorder:
             if id_ not in self._samples:
                 raise RunFailed(f"sample {id_} is to be trained, but it was {self._gone.get(id_, 'never finished')}")
         for group in groups:
-            if group not in self._groups or self._groups[group].state != "live":
+            if group not in self.groups or self.groups[group].state != "live":
                 raise RunFailed(f"group {group} is to be trained, but it is not live")
         if len(set(ids)) != len(ids) or len(set(groups)) != len(groups):
             raise RunFailed("a sample or group is twice in the batch (rule: none is trained twice)")
@@ -110,7 +110,7 @@ class MemoryRecorder:
             del self._samples[id_]
             self._gone[id_] = "trained"
         for group in groups:
-            self._groups[group].state = "consumed"
+            self.groups[group].state = "consumed"
         self.versions.append((version, step, dict(metrics)))
         if stamp:
             self.stamps[version] = stamp
@@ -119,17 +119,17 @@ class MemoryRecorder:
         if not self.versions:
             return None
         drawn: dict[str, int] = {}
-        for group in self._groups.values():
+        for group in self.groups.values():
             drawn[group.domain] = drawn.get(group.domain, 0) + 1
-        live = {name for name, group in self._groups.items() if group.state == "live"}
+        live = {name for name, group in self.groups.items() if group.state == "live"}
         times = [i.t1 for i in self.intervals] + [e.t for e in self.events] + [c.t1 for c in self.charges]
         return Recovered(
             version=self.versions[-1][0],
             step=self.versions[-1][1],
-            samples=tuple(s for s in self._samples.values() if s.group in live or s.group not in self._groups),
-            pending=tuple((name, g.domain, g.seed) for name, g in self._groups.items() if g.state == "live"),
+            samples=tuple(s for s in self._samples.values() if s.group in live or s.group not in self.groups),
+            pending=tuple((name, g.domain, g.seed) for name, g in self.groups.items() if g.state == "live"),
             seeds_drawn=drawn,
             clock=max(times, default=0.0),
-            consumed=Counter(g.domain for g in self._groups.values() if g.state == "consumed"),
+            consumed=Counter(g.domain for g in self.groups.values() if g.state == "consumed"),
             stamps=dict(self.stamps),
         )

@@ -51,7 +51,7 @@ class FleetSubject:
         return {span.version for answer in answers for span in answer.spans}
 
     def sessions(self, engine: EngineId) -> int:
-        return len(self.gateway._roster.members[engine].sessions)
+        return len(self.gateway.registry.members[engine].sessions)
 
     def of(self, kind: EngineKind) -> list[EngineId]:
         return [e for e, seat in self.gateway.seats().items() if seat.kind == kind]

@@ -191,6 +191,6 @@ def test_a_batch_that_grows_is_a_batch(arrivals: list[tuple[str, int]], version:
     assert whole == all(sum(g.domain == d for g in fresh) >= 2 for d in "ab")
     assert {g.id for g in taken} <= {g.id for g in fresh}
     assert len({g.id for g in taken}) == len(taken)
-    left = set(buffer._groups)
+    left = set(buffer.groups)
     assert left == {g.id for g in coming} - {g.id for g in taken}
     assert buffer._held == {d: sum(len(g.samples) for g in coming if g.id in left and g.domain == d) for d in "ab"}

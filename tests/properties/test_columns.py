@@ -113,8 +113,8 @@ def test_every_row_is_filled_once_per_task_and_trained_with_all_of_them(world: S
         assert sum(world.control.scheduler.outstanding().values()) == 0, "every slot came back"
     assert not world.leases.book.open, "every lease ended"
     buffer = world.control.scheduler._buffer
-    assert set(buffer._filled) == {s.id for g in buffer._groups.values() for s in g.samples} | {
-        s.id for r in world.control.scheduler._groups._runs.values() for s in r.samples.values()
+    assert set(buffer._filled) == {s.id for g in buffer.groups.values() for s in g.samples} | {
+        s.id for r in world.control.scheduler.groups.runs.values() for s in r.samples.values()
     }, "nothing is kept of dropped samples"
 
 
@@ -148,7 +148,7 @@ def test_a_run_killed_at_any_moment_fills_again_and_trains_nothing_twice(
 
     async def resume() -> None:
         recovered = await journal.recover()
-        if recovered is not None or not journal._groups:  # else nothing was ever committed: such a run starts over
+        if recovered is not None or not journal.groups:  # else nothing was ever committed: such a run starts over
             await second.run(recovered)
 
     if committed < world.steps:

@@ -79,7 +79,7 @@ def test_no_group_starts_that_no_batch_can_take(world: SimulatedRun, fuzz: int) 
     loop.run(world.run(), seed=fuzz)
     assert world.published == list(range(1, world.steps + 1))
     assert sum(world.control.scheduler.outstanding().values()) == 0
-    assert all(g.state != "live" for g in world.journal._groups.values()), "every group ended"  # type: ignore[attr-defined]
+    assert all(g.state != "live" for g in world.journal.groups.values()), "every group ended"  # type: ignore[attr-defined]
 
 
 @settings(max_examples=40, deadline=None)
@@ -112,4 +112,4 @@ def test_a_resume_counts_what_late_batches_went_without(world: SimulatedRun, fuz
 
     loop.run(resume(), seed=fuzz + 1)
     assert journal.versions[-1][0] == world.steps
-    assert all(g.state != "live" for g in journal._groups.values()), "every group ended"
+    assert all(g.state != "live" for g in journal.groups.values()), "every group ended"

@@ -76,9 +76,9 @@ def conserved(world: SimulatedRun, batches: Any) -> None:
     for group, why in world.journal.dropped.items():
         if why != "deferred":
             ends[group.partition(RELAUNCH_MARK)[0]] += 1
-    admitted = {g.partition(RELAUNCH_MARK)[0] for g in world.journal._groups}
+    admitted = {g.partition(RELAUNCH_MARK)[0] for g in world.journal.groups}
     assert ends == dict.fromkeys(admitted, 1)
-    assert all(g.state != "live" for g in world.journal._groups.values())
+    assert all(g.state != "live" for g in world.journal.groups.values())
 
 
 def first(group: BaseExceptionGroup[BaseException]) -> RunFailed:

@@ -100,13 +100,13 @@ class World:
         # A turn's answer that reached the trajectory is the only one: nothing was generated to the end twice.
         assert max(self.fabric.answered.values()) == 1
         assert not self.run.leases.book.open
-        turns = self.run.control.gateway._turns
+        turns = self.run.control.gateway.turns
         assert not turns._sessions
         assert not turns.pulls._open
         if turns.handoffs is not None:
             assert not any(q.open or q.line for q in turns.handoffs._queues.values()), "every place was given back"
-        assert all(m.running == 0 and m.work_s == 0.0 for m in turns._roster.members.values())
-        assert not any(m.sessions or m.guests for m in turns._roster.members.values())
+        assert all(m.running == 0 and m.work_s == 0.0 for m in turns.registry.members.values())
+        assert not any(m.sessions or m.guests for m in turns.registry.members.values())
 
     def events(self, kind: str) -> list[dict[str, object]]:
         return [dict(e.fields) for e in self.run.recorder.events if e.kind == kind]  # type: ignore[attr-defined]

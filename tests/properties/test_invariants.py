@@ -76,7 +76,7 @@ def watch_outstanding(world: World) -> list[tuple[int, int]]:
         def charge(self, charge: Any) -> None:
             scheduler = world.control.scheduler
             # Counted where they are, not where the slots are kept: under way, waiting for their group, in the buffer.
-            groups = scheduler._groups._runs.values()
+            groups = scheduler.groups.runs.values()
             outstanding = sum(len(g.live) + len(g.samples) for g in groups) + sum(scheduler._buffer._held.values())
             assert outstanding <= sum(scheduler.outstanding().values())
             seen.append((outstanding, (world.alpha + 1) * batch))
@@ -130,7 +130,7 @@ def test_no_trajectory_outlives_its_bound(world: World, fuzz: int) -> None:
     class Published(list[int]):
         def append(self, version: int) -> None:
             original(version)
-            for run in world.control.scheduler._groups._runs.values():
+            for run in world.control.scheduler.groups.runs.values():
                 late.extend(
                     live.id
                     for live in run.live.values()

@@ -87,7 +87,7 @@ class Lent:
         assert self.lent == (), "everything was given back"
         assert made.control.lender is not None
         assert made.control.lender.lent == ()
-        assert not any(m.away or m.draining for m in made.control.gateway._roster.members.values())
+        assert not any(m.away or m.draining for m in made.control.gateway.registry.members.values())
         assert find_tiling_errors(self.recorder.intervals) == []
         by_device: dict[str, float] = defaultdict(float)
         for i in self.recorder.intervals:

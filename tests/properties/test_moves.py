@@ -153,9 +153,9 @@ class World:
         assert max(self.fabric.answered.values()) == 1, "no turn is generated twice"
         assert self.fabric.broken == [], "no KV crosses a version"
         assert not self.run.leases.book.open
-        turns = self.run.control.gateway._turns
+        turns = self.run.control.gateway.turns
         assert not turns._sessions
-        assert all(m.running == m.lent == 0 for m in turns._roster.members.values())
+        assert all(m.running == m.lent == 0 for m in turns.registry.members.values())
         self._check_devices()
         for event in self.recorder.events:
             if event.kind == "engine_drained":

@@ -88,9 +88,9 @@ async def bounded(run: Coroutine[Any, Any, None]) -> None:
 
 def seats(world: SimulatedRun) -> None:
     """Reserved slots of engines are those that groups reserved and have not used."""
-    turns = world.control.gateway._turns
+    turns = world.control.gateway.turns
     assert turns.together is not None
-    for member in turns._roster.members.values():
+    for member in turns.registry.members.values():
         units = [u for u in turns.together._units.values() if u.home is member]
         assert member.awaited == sum(u.free for u in units)
         assert member.kv.taken - len(member.kv) == member.awaited
@@ -99,12 +99,12 @@ def seats(world: SimulatedRun) -> None:
 def ended(world: SimulatedRun) -> None:
     """Every step was trained, every group ended, and no slot stays reserved."""
     assert len(world.trainer.batches) == world.steps
-    assert all(g.state != "live" for g in world.journal._groups.values())  # type: ignore[attr-defined]
+    assert all(g.state != "live" for g in world.journal.groups.values())  # type: ignore[attr-defined]
     assert sum(world.control.scheduler.outstanding().values()) == 0
-    turns = world.control.gateway._turns
+    turns = world.control.gateway.turns
     assert turns.together is not None
     assert not turns.together._units
-    assert all(m.awaited == 0 and m.kv.taken == len(m.kv) for m in turns._roster.members.values())
+    assert all(m.awaited == 0 and m.kv.taken == len(m.kv) for m in turns.registry.members.values())
 
 
 @settings(max_examples=100, deadline=None)
@@ -211,7 +211,7 @@ def rollout_s(*, together: bool, seed: int) -> tuple[float, int]:
 
         async def watching(request: Any) -> Any:
             nonlocal most
-            most = max(most, *(m.kv.taken for m in world.control.gateway._turns._roster.members.values()))
+            most = max(most, *(m.kv.taken for m in world.control.gateway.registry.members.values()))
             return await generate(request)
 
         engine.generate = watching

@@ -68,7 +68,7 @@ def watch(world: SimulatedRun) -> list[tuple[int, int, int, int]]:
                 (world.alpha + 1) * d.quota + int((factor - 1) * groups[d.name] + 1e-9) * d.group_size
                 for d in world.domains
             )
-            runs = scheduler._groups._runs.values()
+            runs = scheduler.groups.runs.values()
             live = sum(len(g.live) for g in runs)
             most = sum(int(g.domain.group_size * size + 1e-9) for g in runs)
             for run in runs:
@@ -111,7 +111,7 @@ def check(world: SimulatedRun) -> Counter[str]:
     assert sum(world.control.scheduler.outstanding().values()) == 0, "every slot came back"
     assert not world.leases.book.open, "every lease ended"
     assert {i for i, end in world.journal._gone.items() if end == "trained"} == set(trained)
-    assert all(g.state != "live" for g in world.journal._groups.values()), "every group ended"
+    assert all(g.state != "live" for g in world.journal.groups.values()), "every group ended"
     return trained
 
 
@@ -145,8 +145,8 @@ def test_tail_batching_trains_every_prompt_once_and_loses_none(world: SimulatedR
         assert every == {p for p in prompts | dict.fromkeys(lost, 1) if p.startswith(f"{domain.name}-")}
         given_up = len([p for p in lost if p.startswith(f"{domain.name}-")])
         assert drawn - given_up == world.steps * domain.quota // domain.group_size
-    for group, state in world.journal._groups.items():
-        first = world.journal._groups[group.partition(RELAUNCH_MARK)[0]]
+    for group, state in world.journal.groups.items():
+        first = world.journal.groups[group.partition(RELAUNCH_MARK)[0]]
         assert state.seed == first.seed, "a prompt keeps its seed"
 
 
@@ -208,7 +208,7 @@ def test_a_resume_loses_no_prompt_and_trains_none_twice(world: SimulatedRun, fuz
     lost = {g.partition(RELAUNCH_MARK)[0] for g, why in world.journal.dropped.items() if why != "deferred"}
     for domain in world.domains:
         drawn = {
-            p for p in (g.partition(RELAUNCH_MARK)[0] for g in world.journal._groups) if p.startswith(f"{domain.name}-")
+            p for p in (g.partition(RELAUNCH_MARK)[0] for g in world.journal.groups) if p.startswith(f"{domain.name}-")
         }
         assert drawn <= {*prompts, *lost}, "none is lost"
         assert drawn == {f"{domain.name}-{i}" for i in range(len(drawn))}, "and none was skipped"

@@ -58,7 +58,7 @@ class Seen:
 
         async def paused(mode: PauseMode) -> None:
             version = self.world.control.gateway.version
-            members = self.world.control.gateway._roster.members.values()
+            members = self.world.control.gateway.registry.members.values()
             serves = any(m.serves and version - m.version <= self.alpha for m in members)
             self.paused.append((engine.id, engine.running, serves))
             await pause(mode)

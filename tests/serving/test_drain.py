@@ -61,7 +61,7 @@ def test_kv_of_an_engine_that_went_is_not_fetched() -> None:
 def test_a_turn_that_is_cut_short_is_no_failed_attempt() -> None:
     async def main() -> None:
         bench = Bench({name: EnginePlacement("x") for name in "abc"}, rule_name="local")
-        turns = bench.gateway._turns
+        turns = bench.gateway.turns
         turns._limits = replace(turns._limits, attempts=1)
         for engine in bench.engines.values():
             engine.slow = 10.0

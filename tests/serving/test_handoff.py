@@ -152,7 +152,7 @@ def test_prefixes_are_spread_over_the_prefill_engines_until_their_trajectories_e
         assert [len(bench.requests(p)) for p in seats] == [2, 2, 2]
         await bench.ask((*PROMPT, *range(20)), session="s0")
         assert len(bench.requests("p0")) == 3, "a trajectory stays where its prefix is"
-        members = bench.gateway._roster.members
+        members = bench.gateway.registry.members
         for session in ("s0", "s3"):
             await bench.gateway.forget(session)
         assert [len(members[p].guests) for p in seats] == [0, 2, 2]
@@ -280,7 +280,7 @@ def test_a_cancelled_turn_frees_both_engines(at: float) -> None:
         assert bench.idle()
         assert sum(e.holds() for e in bench.engines.values()) == 0
         assert bench.charged == pytest.approx(at)
-        assert not bench.gateway._turns.pulls._open
+        assert not bench.gateway.turns.pulls._open
 
     virtual(main)
 
@@ -478,7 +478,7 @@ def test_an_engine_that_keeps_failing_hand_offs_is_left_alone_for_longer_and_lon
             await bench.ask(session=f"well {i}")
         assert len(bench.requests("p")) == before + 3
         assert len(bench.events("prefill_barred")) == len(barred)
-        assert bench.gateway._roster.members["p"].breaker == HandoffCircuitBreaker()
+        assert bench.gateway.registry.members["p"].breaker == HandoffCircuitBreaker()
 
     virtual(main)
 
@@ -589,7 +589,7 @@ def test_one_slow_turn_is_no_news_of_affinity_and_a_doubt_that_stays_is() -> Non
             {"a": EnginePlacement("h800", "H800"), "b": EnginePlacement("h20", "H20")},
             affinity=HardwareAffinity({"lake": "H800"}),
         )
-        member = bench.gateway._roster.members["a"]
+        member = bench.gateway.registry.members["a"]
 
         async def doubt(session: str, seconds: float) -> None:
             bench.gateway._doubt(member, slow)

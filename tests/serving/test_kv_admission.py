@@ -100,7 +100,7 @@ class Drive:
             assert completion.sampled == OUTPUT
             if not turn:
                 self.begun.append(name)
-            for member in self.gateway._turns._roster.members.values():
+            for member in self.gateway.registry.members.values():
                 self.homes[member.engine.id] += name in member.sessions and turn == 0
                 self.most[member.engine.id] = max(self.most[member.engine.id], len(member.kv))
             length += OUTPUT + NEW
@@ -206,7 +206,7 @@ def test_nobody_is_lost_or_starved(
     drive = Drive(tuple(rooms), count, ConcurrencySettings(aimd, {"d": FINAL}), turns=3, silent=silent)
     loop.run(drive.run(meddle=meddle), seed=seed)
     assert sorted(drive.ended) == sorted(f"t{n}" for n in range(count))
-    for member in drive.gateway._turns._roster.members.values():
+    for member in drive.gateway.registry.members.values():
         assert (len(member.kv), member.kv.total, member.kv.reserved, member.running) == (0, 0, 0, 0)
     entrance = drive.gateway.entrance
     assert entrance is not None
@@ -218,7 +218,7 @@ def test_who_gives_up_while_weights_change_is_forgotten() -> None:
         drive = Drive((100_000,), 0, ON)
         await drive.run()
         moving = asyncio.create_task(drive.gateway.update(WeightsRef(1, ""), lambda _: None))
-        drive.gateway._turns.gate.clear()
+        drive.gateway.turns.gate.clear()
         waiting = asyncio.create_task(
             drive.gateway.generate("t", (PROMPT,), Sampling(OUTPUT), spend=lambda _: None, domain="d")
         )

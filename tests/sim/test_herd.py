@@ -87,7 +87,7 @@ class Drive:
             self.seen.last = tuple(sum(column) / len(column) for column in zip(*looks[-10:], strict=True))
 
     async def run(self) -> Seen:
-        members = self.gateway._roster.members
+        members = self.gateway.registry.members
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(engine.run()) for engine in self.engines.values()]
             tasks += [group.create_task(self.trajectory(i)) for i in range(self.trajectories)]
@@ -98,7 +98,7 @@ class Drive:
             await asyncio.sleep(BACK_S - AWAY_S)
             for name in ("b0", "b1"):
                 members[name].draining = False
-                self.gateway._turns.unhome(members[name])
+                self.gateway.turns.unhome(members[name])
             await asyncio.sleep(END_S - BACK_S)
             for task in tasks:
                 task.cancel()

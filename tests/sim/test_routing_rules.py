@@ -91,10 +91,10 @@ async def simulate(w: Workload, rule: str) -> tuple[float, float]:
         """A trajectory in flight when the clock starts: its KV is on its sticky engine."""
         home = f"d{index % DECODES}"
         engines[home]._kv[session] = tokens
-        gateway._turns._sessions[session] = SessionKv(
+        gateway.turns._sessions[session] = SessionKv(
             0, home=home, cached={home: tokens}, held=(home,), returned={"tokens": tokens}
         )
-        gateway._turns._roster.members[home].sessions.add(session)
+        gateway.registry.members[home].sessions.add(session)
 
     async def agentic(index: int) -> None:
         nonlocal turns

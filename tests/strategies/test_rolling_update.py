@@ -113,7 +113,7 @@ def test_a_turn_does_not_wait_for_its_home_that_loads_while_another_serves() -> 
             )
 
         def home() -> str:
-            return next(name for name, m in fleet.gateway._turns._roster.members.items() if "a" in m.sessions)
+            return next(name for name, m in fleet.gateway.registry.members.items() if "a" in m.sessions)
 
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(updates.run())
@@ -122,7 +122,7 @@ def test_a_turn_does_not_wait_for_its_home_that_loads_while_another_serves() -> 
                 await turn(session)
             lived, began = home(), now()
             await fleet.publish(1)
-            assert [m.updating for m in fleet.gateway._turns._roster.members.values()] == [True, False]
+            assert [m.updating for m in fleet.gateway.registry.members.values()] == [True, False]
             assert lived == "e0", "the one that loads"
             await turn("a")
             took, lives = now() - began, home()
@@ -155,7 +155,7 @@ def test_a_version_whose_last_engine_left_for_good_is_loaded_by_another() -> Non
             updates.measured(1, {0: 0.01})
             updates.measured(2, {0: 0.01, 1: 0.01})
             await fleet.publish(2)
-            fleet.gateway._turns._roster.members[fleet.engines[1].id].draining = False
+            fleet.gateway.registry.members[fleet.engines[1].id].draining = False
             fleet.gateway.leave(fleet.engines[0].id)
             began = now()
             await turn()

@@ -182,10 +182,10 @@ def test_tail_batching_defers_the_tail_to_every_fifth_round() -> None:
 def test_a_deferred_prompt_is_the_same_prompt_generated_again() -> None:
     run = sleeping(8, 2, by_prompt(), tail=TailBatchingSpec(), steps=5)
     steps(run)
-    again = {g: s for g, s in run.journal._groups.items() if RELAUNCH_MARK in g}
+    again = {g: s for g, s in run.journal.groups.items() if RELAUNCH_MARK in g}
     assert len(again) == 8, "two are put off in each of four short rounds"
     for group, state in again.items():
-        assert state.seed == run.journal._groups[group.partition(RELAUNCH_MARK)[0]].seed
+        assert state.seed == run.journal.groups[group.partition(RELAUNCH_MARK)[0]].seed
         assert state.state == "consumed"
     assert all(version == sample.v0 for version, batch in run.trainer.batches for sample in batch), "on policy"
 

@@ -80,7 +80,7 @@ class Rollout:
 
         def sent(_: int) -> None:
             self.order.append(prompt)
-            (home,) = [e for e, m in self.gateway._turns._roster.members.items() if name in m.sessions]
+            (home,) = [e for e, m in self.gateway.registry.members.items() if name in m.sessions]
             self.homes[prompt] = home
 
         await self.gateway.generate(

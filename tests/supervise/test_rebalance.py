@@ -358,7 +358,7 @@ def test_a_pool_that_stays_down_asks_for_a_plan_and_so_does_its_return() -> None
         await asyncio.sleep(40.0)
         assert bench.planner.times("replan") == [], "a restart takes less than a minute"
         await asyncio.sleep(60.0)
-        shares = bench.gateway._roster.members["f0"].shares
+        shares = bench.gateway.registry.members["f0"].shares
         bench.gateway.join(bench.engines["f0"], version=0, shares=shares)
         await asyncio.sleep(60.0)
 
@@ -372,7 +372,7 @@ def test_engines_that_the_flows_do_not_know_get_flows_at_the_next_look() -> None
         await asyncio.sleep(10.0)
         bench.gateway.lose(EngineId("f0"))
         await asyncio.sleep(31.0)
-        shares = bench.gateway._roster.members["f0"].shares
+        shares = bench.gateway.registry.members["f0"].shares
         bench.gateway.join(bench.engines["f0"], version=0, shares=shares)
         await asyncio.sleep(45.0)
 
