@@ -94,7 +94,7 @@ class SampleBuffer:
         self._columns = {column: asyncio.Event() for column in columns}
         for column in columns:
             self.table.declare(column, COLUMN_INPUTS[column], whole_groups=column is SampleColumn.ADVANTAGE)
-        self._filled: dict[str, TrainSample] = {}
+        self.filled: dict[str, TrainSample] = {}
         """Samples in the table with their columns so far, if there are columns to fill."""
         self._quotas = dict(quotas)
         self._limit = bound
@@ -105,10 +105,10 @@ class SampleBuffer:
         self._token_budget = token_budget
         self.groups: dict[str, Group] = {}
         self._ready: dict[str, ReadyGroup] = {}
-        self._held = dict.fromkeys(self._quotas, 0)
+        self.held = dict.fromkeys(self._quotas, 0)
         self._shares = shares
         if shares is not None:
-            shares.ready = self._held
+            shares.ready = self.held
         self.short = dict.fromkeys(self._quotas, 0)
         """Samples by domain missing from batches so far: the shortfall against the quota after `take`."""
         self._last: tuple[Group, ...] = ()
@@ -121,14 +121,14 @@ class SampleBuffer:
         if group.id in self.groups:
             raise ValueError(f"group {group.id} is in the buffer already")
         self._seen += 1
-        self._held[group.domain] += len(group.samples)
+        self.held[group.domain] += len(group.samples)
         size, tokens = len(group.samples), 0
         for sample in group.samples:
             length = self._measure(sample.token_ids)
             tokens += length
             if not self._columns:
                 self.table.add(SampleRow(sample.id, group.id, size, length, sample.v0), *COLUMNS)
-            elif sample.id not in self._filled:
+            elif sample.id not in self.filled:
                 self.offer(sample, size)
         self.groups[group.id] = group
         self._ready[group.id] = ReadyGroup(group.id, group.domain, group.v0, size, tokens, self._seen)
@@ -139,7 +139,7 @@ class SampleBuffer:
         if not self._columns:
             return
         row = SampleRow(sample.id, sample.group, group_size, self._measure(sample.token_ids), sample.v0)
-        self._filled[sample.id] = sample
+        self.filled[sample.id] = sample
         self.table.add(row, *COLUMNS)
         for changed in self._columns.values():
             changed.set()
@@ -148,7 +148,7 @@ class SampleBuffer:
         """A group was given up, complete or not: its columns are no longer filled, and no batch waits for it."""
         self._changed.set()
         for row in self.table.drop(group_id) if self._columns else ():
-            self._filled.pop(row, None)
+            self.filled.pop(row, None)
 
     async def lacking(self, column: SampleColumn) -> list[TrainSample]:
         """The next samples whose column the caller must fill: at least one, each sample once, for `ADVANTAGE` in whole
@@ -157,14 +157,14 @@ class SampleBuffer:
         while (taken := self.table.take(column, sampler)) is None:
             self._columns[column].clear()
             await self._columns[column].wait()
-        return [self._filled[row] for row in taken.consumed]
+        return [self.filled[row] for row in taken.consumed]
 
     def fill(self, column: SampleColumn, row: str, values: tuple[float, ...]) -> None:
         """Write a column of one sample, which may be gone by now. Empty values: training computes them."""
         if not self.table.put(row, column):
             return
         name = "reference" if column is SampleColumn.REFERENCE else "advantage"
-        self._filled[row] = dataclasses.replace(self._filled[row], **{name: values})  # type: ignore[arg-type]
+        self.filled[row] = dataclasses.replace(self.filled[row], **{name: values})  # type: ignore[arg-type]
         self._changed.set()
 
     def discard(self, group_id: GroupId) -> bool:
@@ -263,7 +263,7 @@ class SampleBuffer:
 
     def beyond(self) -> list[Group]:
         """Groups that the next batch, which is whole, leaves here."""
-        quotas = None if self._shares is None else self._shares.quotas(self._held)
+        quotas = None if self._shares is None else self._shares.quotas(self.held)
         if quotas is None:
             return []
         ready = list(self._ready.values())
@@ -449,11 +449,11 @@ class SampleBuffer:
 
     def _forget(self, group_id: GroupId) -> Group:
         ready = self._ready.pop(group_id)
-        self._held[ready.domain] -= ready.samples
+        self.held[ready.domain] -= ready.samples
         group = self.groups.pop(group_id)
         if not self._columns:
             return group
-        return dataclasses.replace(group, samples=tuple(self._filled.pop(s.id) for s in group.samples))
+        return dataclasses.replace(group, samples=tuple(self.filled.pop(s.id) for s in group.samples))
 
     def _select(self, version: int) -> tuple[ReadyGroup, ...] | None:
         quotas = self._quotas if self._shares is None else self._shares.quotas(self._fresh(version))
@@ -472,8 +472,8 @@ class SampleBuffer:
         if self._token_budget is not None:
             return True
         if self._shares is not None:
-            return self._shares.quotas(self._held) is not None
-        return all(self._held[domain] >= quota for domain, quota in self._quotas.items())
+            return self._shares.quotas(self.held) is not None
+        return all(self.held[domain] >= quota for domain, quota in self._quotas.items())
 
 
 def _pacing_member(group: Group) -> PacedGroup:

@@ -458,7 +458,7 @@ class Scheduler:
         self._shares = shares
         self._together = together
         self._domains = {d.name: d for d in domains}
-        self._buffer = buffer
+        self.buffer = buffer
         self._journal = journal
         self._recorder = recorder
         self._settings = settings
@@ -492,7 +492,7 @@ class Scheduler:
         if buffer.pace is not None:
             buffer.pace.unfinished = self.groups.unfinished
         self._freed = asyncio.Event()
-        self._prefetch = prefetch
+        self.prefetch = prefetch
         if prefetch is not None:
             prefetch.on_known = self._freed.set
         self._drops: list[tuple[GroupId, str]] = []
@@ -540,8 +540,8 @@ class Scheduler:
                     await self._freed.wait()
             self._end_surplus()  # after a resume without a step left, `close` preceded its groups
             self.groups.cancel_all(AbortReason.SHUTDOWN)
-            if self._prefetch is not None:
-                self._prefetch.close()
+            if self.prefetch is not None:
+                self.prefetch.close()
         self._cancellations.report(version())
         await self._write_drops()
 
@@ -553,7 +553,7 @@ class Scheduler:
 
     def _end_surplus(self) -> None:
         for group_id, (domain, _) in list(self._slots.held.items()):
-            self._buffer.discard(GroupId(group_id))
+            self.buffer.discard(GroupId(group_id))
             self._surplus(GroupId(group_id), self._domains[domain])
 
     def published(self, version: int, consumed: Sequence[Group]) -> None:
@@ -568,16 +568,16 @@ class Scheduler:
             self._pace.published(asyncio.get_running_loop().time())
         self.groups.published(version, self._rules.judged)
         self._evict(version)
-        self._buffer.changed()
-        if self._prefetch is not None:
-            self._prefetch.published(version)
+        self.buffer.changed()
+        if self.prefetch is not None:
+            self.prefetch.published(version)
         self._cancellations.report(version)
         self._filter.trained(consumed, version)
         self._freed.set()
 
     def refused(self, groups: Sequence[Group], detail: str) -> None:
         """The trainer refused these groups: drop them and free their slots."""
-        self._buffer.refused(groups)
+        self.buffer.refused(groups)
         if self._shares is not None:
             self._shares.refused(groups)
         if self._pace is not None:
@@ -618,20 +618,20 @@ class Scheduler:
     def _evict(self, version: int) -> None:
         if not self._rules.drops_stale:
             return
-        for group in self._buffer.stale(version):
-            self._buffer.discard(group.id)
+        for group in self.buffer.stale(version):
+            self.buffer.discard(group.id)
             domain = self._domains[group.domain]
             self._drop_event(group.id, domain, AbortReason.STALE, f"waited in the buffer past v{version}")
 
     def _look_ahead(self, tasks: asyncio.TaskGroup) -> None:
         """Prefetch environments for the prompts that are drawn next, at most as many as the run will still start."""
-        if self._prefetch is None:
+        if self.prefetch is None:
             return
         left = self._admitting.remaining({})
         for name, domain in self._domains.items():
-            most = min(left[name], self._prefetch.wanted(name))
+            most = min(left[name], self.prefetch.wanted(name))
             prompts = self._admitting.next(domain, -(-max(most, 0) // domain.group_size))
-            self._prefetch.fill(tasks, domain, [(p.group, p.seed) for p in prompts], most)
+            self.prefetch.fill(tasks, domain, [(p.group, p.seed) for p in prompts], most)
 
     def _open(self, tasks: asyncio.TaskGroup, launches: Sequence[GroupLaunch], version: int) -> None:
         """Run the groups that still hold slots: a group may have lost them while it was journaled, or because samples
@@ -709,19 +709,19 @@ class Scheduler:
             self._replace(run)
             self._attempts.quiet.set()
             return
-        self._buffer.add(run.whole())
+        self.buffer.add(run.whole())
         self._slots.complete(run.id)
         self._cancellations.kept(run)
-        if self._prefetch is not None:
-            self._prefetch.forget(run.id)
+        if self.prefetch is not None:
+            self.prefetch.forget(run.id)
         if self._rounds is not None:
             self._defer(self._rounds, self._rounds.completed(self._rounds.prompt(run.id)))
         elif (self._redundant.by_groups or self._shares is not None) and (full := self._admitting.full(run.domain)):
             for domain in full:
                 for group_id in self._slots.incomplete(domain.name):
                     self._surplus(GroupId(group_id), domain)
-            for group in self._buffer.beyond():
-                self._buffer.discard(group.id)
+            for group in self.buffer.beyond():
+                self.buffer.discard(group.id)
                 self._surplus(group.id, self._domains[group.domain])
         self._attempts.quiet.set()
 
@@ -762,9 +762,9 @@ class Scheduler:
         self._event("group_dropped", group_id, domain=domain.name, reason=str(reason), detail=detail)
 
     def _release(self, group_id: GroupId, reason: AbortReason) -> None:
-        if self._prefetch is not None:
-            self._prefetch.forget(group_id)
-        self._buffer.withdraw(group_id)
+        if self.prefetch is not None:
+            self.prefetch.forget(group_id)
+        self.buffer.withdraw(group_id)
         self._slots.release(group_id)
         self._drops.append((group_id, str(reason)))
         self._freed.set()

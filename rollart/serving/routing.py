@@ -45,7 +45,7 @@ class TurnRouter:
         self.lag = 0
         """The number of versions that a serving engine may lag; 0 while no engine lags."""
         self._tell = tell
-        self._sessions: dict[str, SessionKv] = {}
+        self.sessions: dict[str, SessionKv] = {}
         self._book = DomainRoutingStats(tell)
         self.gate = asyncio.Event()
         self.gate.set()
@@ -63,7 +63,7 @@ class TurnRouter:
     def unhome(self, member: RegisteredEngine) -> None:
         """Evict the engine's sessions: they lose their sticky engine and its KV."""
         for session in member.sessions:
-            kv = self._sessions[session]
+            kv = self.sessions[session]
             kv.home = kv.returned = None
         member.sessions.clear()
         member.guests.clear()
@@ -71,12 +71,12 @@ class TurnRouter:
         if self.together is not None:
             self.together.lost(member)
         if self._special:
-            for kv in self._sessions.values():
+            for kv in self.sessions.values():
                 kv.cached.pop(member.engine.id, None)
 
     def forget(self, session: str) -> list[RegisteredEngine]:
         """End the session; returns the healthy engines that may hold its KV."""
-        kv = self._sessions.pop(session, None)
+        kv = self.sessions.pop(session, None)
         if kv is None:
             if self.entrance is not None:
                 self.entrance.gave_up(session)
@@ -95,11 +95,11 @@ class TurnRouter:
 
     def began_after(self, version: int) -> bool:
         """True if any live trajectory started under a newer policy version."""
-        return any(kv.begun is not None and kv.begun > version for kv in self._sessions.values())
+        return any(kv.begun is not None and kv.begun > version for kv in self.sessions.values())
 
     def finished(self, session: str) -> None:
         """Record the length of a trajectory that ended by itself: only such lengths are representative."""
-        kv = self._sessions.get(session)
+        kv = self.sessions.get(session)
         if kv is not None:
             kv.whole = True
 
@@ -132,14 +132,14 @@ class TurnRouter:
 
     def _known(self, session: str) -> SessionKv | None:
         """The session's KV state at the version of its next turn; None while no engine may serve it."""
-        kv, version = self._sessions.get(session), self.version
+        kv, version = self.sessions.get(session), self.version
         if self.lag:
             serving = self.registry.serving(kv, version, self.lag, self._limits.slots)
             if serving is None:
                 return None
             version = serving
         if kv is None:
-            kv = self._sessions[session] = SessionKv(version)
+            kv = self.sessions[session] = SessionKv(version)
         elif kv.version != version:
             kv.expire(version)
         return kv

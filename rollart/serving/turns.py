@@ -365,7 +365,7 @@ class TurnExecutor(TurnRouter):
         """The route of the turn; waits for the gate and for an eligible engine."""
         while True:
             if self.entrance is not None:
-                known = self._sessions.get(turn.session)
+                known = self.sessions.get(turn.session)
                 turn.begun = known is not None and known.tokens > 0
                 await self.entrance.enter(turn)
             found = self._route_now(turn)

@@ -35,7 +35,7 @@ class MemoryRecorder:
     dropped: dict[str, str] = field(default_factory=dict)
     groups: dict[str, StoredGroup] = field(default_factory=dict)
     _samples: dict[str, TrainSample] = field(default_factory=dict)
-    _gone: dict[str, str] = field(default_factory=dict)
+    gone: dict[str, str] = field(default_factory=dict)
 
     def interval(self, interval: Interval) -> None:
         self.intervals.append(interval)
@@ -61,14 +61,14 @@ class MemoryRecorder:
             raise RunFailed(f"group {group} was admitted before, as {known} (rule: a group's id is used once)")
 
     async def finish(self, sample: TrainSample, charge: Charge) -> None:
-        if sample.id in self._gone:
-            raise RunFailed(f"sample {sample.id} finished after it was {self._gone[sample.id]}")
+        if sample.id in self.gone:
+            raise RunFailed(f"sample {sample.id} finished after it was {self.gone[sample.id]}")
         if sample.id in self._samples:
             await self.outdate(sample.id)
         self.charge(charge)
         group = self.groups.get(sample.group)
         if group is not None and group.state != "live":
-            self._gone[sample.id] = "dropped"
+            self.gone[sample.id] = "dropped"
             self._samples.pop(sample.id, None)
             return
         self._samples[sample.id] = sample
@@ -88,7 +88,7 @@ class MemoryRecorder:
             known.state = "dropped"
             self.dropped[group] = reason
             for sample in [s for s in self._samples.values() if s.group == group]:
-                self._gone[sample.id] = "dropped"
+                self.gone[sample.id] = "dropped"
                 del self._samples[sample.id]
 
     async def commit(
@@ -100,7 +100,7 @@ class MemoryRecorder:
         groups = [group.id for group in consumed]
         for id_ in ids:
             if id_ not in self._samples:
-                raise RunFailed(f"sample {id_} is to be trained, but it was {self._gone.get(id_, 'never finished')}")
+                raise RunFailed(f"sample {id_} is to be trained, but it was {self.gone.get(id_, 'never finished')}")
         for group in groups:
             if group not in self.groups or self.groups[group].state != "live":
                 raise RunFailed(f"group {group} is to be trained, but it is not live")
@@ -108,7 +108,7 @@ class MemoryRecorder:
             raise RunFailed("a sample or group is twice in the batch (rule: none is trained twice)")
         for id_ in ids:
             del self._samples[id_]
-            self._gone[id_] = "trained"
+            self.gone[id_] = "trained"
         for group in groups:
             self.groups[group].state = "consumed"
         self.versions.append((version, step, dict(metrics)))

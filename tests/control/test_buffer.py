@@ -129,8 +129,8 @@ def test_every_step_trains_the_same_tokens_and_consumes_its_whole_batch() -> Non
     loop.run(run.run(), seed=2)
     sizes = {sum(len(s.token_ids) for s in batch) for _, batch in run.trainer.batches}
     assert sizes <= {99, 100}
-    assert len(run.journal._gone) == 6 * 8  # type: ignore[attr-defined]
-    assert set(run.journal._gone.values()) == {"trained"}  # type: ignore[attr-defined]
+    assert len(run.journal.gone) == 6 * 8  # type: ignore[attr-defined]
+    assert set(run.journal.gone.values()) == {"trained"}  # type: ignore[attr-defined]
 
 
 def test_another_task_reads_the_rows_that_training_takes_each_once_at_its_own_speed() -> None:

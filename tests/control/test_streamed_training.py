@@ -193,4 +193,4 @@ def test_a_batch_that_grows_is_a_batch(arrivals: list[tuple[str, int]], version:
     assert len({g.id for g in taken}) == len(taken)
     left = set(buffer.groups)
     assert left == {g.id for g in coming} - {g.id for g in taken}
-    assert buffer._held == {d: sum(len(g.samples) for g in coming if g.id in left and g.domain == d) for d in "ab"}
+    assert buffer.held == {d: sum(len(g.samples) for g in coming if g.id in left and g.domain == d) for d in "ab"}

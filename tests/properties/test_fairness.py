@@ -134,7 +134,7 @@ def test_shares_hold_at_every_step_and_nothing_wedges(world: SimulatedRun, fuzz:
 
 
 def trained(world: SimulatedRun) -> set[str]:
-    return {i for i, end in world.journal._gone.items() if end == "trained"}
+    return {i for i, end in world.journal.gone.items() if end == "trained"}
 
 
 @settings(max_examples=40, deadline=None)

@@ -101,7 +101,7 @@ class World:
         assert max(self.fabric.answered.values()) == 1
         assert not self.run.leases.book.open
         turns = self.run.control.gateway.turns
-        assert not turns._sessions
+        assert not turns.sessions
         assert not turns.pulls._open
         if turns.handoffs is not None:
             assert not any(q.open or q.line for q in turns.handoffs._queues.values()), "every place was given back"

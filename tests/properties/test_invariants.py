@@ -77,7 +77,7 @@ def watch_outstanding(world: World) -> list[tuple[int, int]]:
             scheduler = world.control.scheduler
             # Counted where they are, not where the slots are kept: under way, waiting for their group, in the buffer.
             groups = scheduler.groups.runs.values()
-            outstanding = sum(len(g.live) + len(g.samples) for g in groups) + sum(scheduler._buffer._held.values())
+            outstanding = sum(len(g.live) + len(g.samples) for g in groups) + sum(scheduler.buffer.held.values())
             assert outstanding <= sum(scheduler.outstanding().values())
             seen.append((outstanding, (world.alpha + 1) * batch))
             super().charge(charge)
@@ -112,7 +112,7 @@ def test_invariants_hold_under_any_interleaving(world: World, fuzz: int) -> None
     assert world.published == list(range(1, world.steps + 1))
     assert sum(world.control.scheduler.outstanding().values()) == 0, "every slot came back"
     assert not world.leases.book.open, "every lease ended"
-    assert {i for i, end in world.journal._gone.items() if end == "trained"} == set(trained)
+    assert {i for i, end in world.journal.gone.items() if end == "trained"} == set(trained)
 
 
 @settings(max_examples=40, deadline=None)

@@ -82,7 +82,7 @@ class Lent:
     def check(self, seconds: float) -> None:
         made = self.run
         assert made.published == list(range(1, made.steps + 1))
-        assert Counter(self.recorder._gone.values())["trained"] == made.steps * 24
+        assert Counter(self.recorder.gone.values())["trained"] == made.steps * 24
         assert not made.leases.book.open
         assert self.lent == (), "everything was given back"
         assert made.control.lender is not None

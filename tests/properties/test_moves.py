@@ -154,7 +154,7 @@ class World:
         assert self.fabric.broken == [], "no KV crosses a version"
         assert not self.run.leases.book.open
         turns = self.run.control.gateway.turns
-        assert not turns._sessions
+        assert not turns.sessions
         assert all(m.running == m.lent == 0 for m in turns.registry.members.values())
         self._check_devices()
         for event in self.recorder.events:

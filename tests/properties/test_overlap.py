@@ -76,7 +76,7 @@ def sound(world: World, last: int) -> None:
     assert sorted(final) == list(range(last))
     trained = Counter(i for ids in final.values() for i in ids)
     assert all(n == 1 for n in trained.values()), "no sample is in two versions"
-    assert {i for i, end in world.journal._gone.items() if end == "trained"} == set(trained)  # type: ignore[attr-defined]
+    assert {i for i, end in world.journal.gone.items() if end == "trained"} == set(trained)  # type: ignore[attr-defined]
     for version, batch in world.trainer.batches:
         for sample in batch:
             assert version - sample.v0 <= world.alpha or world.schedule == "areal", "I3"

@@ -73,7 +73,7 @@ def watch(world: SimulatedRun) -> list[tuple[int, int, int, int]]:
             most = sum(int(g.domain.group_size * size + 1e-9) for g in runs)
             for run in runs:
                 assert len(run.samples) + len(run.writing) <= run.domain.group_size, "no more samples than are needed"
-            held = sum(len(g.samples) for g in runs) + sum(scheduler._buffer._held.values())
+            held = sum(len(g.samples) for g in runs) + sum(scheduler.buffer.held.values())
             assert held <= slots, "every sample has a slot"
             seen.append((slots, bound, live, most))
             super().charge(charge)
@@ -110,7 +110,7 @@ def check(world: SimulatedRun) -> Counter[str]:
     assert {c.trajectory for c in world.journal.charges if c.outcome == "finished"} >= set(trained)
     assert sum(world.control.scheduler.outstanding().values()) == 0, "every slot came back"
     assert not world.leases.book.open, "every lease ended"
-    assert {i for i, end in world.journal._gone.items() if end == "trained"} == set(trained)
+    assert {i for i, end in world.journal.gone.items() if end == "trained"} == set(trained)
     assert all(g.state != "live" for g in world.journal.groups.values()), "every group ended"
     return trained
 

@@ -91,7 +91,7 @@ async def simulate(w: Workload, rule: str) -> tuple[float, float]:
         """A trajectory in flight when the clock starts: its KV is on its sticky engine."""
         home = f"d{index % DECODES}"
         engines[home]._kv[session] = tokens
-        gateway.turns._sessions[session] = SessionKv(
+        gateway.turns.sessions[session] = SessionKv(
             0, home=home, cached={home: tokens}, held=(home,), returned={"tokens": tokens}
         )
         gateway.registry.members[home].sessions.add(session)
