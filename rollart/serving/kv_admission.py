@@ -302,14 +302,16 @@ class KvAdmission:
         leases: Leases,
         tell: EmitEvent,
         place: Callable[[TurnRequest], bool | None],
+        admitted: Callable[[TurnRequest], bool],
     ) -> None:
         """`place` assigns a turn's trajectory to an engine: True if it has an engine, False if it has to wait, None
-        if no engine is eligible at all."""
+        if no engine is eligible at all. `admitted`: it has one already."""
         self._settings = settings
         self._registry = registry
         self._leases = leases
         self._tell = tell
         self._place = place
+        self._admitted = admitted
         self.limits = ConcurrencyLimits(settings.aimd)
         self._final = dict(settings.expected)
         self._facts: dict[str, tuple[float, float]] = {}
@@ -343,6 +345,8 @@ class KvAdmission:
 
     async def enter(self, turn: TurnRequest) -> None:
         """Returns when the turn's trajectory has a sticky engine, or when no engine is eligible."""
+        if self._admitted(turn):
+            return  # it waited for a weight update; in the queue it would wait for the memory that it holds
         unit = None if self._together is None else self._together.unit(turn.session)
         if unit is None:
             await self._line_up(turn)

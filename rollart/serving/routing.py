@@ -147,7 +147,7 @@ class TurnRouter:
     def _place(self, turn: TurnRequest) -> bool | None:
         """Assign the turn's trajectory to an engine with free KV memory. True: assigned; None: no eligible engine."""
         if not self.gate.is_set():
-            return False
+            return self._admitted(turn)
         registry, kv = self.registry, self._known(turn.session)
         if kv is None or not registry.serve(kv.version):
             return None
@@ -165,6 +165,16 @@ class TurnRouter:
             return False
         self._settle(turn, kv, registry.members[path.decode], path.preferred)
         return True
+
+    def _admitted(self, turn: TurnRequest) -> bool:
+        """True if the sticky engine of the trajectory holds KV memory for it; a weight update changes nothing of it."""
+        if self.gate.is_set():
+            kv = self._known(turn.session)
+            home = None if kv is None else self.registry.home(kv.home, kv.version)
+        else:
+            kv = self.sessions.get(turn.session)
+            home = None if kv is None or kv.home is None else self.registry.members.get(kv.home)
+        return home is not None and turn.session in home.kv
 
     def _seated(self, turn: TurnRequest, kv: SessionKv) -> RegisteredEngine | None:
         """The engine of the turn's group, if it has a slot for the trajectory, which is then assigned to it."""

@@ -74,7 +74,7 @@ class TurnExecutor(TurnRouter):
         self.handed = HandoffCounts()
         self.handoffs = None if limits.handoffs == 0 else HandoffQueue(limits.handoffs, limits.slots)
         if concurrency is not None:
-            self.entrance = KvAdmission(concurrency, registry, leases, tell, place=self._place)
+            self.entrance = KvAdmission(concurrency, registry, leases, tell, place=self._place, admitted=self._admitted)
             if together is not None:
                 self.entrance.hold_together(together, self.follow_group)
 

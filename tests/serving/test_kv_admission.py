@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from rollart.fleet import EnginePlacement
 from rollart.leases import Leases
 from rollart.ledger.intervals import EngineShares, ResourceClock
-from rollart.model import EngineStats, Sampling, WeightsRef
+from rollart.model import Completion, EngineStats, Sampling, WeightsRef
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.gateway import Gateway
 from rollart.serving.kv_admission import ConcurrencySettings
 from rollart.settings.rollout import ConcurrencySpec
 from rollart.sim import loop
 from rollart.sim.engine import EngineLimits, ModelledEngine
+from rollart.strategies.skew_aware import SkewAwareDispatcher
 from rollart.testing.ledger import MemoryRecorder
 from tests.sim.models import steps
 
@@ -233,3 +234,41 @@ def test_who_gives_up_while_weights_change_is_forgotten() -> None:
         return before, len(entrance._came)
 
     assert loop.run(main()) == (1, 0)
+
+
+def test_a_trajectory_admitted_as_weights_begin_to_change_does_not_queue_again() -> None:
+    """In the queue it would wait behind longer trajectories for the memory that it holds itself."""
+
+    async def main() -> bool:
+        dispatcher = SkewAwareDispatcher()
+        for _ in range(4):
+            dispatcher.ranker.finished("short", "d", 10)
+            dispatcher.ranker.finished("long", "d", 1000)
+        one = ConcurrencySpec(start=1, least=1, most=1)
+        drive = Drive((100_000,), 0, ConcurrencySettings(one, dispatch=lambda: dispatcher))
+        await drive.run()
+        turns = drive.gateway.turns
+
+        def generate(prompt: str) -> asyncio.Task[Completion]:
+            return asyncio.create_task(
+                drive.gateway.generate(
+                    prompt, (PROMPT,), Sampling(OUTPUT), spend=lambda _: None, domain="d", prompt=prompt
+                )
+            )
+
+        first = generate("short")
+        await asyncio.sleep(0.0)
+        second = generate("long")
+        await asyncio.sleep(0.0)
+        turns.gate.clear()
+        await asyncio.sleep(1.0)
+        turns.gate.set()
+        turns.notify()
+        async with asyncio.timeout(100.0):
+            await first
+        waited = not second.done()
+        await drive.gateway.forget("short")
+        await second
+        return waited
+
+    assert loop.run(main())
