@@ -97,6 +97,11 @@ class HostChannel(ABC):
         """The cause of the end; '' while connected."""
         return self._cause.result() if self._cause.done() else ""
 
+    @property
+    def outstanding(self) -> int:
+        """Requests without an answer so far, with those whose caller no longer waits."""
+        return len(self._pending) + len(self._abandoned)
+
     async def lost(self) -> str:
         """Returns when the host is no longer reachable, with the cause as text."""
         return await asyncio.shield(self._cause)

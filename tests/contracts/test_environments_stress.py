@@ -105,6 +105,6 @@ def test_hosts_and_controller_agree_on_a_thousand_episodes(tmp_path: Path, monke
             for host in fleet._hosts.values():
                 assert isinstance(host.link, HostConnection)
                 assert (await host.link.health()).live == 0
-                assert (host.link._pending, host.link._cancelled) == ({}, set())
+                assert host.link.outstanding == 0
 
     asyncio.run(main())
