@@ -153,7 +153,8 @@ class Database:
         """Write everything in one durable transaction; returns the operations' results, or the RollartError of a
         refused one.
 
-        A refused operation leaves no trace and the others stand. StorageFailed means that nothing was written.
+        A refused operation leaves no trace and the others stand. StorageFailed means that nothing was written, or that
+        the file could not be brought up to date after it was.
         """
         results: list[Any] = []
         try:
@@ -169,11 +170,14 @@ class Database:
         except BaseException:
             self._roll_back()
             raise
-        if self.segments.rolled:
-            self._sweep()
-        if self.published:
-            self.published = False
-            self._checkpoint()
+        try:
+            if self.segments.rolled:
+                self._sweep()
+            if self.published:
+                self.published = False
+                self._checkpoint()
+        except (sqlite3.Error, OSError) as error:
+            raise self._failed(error) from None
         functions = sum(self._bill(c.provider, c.billed_s, c.memory_mb, 1) for c in rows.calls)
         functions += sum(
             self._idle(provider, seconds, memory_mb)

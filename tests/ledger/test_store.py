@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from rollart.errors import LeaseExpired, RollartError, RunFailed, StorageFailed, UsageError
 from rollart.leases import Expiry, Leases
-from rollart.ledger.database import FILE
+from rollart.ledger.database import FILE, Database
 from rollart.ledger.intervals import ResourceClock, ResourceState, totals
 from rollart.ledger.payloads import PayloadFiles, decode_sample, encode_sample
 from rollart.ledger.prices import PriceBook
@@ -623,6 +623,27 @@ class TestFailure:
         asyncio.run(main())
         with Ledger(tmp_path, clock=zero) as again:
             assert asyncio.run(again.recover()).version == 0  # type: ignore[union-attr]
+
+    def test_a_disk_that_fails_at_the_checkpoint_is_named_too(self, tmp_path: Path) -> None:
+        class Failing:
+            """A connection whose checkpoints meet a broken disk."""
+
+            def __init__(self, connection: sqlite3.Connection) -> None:
+                self.connection = connection
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self.connection, name)
+
+            def execute(self, statement: str, *values: Any) -> sqlite3.Cursor:
+                if "checkpoint" in statement:
+                    raise sqlite3.OperationalError("disk I/O error")
+                return self.connection.execute(statement, *values)
+
+        with contextlib.closing(Database(tmp_path, now=0.0)) as database:
+            database.connection = Failing(database.connection)  # type: ignore[assignment]
+            database.published = True
+            with pytest.raises(StorageFailed, match=f"{FILE}: disk I/O error"):
+                database.write([], [])
 
     def test_a_closed_ledger_says_so(self, tmp_path: Path) -> None:
         async def main() -> None:
