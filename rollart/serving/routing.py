@@ -146,14 +146,13 @@ class TurnRouter:
 
     def _place(self, turn: TurnRequest) -> bool | None:
         """Assign the turn's trajectory to an engine with free KV memory. True: assigned; None: no eligible engine."""
+        if self._admitted(turn):
+            return True
         if not self.gate.is_set():
-            return self._admitted(turn)
+            return False
         registry, kv = self.registry, self._known(turn.session)
         if kv is None or not registry.serve(kv.version):
             return None
-        home = registry.home(kv.home, kv.version)
-        if home is not None and turn.session in home.kv:
-            return True
         assert self.entrance is not None
         entrance, seats = self.entrance, 1
         if self.together is not None:
