@@ -6,7 +6,7 @@ Nothing heavy is imported here: the function of a command is imported from its m
 from __future__ import annotations
 
 import functools
-import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,24 +33,12 @@ def implemented_in(target: str) -> Callable[[Callable[[], None]], Callable[..., 
     def bind(declared: Callable[[], None]) -> Callable[..., None]:
         @functools.wraps(declared)
         def invoke(**parameters: Any) -> None:
-            _load(target)(**parameters)
+            pkgutil.resolve_name(f"rollart.cli.{target}")(**parameters)
 
-        invoke.__dict__["implementation"] = target  # further decorators copy it
+        invoke.__dict__["target"] = target  # further decorators copy it
         return invoke
 
     return bind
-
-
-def implementation(command: click.Command) -> Callable[..., None]:
-    """The function that a command invokes, imported now."""
-    assert command.callback is not None
-    return _load(command.callback.__dict__["implementation"])
-
-
-def _load(target: str) -> Callable[..., None]:
-    module, _, name = target.partition(":")
-    function: Callable[..., None] = getattr(importlib.import_module(f"rollart.cli.{module}"), name)
-    return function
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=EPILOG)

@@ -6,6 +6,7 @@ After a wanted change: `python tests/cli/test_surface.py > tests/cli/help.txt`.
 from __future__ import annotations
 
 import inspect
+import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 import click
 import pytest
 
-from rollart.cli.commands import cli, implementation
+from rollart.cli.commands import cli
 
 HELP = Path(__file__).parent / "help.txt"
 HEAVY = (
@@ -78,7 +79,8 @@ def test_every_command_has_its_function() -> None:
             yield command
 
     for command in leaves(cli):
-        function = implementation(command)
+        assert command.callback is not None
+        function = pkgutil.resolve_name(f"rollart.cli.{command.callback.__dict__['target']}")
         differ = {p.name for p in command.params} ^ inspect.signature(function).parameters.keys()
         assert differ <= {"as_json"}, command.name  # where `--json` is `-o json`, the function knows only the latter
 
