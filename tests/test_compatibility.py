@@ -1,6 +1,6 @@
-"""Every spec key and command of the first release candidate is still there: `fixtures/surface.txt`, one per line.
+"""Every spec key and command is still there that was when the code was regrouped: `fixtures/surface.txt`, one per line.
 
-A line that is missing here breaks somebody's spec or script. New keys and commands need no line.
+A line that is missing breaks a user's spec or script. New keys and commands need no line.
 """
 
 from __future__ import annotations
