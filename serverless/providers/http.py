@@ -27,9 +27,9 @@ import datetime
 import json
 import secrets
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import aiohttp
 
@@ -44,6 +44,8 @@ from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
 _NOT_SENT_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
 """Errors before a connection was made: nothing has been executed."""
+
+_CONNECTIONS = 256
 
 _RESEND_S = (0.0, 0.1, 0.4)
 """Pauses in seconds before a lost call is resent. A connection that the host closed for its age needs none, a network
@@ -63,17 +65,13 @@ class Signed:
     secret: str = field(repr=False)
 
 
-Auth: TypeAlias = Bearer | Signed | None
-
-
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The endpoint of a function. `headers` are sent with every call. `idempotent`: the host executes calls of one
-    Idempotency-Key once; None: as its answers declare."""
+    """The endpoint of a function. `idempotent`: the host executes calls of one Idempotency-Key once; None: as its
+    answers declare."""
 
     url: str
-    auth: Auth = None
-    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    auth: Bearer | Signed | None = None
     idempotent: bool | None = None
 
     def __post_init__(self) -> None:
@@ -85,7 +83,7 @@ class Endpoint:
 class HttpBackend:
     """Implements `Backend` over endpoints by function name.
 
-    Any number of tasks may call `invoke`. Each waits for a connection (at most `connections`) and its answer, and is
+    Any number of tasks may call `invoke`. Each waits for a connection (at most `_CONNECTIONS`) and its answer, and is
     unblocked by these or by its deadline. A call is executed once: no redirect is followed, and a lost connection is
     retried only if the host recognises the call by its key. Cancelling a call closes its connection, which ends the
     call on hosts that notice. `deploy` installs nothing at the host; it only sets the limits on this side.
@@ -93,21 +91,12 @@ class HttpBackend:
 
     provider = "http"
 
-    def __init__(
-        self,
-        endpoints: Mapping[str, Endpoint],
-        *,
-        meter: MeterSink | None = None,
-        connections: int = 256,
-        clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
-    ) -> None:
-        self._endpoints = dict(endpoints)
+    def __init__(self, endpoints: Mapping[str, Endpoint], *, meter: MeterSink | None = None) -> None:
+        self._endpoints = endpoints
         self._meter = meter or NullMeter()
-        self._connections = connections
-        self._clock = clock
         self._packages: dict[str, Package] = {}
         self._session: aiohttp.ClientSession | None = None
-        self._honour: set[str] = {name for name, one in self._endpoints.items() if one.idempotent}
+        self._honour = {name for name, one in endpoints.items() if one.idempotent}
         self._run = secrets.token_hex(12)
         self._calls = 0
 
@@ -135,21 +124,19 @@ class HttpBackend:
         now = asyncio.get_running_loop().time
         t0 = now()
         answer: _HttpReply | None = None
-        status = "cancelled"
         bill: Invocation | None = None
+        self._calls += 1
         try:
-            self._calls += 1
             key = f"{self._run}-{self._calls}"
             answer = await self._call(self._session, package.spec, body, key, t0 + deadline_s)
-            status = str(answer.fault.kind) if answer.fault else "ok"
         finally:
             if answer is None or answer.reached:
-                bill = _bill(package.spec, self.provider, answer, t0, now(), len(event), status, cause)
+                bill = _bill(package.spec, answer, t0, now(), len(event), cause)
                 self._meter.invocation(bill)
         return Reply(answer.body, answer.fault, bill)
 
     async def __aenter__(self) -> HttpBackend:
-        connector = aiohttp.TCPConnector(limit=self._connections)
+        connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
         timeout = aiohttp.ClientTimeout(total=None)
         self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, cookie_jar=aiohttp.DummyCookieJar())
         return self
@@ -185,7 +172,7 @@ class HttpBackend:
                 # It may still run at the host: a second call would be a second execution.
                 kind = FaultKind.DEADLINE if limit == deadline_s else FaultKind.TIMEOUT
                 detail = f"no answer in {now() - began:.3f} s"
-                return _HttpReply(None, InfraFault(kind, retryable=False, detail=detail), {}, None)
+                return _HttpReply(fault=InfraFault(kind, retryable=False, detail=detail))
         assert lost is not None
         return lost
 
@@ -193,37 +180,32 @@ class HttpBackend:
         self, session: aiohttp.ClientSession, spec: FunctionSpec, body: bytes, key: str, left_s: float
     ) -> _HttpReply:
         endpoint = self._endpoints[spec.name]
-        headers = self._headers(endpoint, body, key, left_s)
-        try:
-            async with session.post(endpoint.url, data=body, headers=headers, allow_redirects=False) as response:
-                if endpoint.idempotent is None and response.headers.get("X-Rollart-Idempotent") == "1":
-                    self._honour.add(spec.name)
-                return _read(spec, response.status, response.headers, await response.read(), self._clock())
-        except _NOT_SENT_ERRORS as error:
-            fault = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"no connection: {error}")
-            return _HttpReply(None, fault, {}, None, reached=False)
-        except TimeoutError:
-            raise  # ours
-        except (aiohttp.ClientError, OSError) as error:
-            detail = f"the connection was lost, and it may have been executed: {type(error).__name__}: {error}"
-            fault = InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail)
-            return _HttpReply(None, fault, {}, None, lost=True)
-
-    def _headers(self, endpoint: Endpoint, body: bytes, key: str, deadline_s: float) -> dict[str, str]:
         headers = {
             "Content-Type": "application/json",
-            "X-Rollart-Deadline-Ms": str(int(deadline_s * 1000.0)),
+            "X-Rollart-Deadline-Ms": str(int(left_s * 1000.0)),
             "Idempotency-Key": key,
-            **endpoint.headers,
         }
         if isinstance(endpoint.auth, Bearer):
             headers["Authorization"] = f"Bearer {endpoint.auth.token}"
         elif isinstance(endpoint.auth, Signed):
             auth, parts = endpoint.auth, urllib.parse.urlsplit(endpoint.url)
             path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            now = self._clock().timestamp()
+            now = datetime.datetime.now(datetime.UTC).timestamp()
             headers["Authorization"] = signing.sign(auth.key, auth.secret, method="POST", path=path, body=body, now=now)
-        return headers
+        try:
+            async with session.post(endpoint.url, data=body, headers=headers, allow_redirects=False) as response:
+                if endpoint.idempotent is None and response.headers.get("X-Rollart-Idempotent") == "1":
+                    self._honour.add(spec.name)
+                return _read(spec, response.status, response.headers, await response.read())
+        except _NOT_SENT_ERRORS as error:
+            fault = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"no connection: {error}")
+            return _HttpReply(fault=fault, reached=False)
+        except TimeoutError:
+            raise  # ours
+        except (aiohttp.ClientError, OSError) as error:
+            detail = f"the connection was lost, and it may have been executed: {type(error).__name__}: {error}"
+            fault = InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail)
+            return _HttpReply(fault=fault, lost=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,24 +213,22 @@ class _HttpReply:
     """An answer. `reached` False: no worker received the call, so there is no bill. `lost`: a worker may have received
     it."""
 
-    body: object
-    fault: InfraFault | None
-    headers: Mapping[str, str]
-    used: LambdaReport | None
+    body: object = None
+    fault: InfraFault | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    used: LambdaReport | None = None
     reached: bool = True
     lost: bool = False
 
 
-def _read(
-    spec: FunctionSpec, status: int, headers: Mapping[str, str], body: bytes, now: datetime.datetime
-) -> _HttpReply:
+def _read(spec: FunctionSpec, status: int, headers: Mapping[str, str], body: bytes) -> _HttpReply:
     used = parse_report(headers["X-Amz-Log-Result"]) if "X-Amz-Log-Result" in headers else None
     status, body = _unwrapped(status, body)
     if status != 200:
         declared = faults.decode(body)
         billed = used is not None or "X-Rollart-Billed-Ms" in headers
         lost = declared is None and not billed and status in faults.AMBIGUOUS
-        fault = declared or faults.fault_of_status(status, body, headers, now)
+        fault = declared or faults.fault_of_status(status, body, headers, datetime.datetime.now(datetime.UTC))
         return _HttpReply(None, fault, headers, used, reached=billed or lost, lost=lost)
     if "X-Amz-Function-Error" in headers:
         return _HttpReply(None, function_fault(body, used), headers, used)
@@ -275,28 +255,21 @@ def _unwrapped(status: int, body: bytes) -> tuple[int, bytes]:
     return status, body
 
 
-def _bill(
-    spec: FunctionSpec,
-    provider: str,
-    answer: _HttpReply | None,
-    t0: float,
-    t1: float,
-    items: int,
-    status: str,
-    cause: Cause,
-) -> Invocation:
-    headers: Mapping[str, str] = answer.headers if answer else {}
-    used = answer.used if answer else None
+def _bill(spec: FunctionSpec, answer: _HttpReply | None, t0: float, t1: float, items: int, cause: Cause) -> Invocation:
+    """The bill of a call; without an answer, of a cancelled one."""
+    status = "cancelled" if answer is None else str(answer.fault.kind) if answer.fault else "ok"
+    answer = answer or _HttpReply()
+    headers, used = answer.headers, answer.used
     billed_ms = _number(headers, "X-Rollart-Billed-Ms", 1000.0 * (used.billed_s if used else billed_seconds(t1 - t0)))
     cold_ms = _number(headers, "X-Rollart-Cold-Ms", 1000.0 * used.init_s if used else 0.0)
     memory_mb = _number(headers, "X-Rollart-Memory-Mb", used.memory_mb if used else spec.memory_mb)
     # A gateway's own id of a call that it lost does not show that a worker answered.
-    named: Mapping[str, str] = {} if answer is not None and answer.lost else headers
+    named = {} if answer.lost else headers
     request = used.request_id if used else named.get("X-Amzn-RequestId", "")
     return Invocation(
         function=spec.name,
-        provider=provider,
-        worker=headers.get("X-Rollart-Worker", f"{provider}/{spec.name}"),
+        provider=HttpBackend.provider,
+        worker=headers.get("X-Rollart-Worker", f"{HttpBackend.provider}/{spec.name}"),
         t0=t0,
         t1=t1,
         cold_start_s=cold_ms / 1000.0,

@@ -43,12 +43,6 @@ def verify(header: str, secrets: Mapping[str, str], *, method: str, path: str, b
     return None
 
 
-def key_of(header: str) -> str:
-    """The key id of this package's Authorization header, '' of any other. It is trustworthy only after `verify`."""
-    found = _HEADER.fullmatch(header.strip())
-    return found[1] if found is not None else ""
-
-
 def _hex(secret: str, method: str, path: str, timestamp: str, body: bytes) -> str:
     lines = "\n".join((method, path, timestamp, hashlib.sha256(body).hexdigest()))
     return hmac.new(secret.encode(), lines.encode(), hashlib.sha256).hexdigest()

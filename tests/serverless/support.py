@@ -15,7 +15,7 @@ from rollart.sim import loop as virtual
 from serverless.deploy.package import Package, build
 from serverless.meter import Meter, MeterSink, WorkerSpan
 from serverless.providers.base import Backend
-from serverless.providers.http import Endpoint, HttpBackend, Signed
+from serverless.providers.http import Bearer, Endpoint, HttpBackend
 from serverless.providers.http_server import FunctionHttpServer
 from serverless.providers.simulated import Profile, SimulatedBackend
 from serverless.spec import FunctionSpec
@@ -135,10 +135,8 @@ class Http(Provider):
 
     @contextlib.asynccontextmanager
     async def open(self, packages: Sequence[Package], meter: MeterSink | None = None) -> AsyncIterator[Backend]:
-        secrets = {"k": "not a secret"}
-        async with LocalBackend() as local, FunctionHttpServer(local, secrets=secrets) as front:
-            auth = Signed("k", secrets["k"])
-            endpoints = {p.spec.name: Endpoint(f"{front.url}/functions/{p.spec.name}", auth) for p in packages}
+        async with LocalBackend() as local, FunctionHttpServer(local, token="t") as front:
+            endpoints = {p.spec.name: Endpoint(f"{front.url}/functions/{p.spec.name}", Bearer("t")) for p in packages}
             async with _Hosted(endpoints, local, meter) as backend:
                 for one in packages:
                     await backend.deploy(one)

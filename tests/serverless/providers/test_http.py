@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import datetime
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,6 +16,7 @@ from aiohttp import web
 
 from serverless.errors import BackendFailed, UnknownFunction
 from serverless.pipeline.retrying import is_outcome_unknown
+from serverless.providers import signing
 from serverless.providers.base import Reply
 from serverless.providers.http import Bearer, Endpoint, HttpBackend, Signed
 from serverless.types import FaultKind
@@ -46,14 +48,18 @@ class Host:
 
 @contextlib.asynccontextmanager
 async def hosted(
-    answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], books: Books | None = None, **settings: Any
+    answer: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+    books: Books | None = None,
+    auth: Bearer | Signed | None = None,
+    path: str = "/f",
+    **settings: Any,
 ) -> AsyncIterator[tuple[HttpBackend, Host]]:
     host = Host(answer)
     handler = web.Server(host.handle, access_log=None, handler_cancellation=True)
     server = await asyncio.get_running_loop().create_server(handler, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/f"
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{path}"
     try:
-        async with HttpBackend({"behave": Endpoint(url, Bearer("t0"))}, meter=books) as backend:
+        async with HttpBackend({"behave": Endpoint(url, auth or Bearer("t0"))}, meter=books) as backend:
             await backend.deploy(package(**settings))
             yield backend, host
     finally:
@@ -87,6 +93,24 @@ def test_an_answer_its_caller_and_its_deadline() -> None:
     [bill] = books.invocations
     assert bill.billed_s == pytest.approx(bill.t1 - bill.t0, abs=0.0011)
     assert (bill.items, bill.status, bill.memory_mb) == (1, "ok", 128)
+
+
+def test_a_signed_call_covers_its_path_and_body() -> None:
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        header, body = request.headers["Authorization"], await request.read()
+        now = datetime.datetime.now(datetime.UTC).timestamp()
+        for path in (request.raw_path, "/other"):
+            signed = {"method": request.method, "path": path, "body": body, "now": now}
+            refusals.append(signing.verify(header, {"k": "s"}, **signed))  # type: ignore[arg-type]
+        return json_answer()
+
+    async def main() -> None:
+        async with hosted(answer, auth=Signed("k", "s"), path="/f?x=1") as (backend, _):
+            await backend.invoke("behave", EVENT, deadline_s=20.0)
+
+    refusals: list[str | None] = []
+    asyncio.run(main())
+    assert refusals == [None, "the signature does not match"]
 
 
 def test_the_bill_is_the_hosts_if_it_gives_one() -> None:
@@ -210,7 +234,7 @@ def test_mistakes_of_the_caller() -> None:
     asyncio.run(main())
     with pytest.raises(ValueError, match="not an http or https URL"):
         Endpoint("ftp://host/f")
-    shown = repr(Endpoint("http://h/", Signed("k", "topsecret"), {"X-Key": "topsecret"})) + repr(Bearer("topsecret"))
+    shown = repr(Endpoint("http://h/", Signed("k", "topsecret"))) + repr(Bearer("topsecret"))
     assert "topsecret" not in shown
 
 

@@ -6,9 +6,7 @@ One execution per key, on virtual time.
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
-import datetime
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -22,7 +20,6 @@ from hypothesis import strategies as st
 from rollart.sim import loop as virtual
 from serverless.deploy.package import Package
 from serverless.meter import WorkerState
-from serverless.providers import signing
 from serverless.providers.faults import parse_report
 from serverless.providers.http_server import (
     FunctionHttpServer,
@@ -45,7 +42,7 @@ async def opened(
     async with LocalBackend(meter=books) as backend:
         for one in packages:
             await backend.deploy(one)
-        async with FunctionHttpServer(backend, tail=backend.tail, **settings) as front:
+        async with FunctionHttpServer(backend, **settings) as front:
             yield front, backend
 
 
@@ -92,7 +89,6 @@ def test_boto3_invokes_with_a_log_and_a_report() -> None:
 
     first, raised, second, scored = with_boto3(work, package())
     assert json.loads(raised)[0]["error"]["message"] == "no such a"
-    assert "ValueError: no such a" in base64.b64decode(first["LogResult"]).decode()
     used, warm = parse_report(first["LogResult"]), parse_report(second["LogResult"])
     assert used is not None
     assert warm is not None
@@ -101,7 +97,6 @@ def test_boto3_invokes_with_a_log_and_a_report() -> None:
     assert warm.memory_mb == 128
     assert warm.request_id != used.request_id
     assert json.loads(scored)[0]["aggregate_reward_score"] == 1.0
-    assert "ValueError" not in base64.b64decode(second["LogResult"]).decode()
     assert "FunctionError" not in second
 
 
@@ -162,31 +157,17 @@ def test_boto3_sees_a_throttle_with_its_reason() -> None:
 
 
 def test_only_callers_who_prove_themselves_get_in() -> None:
-    now = datetime.datetime.now(datetime.UTC).timestamp()
-
-    def signed(path: str, data: bytes, at: float = now) -> str:
-        return signing.sign("k", "s", method="POST", path=path, body=data, now=at)
-
     async def main() -> list[int]:
-        path, data = "/functions/behave", body()
-        async with opened([package()], token="t", secrets={"k": "s"}) as (front, _), aiohttp.ClientSession() as session:
-            statuses = []
-            for header in (
-                "",
-                "Bearer u",
-                "Bearer t",
-                signed(path, data),
-                signed(path, b"[]"),
-                signed("/functions/other", data),
-                signed(path, data, now - 3600.0),
-            ):
+        url, statuses = "/functions/behave", []
+        async with opened([package()], token="t") as (front, _), aiohttp.ClientSession() as session:
+            for header in ("", "Bearer u", "Bearer t"):
                 headers = {"Authorization": header}
-                async with session.post(front.url + path, data=data, headers=headers) as response:
+                async with session.post(front.url + url, data=body(), headers=headers) as response:
                     statuses.append(response.status)
             async with session.get(front.url + "/health") as response:
                 return [*statuses, response.status]
 
-    assert asyncio.run(main()) == [403, 403, 200, 200, 403, 403, 403, 200]
+    assert asyncio.run(main()) == [403, 403, 200, 200]
 
 
 @pytest.mark.parametrize(
