@@ -27,39 +27,18 @@ _SET_PDEATHSIG = 1
 _TERMINAL_INPUT = (0x5412, 0x541C)
 """TIOCSTI and TIOCLINUX: injecting input into another process's terminal."""
 
-CALLS: dict[str, tuple[int, int]] = {
-    "add_key": (248, 217),
+_REFUSED = {
     "acct": (163, 89),
+    "add_key": (248, 217),
     "adjtimex": (159, 171),
     "bpf": (321, 280),
-    "chmod": (90, -1),
-    "chown": (92, -1),
     "chroot": (161, 51),
     "clock_adjtime": (305, 266),
     "clock_settime": (227, 112),
-    "clone": (56, 220),
-    "clone3": (435, 435),
     "delete_module": (176, 106),
     "fanotify_init": (300, 262),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchown": (93, 55),
-    "fchownat": (260, 54),
     "finit_module": (313, 273),
-    "fork": (57, -1),
-    "fremovexattr": (199, 16),
-    "fsconfig": (431, 431),
-    "fsetxattr": (190, 7),
-    "fsmount": (432, 432),
-    "fsopen": (430, 430),
-    "fspick": (433, 433),
-    "futimesat": (261, -1),
     "init_module": (175, 105),
-    "inotify_add_watch": (254, 27),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "io_uring_setup": (425, 425),
-    "ioctl": (16, 29),
     "ioperm": (173, -1),
     "iopl": (172, -1),
     "ioprio_set": (251, 30),
@@ -67,19 +46,11 @@ CALLS: dict[str, tuple[int, int]] = {
     "kexec_file_load": (320, 294),
     "kexec_load": (246, 104),
     "keyctl": (250, 219),
-    "kill": (62, 129),
-    "lchown": (94, -1),
     "lookup_dcookie": (212, 18),
-    "lremovexattr": (198, 15),
-    "lsetxattr": (189, 6),
     "mbind": (237, 235),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
     "migrate_pages": (256, 238),
     "modify_ldt": (154, -1),
     "mount": (165, 40),
-    "mount_setattr": (442, 442),
-    "move_mount": (429, 429),
     "move_pages": (279, 239),
     "mq_open": (240, 180),
     "mq_unlink": (241, 181),
@@ -87,24 +58,17 @@ CALLS: dict[str, tuple[int, int]] = {
     "name_to_handle_at": (303, 264),
     "nfsservctl": (180, 42),
     "open_by_handle_at": (304, 265),
-    "open_tree": (428, 428),
     "perf_event_open": (298, 241),
     "personality": (135, 92),
     "pidfd_getfd": (438, 438),
-    "pidfd_send_signal": (424, 424),
     "pivot_root": (155, 41),
-    "prctl": (157, 167),
-    "prlimit64": (302, 261),
     "process_madvise": (440, 440),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
     "ptrace": (101, 117),
     "quotactl": (179, 60),
     "reboot": (169, 142),
-    "removexattr": (197, 14),
     "request_key": (249, 218),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
     "sched_setaffinity": (203, 122),
     "sched_setattr": (314, 274),
     "sched_setparam": (142, 118),
@@ -116,138 +80,77 @@ CALLS: dict[str, tuple[int, int]] = {
     "setns": (308, 268),
     "setpriority": (141, 140),
     "settimeofday": (164, 170),
-    "setxattr": (188, 5),
     "shmget": (29, 194),
     "socket": (41, 198),
-    "socketpair": (53, 199),
     "swapoff": (168, 225),
     "swapon": (167, 224),
     "syslog": (103, 116),
-    "tgkill": (234, 131),
-    "tkill": (200, 130),
-    "truncate": (76, 45),
     "umount2": (166, 39),
     "unshare": (272, 97),
-    "userfaultfd": (323, 282),
     "uselib": (134, -1),
+    "userfaultfd": (323, 282),
+    "vhangup": (153, 58),
+}
+
+_ABSENT = {
+    "clone3": (435, 435),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fsopen": (430, 430),
+    "fspick": (433, 433),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "io_uring_setup": (425, 425),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "mount_setattr": (442, 442),
+    "move_mount": (429, 429),
+    "open_tree": (428, 428),
+}
+"""Callers fall back to older calls, whose arguments can be inspected (those of clone3 are in memory)."""
+
+REFUSED_ALONE = {
+    "chmod": (90, -1),
+    "chown": (92, -1),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchown": (93, 55),
+    "fchownat": (260, 54),
+    "fork": (57, -1),
+    "fremovexattr": (199, 16),
+    "fsetxattr": (190, 7),
+    "futimesat": (261, -1),
+    "inotify_add_watch": (254, 27),
+    "lchown": (94, -1),
+    "lremovexattr": (198, 15),
+    "lsetxattr": (189, 6),
+    "pidfd_send_signal": (424, 424),
+    "removexattr": (197, 14),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "setxattr": (188, 5),
+    "tkill": (200, 130),
+    "truncate": (76, 45),
     "utime": (132, -1),
     "utimensat": (280, 88),
     "utimes": (235, -1),
     "vfork": (58, -1),
-    "vhangup": (153, 58),
 }
-"""System calls that the filter mentions: number on x86_64 and on aarch64, -1 where it has none."""
-
-_REFUSED = [
-    "acct",
-    "add_key",
-    "adjtimex",
-    "bpf",
-    "chroot",
-    "clock_adjtime",
-    "clock_settime",
-    "delete_module",
-    "fanotify_init",
-    "finit_module",
-    "init_module",
-    "ioperm",
-    "iopl",
-    "ioprio_set",
-    "kcmp",
-    "kexec_file_load",
-    "kexec_load",
-    "keyctl",
-    "lookup_dcookie",
-    "mbind",
-    "migrate_pages",
-    "modify_ldt",
-    "mount",
-    "move_pages",
-    "mq_open",
-    "mq_unlink",
-    "msgget",
-    "name_to_handle_at",
-    "nfsservctl",
-    "open_by_handle_at",
-    "perf_event_open",
-    "personality",
-    "pidfd_getfd",
-    "pivot_root",
-    "process_madvise",
-    "process_vm_readv",
-    "process_vm_writev",
-    "ptrace",
-    "quotactl",
-    "reboot",
-    "request_key",
-    "sched_setaffinity",
-    "sched_setattr",
-    "sched_setparam",
-    "sched_setscheduler",
-    "semget",
-    "set_mempolicy",
-    "setdomainname",
-    "sethostname",
-    "setns",
-    "setpriority",
-    "settimeofday",
-    "shmget",
-    "socket",
-    "swapoff",
-    "swapon",
-    "syslog",
-    "umount2",
-    "unshare",
-    "uselib",
-    "userfaultfd",
-    "vhangup",
-]
-
-_ABSENT = [
-    "clone3",
-    "fsconfig",
-    "fsmount",
-    "fsopen",
-    "fspick",
-    "io_uring_enter",
-    "io_uring_register",
-    "io_uring_setup",
-    "memfd_create",
-    "memfd_secret",
-    "mount_setattr",
-    "move_mount",
-    "open_tree",
-]
-"""Callers fall back to older calls, whose arguments can be inspected (those of clone3 are in memory)."""
-
-_REFUSED_ALONE = [
-    "chmod",
-    "chown",
-    "fchmod",
-    "fchmodat",
-    "fchown",
-    "fchownat",
-    "fork",
-    "fremovexattr",
-    "fsetxattr",
-    "futimesat",
-    "inotify_add_watch",
-    "lchown",
-    "lremovexattr",
-    "lsetxattr",
-    "pidfd_send_signal",
-    "removexattr",
-    "rt_sigqueueinfo",
-    "rt_tgsigqueueinfo",
-    "setxattr",
-    "tkill",
-    "truncate",
-    "utime",
-    "utimensat",
-    "utimes",
-    "vfork",
-]
 """Refused also without namespaces: calls that Landlock does not cover, and calls that could leave a process behind."""
+
+INSPECTED = {
+    "clone": (56, 220),
+    "ioctl": (16, 29),
+    "kill": (62, 129),
+    "prctl": (157, 167),
+    "prlimit64": (302, 261),
+    "socketpair": (53, 199),
+    "tgkill": (234, 131),
+}
+"""Permitted or refused by their arguments."""
+
+CALLS = _REFUSED | _ABSENT | REFUSED_ALONE | INSPECTED
+"""System calls that the filter mentions: number on x86_64 and on aarch64, -1 where it has none."""
 
 
 def program(machine: str, *, single: bool = False) -> bytes:
@@ -256,6 +159,7 @@ def program(machine: str, *, single: bool = False) -> bytes:
     `single` is for jobs without namespaces: one process with any number of threads, which may signal only itself.
     """
     column = list(ARCHITECTURES).index(machine)
+    allow = _word(_RETURN, _ALLOW)
     code = [
         _word(_LOAD, 4),
         _word(_EQUAL, ARCHITECTURES[machine], 1, 0),
@@ -272,19 +176,20 @@ def program(machine: str, *, single: bool = False) -> bytes:
 
     for name in _ABSENT:
         when(name, [_word(_RETURN, _ERRNO | errno.ENOSYS)])
-    for name in _REFUSED + (_REFUSED_ALONE if single else []):
+    for name in (*_REFUSED, *(REFUSED_ALONE if single else ())):
         when(name, [_word(_RETURN, _ERRNO | errno.EPERM)])
-    when("clone", _if(0, _ANY_BIT, _NEW_NAMESPACES, refuse=True) + (_threads_only() if single else []) + [_allow()])
-    when("socketpair", [*_if(0, _EQUAL, _AF_UNIX, refuse=False), _allow()])
+    threads_only = _if(0, _ANY_BIT, _CLONE_THREAD, refuse=False) if single else []
+    when("clone", [*_if(0, _ANY_BIT, _NEW_NAMESPACES, refuse=True), *threads_only, allow])
+    when("socketpair", [*_if(0, _EQUAL, _AF_UNIX, refuse=False), allow])
     # Zero is the caller itself; a job could otherwise lower the limits of its supervisor.
-    when("prlimit64", [*_if(0, _EQUAL, 0, refuse=False), _allow()])
-    when("ioctl", [line for n in _TERMINAL_INPUT for line in _if(1, _EQUAL, n, refuse=True)] + [_allow()])
+    when("prlimit64", [*_if(0, _EQUAL, 0, refuse=False), allow])
+    when("ioctl", [line for n in _TERMINAL_INPUT for line in _if(1, _EQUAL, n, refuse=True)] + [allow])
     if single:
         # It dies with its supervisor, and may not change that.
-        when("prctl", [*_if(0, _EQUAL, _SET_PDEATHSIG, refuse=True), _allow()])
+        when("prctl", [*_if(0, _EQUAL, _SET_PDEATHSIG, refuse=True), allow])
         for name in ("kill", "tgkill"):
-            when(name, [*_if(0, _EQUAL, PID, refuse=False), _allow()])
-    code.append(_allow())
+            when(name, [*_if(0, _EQUAL, PID, refuse=False), allow])
+    code.append(allow)
     return b"".join(code)
 
 
@@ -292,19 +197,7 @@ def _if(argument: int, test: int, value: int, *, refuse: bool) -> list[bytes]:
     """EPERM if the low half of an argument passes the test (with `refuse`), or if it does not (without); else
     continue."""
     hit, miss = (0, 1) if refuse else (1, 0)
-    return [
-        _word(_LOAD, 16 + 8 * argument),
-        _word(test, value, hit, miss),
-        _word(_RETURN, _ERRNO | errno.EPERM),
-    ]
-
-
-def _threads_only() -> list[bytes]:
-    return _if(0, _ANY_BIT, _CLONE_THREAD, refuse=False)
-
-
-def _allow() -> bytes:
-    return _word(_RETURN, _ALLOW)
+    return [_word(_LOAD, 16 + 8 * argument), _word(test, value, hit, miss), _word(_RETURN, _ERRNO | errno.EPERM)]
 
 
 def _word(code: int, k: int, yes: int = 0, no: int = 0) -> bytes:
