@@ -5,7 +5,7 @@ with sandbox(preload=("numpy",)) as box:              # in a function's worker: 
 async with sandbox(size=4) as boxes:                  # as many programs at once
     ran = await boxes.run(program)
 
-The protocol of one sandbox (`SandboxProcess`) does no I/O: it is a generator of steps, which either form drives.
+The protocol of one sandbox (`SandboxProcess`) is the same for both forms, which differ in their `SandboxIo`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Generator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol, TypeVar
 
 from serverless.errors import SandboxUnavailable
-from serverless.sandbox.launch import LADDER, UNSAFE, Launched, LaunchMethod, RungUnavailable, launch_methods
+from serverless.sandbox.launch import LADDER, UNSAFE, Launched, LaunchMethod, RungUnavailable, exited, launch_methods
 from serverless.sandbox.values import Limits, Ran, Rung, Status
 
 # ruff: noqa: TID251 - the blocking form is for workers, which have no loop to be their clock
@@ -54,7 +54,8 @@ def sandbox(
 
     Entering raises `SandboxUnavailable` with the reason of each rung if none works.
     """
-    return Sandbox(rung, limits=limits or Limits(), preload=preload, size=size, allow_unsafe=allow_unsafe)
+    chosen = limits or Limits()
+    return Sandbox(lambda: SandboxProcess(rung, limits=chosen, preload=preload, allow_unsafe=allow_unsafe), size)
 
 
 def detect() -> list[Rung]:
@@ -74,11 +75,8 @@ def detect() -> list[Rung]:
 class Sandbox:
     """The settings from `sandbox`, to be entered in one of two ways."""
 
-    def __init__(
-        self, rung: str | None, *, limits: Limits, preload: Sequence[str], size: int, allow_unsafe: bool
-    ) -> None:
-        self._settings: dict[str, Any] = {"limits": limits, "preload": preload, "allow_unsafe": allow_unsafe}
-        self._rung = rung
+    def __init__(self, new: Callable[[], SandboxProcess], size: int) -> None:
+        self._new = new
         self._size = size
         self._entered = contextlib.ExitStack()
         self._entered_async = contextlib.AsyncExitStack()
@@ -90,15 +88,14 @@ class Sandbox:
         self._entered.close()
 
     async def __aenter__(self) -> AsyncBox:
-        boxes = AsyncBox([SandboxProcess(self._rung, **self._settings) for _ in range(self._size)])
-        return await self._entered_async.enter_async_context(boxes)
+        return await self._entered_async.enter_async_context(AsyncBox([self._new() for _ in range(self._size)]))
 
     async def __aexit__(self, *exc: object) -> None:
         await self._entered_async.aclose()
 
     def box(self) -> Box:
         """The blocking form, for owners that keep it until the process ends, such as a worker's reward."""
-        return Box(SandboxProcess(self._rung, **self._settings))
+        return Box(self._new())
 
 
 class Box:
@@ -129,18 +126,18 @@ class Box:
 
     def start(self) -> None:
         with self._turn:
-            _drive(self._core.start())
+            _completed(self._core.start(_BlockingIo()))
         if not self._quiet:
             _warn(self._core)
 
     def run(self, program: str, stdin: str = "", limits: Limits | None = None) -> Ran:
         """Run a program. Raises `SandboxUnavailable` if it could not be run, which the program cannot cause."""
         with self._turn:
-            return _drive(self._core.run(program, stdin, limits))
+            return _completed(self._core.run(_BlockingIo(), program, stdin, limits))
 
     def close(self) -> None:
         with self._turn:
-            _drive(self._core.close())
+            _completed(self._core.close(_BlockingIo()))
 
     def __enter__(self) -> Box:
         self.start()
@@ -169,27 +166,24 @@ class AsyncBox:
         """As `Box.run`."""
         core = await self._idle.get()
         try:
-            return await _drive_async(core.run(program, stdin, limits))
+            return await core.run(_LoopIo(), program, stdin, limits)
         finally:
             self._idle.put_nowait(core)
 
     async def __aenter__(self) -> AsyncBox:
         try:
             for core in self._cores:
-                await _drive_async(core.start())
+                await core.start(_LoopIo())
                 self._idle.put_nowait(core)
         except BaseException:
-            await self._close()
+            await self.__aexit__()
             raise
         _warn(self._cores[0])
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._close()
-
-    async def _close(self) -> None:
         try:
-            await asyncio.gather(*(_drive_async(core.close()) for core in self._cores))
+            await asyncio.gather(*(core.close(_LoopIo()) for core in self._cores))
         finally:
             for core in self._cores:
                 core.discard()
@@ -213,34 +207,57 @@ _ESCAPED = 6
 """Maximum bytes of JSON per byte of output."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendStep:
-    """Send data. The result is True if it was sent; raises `TimeoutError` after `seconds`."""
+class SandboxIo(Protocol):
+    """Input and output of a sandbox. Every method raises `TimeoutError` after `seconds`."""
 
-    launched: Launched
-    data: bytes
-    seconds: float
+    async def send(self, channel: socket.socket, data: bytes, seconds: float) -> None: ...
 
+    async def receive(self, channel: socket.socket, most: int, seconds: float) -> bytes: ...
 
-@dataclass(frozen=True, slots=True)
-class ReceiveStep:
-    """Receive data. The result is `count` bytes, or None at the end of the stream; raises `TimeoutError` after
-    `seconds`."""
-
-    launched: Launched
-    count: int
-    seconds: float
+    async def exited(self, process: subprocess.Popen[bytes], seconds: float) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ExitStep:
-    """Wait for the end of the process, at most `seconds`."""
+class _BlockingIo:
+    """Its coroutines never suspend."""
 
-    process: subprocess.Popen[bytes]
-    seconds: float
+    async def send(self, channel: socket.socket, data: bytes, seconds: float) -> None:
+        channel.settimeout(seconds)
+        channel.sendall(data)
+
+    async def receive(self, channel: socket.socket, most: int, seconds: float) -> bytes:
+        channel.settimeout(seconds)
+        return channel.recv(most)
+
+    async def exited(self, process: subprocess.Popen[bytes], seconds: float) -> None:
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
 
 
-Io: TypeAlias = Generator[SendStep | ReceiveStep | ExitStep, Any, T]
+class _LoopIo:
+    async def send(self, channel: socket.socket, data: bytes, seconds: float) -> None:
+        channel.setblocking(False)
+        async with asyncio.timeout(seconds):
+            await asyncio.get_running_loop().sock_sendall(channel, data)
+
+    async def receive(self, channel: socket.socket, most: int, seconds: float) -> bytes:
+        async with asyncio.timeout(seconds):
+            return await asyncio.get_running_loop().sock_recv(channel, most)
+
+    async def exited(self, process: subprocess.Popen[bytes], seconds: float) -> None:
+        async with asyncio.timeout(seconds):
+            await exited(process.pid)
+
+
+def _completed(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that never suspends."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("a coroutine of the blocking form has suspended")
 
 
 class SandboxProcess:
@@ -269,7 +286,7 @@ class SandboxProcess:
         """The process id of the sandbox's outermost process, None while there is none."""
         return self._launched.process.pid if self._launched is not None else None
 
-    def start(self) -> Io[None]:
+    async def start(self, io: SandboxIo) -> None:
         """Use the best launch method that works. Raises `SandboxUnavailable` with the reason of each if none does."""
         if self._owner != os.getpid():
             self._launched, self._owner = None, os.getpid()
@@ -279,7 +296,7 @@ class SandboxProcess:
         for method in [self.method] if self.method else self._methods:
             try:
                 self._launched = method.start()
-                yield from self._handshake(self._launched)
+                await _handshake(io, self._launched)
             except (RungUnavailable, TimeoutError) as refused:
                 reasons.append(f"{method.rung} ({method.name}): {refused or 'not ready in time'}")
                 self.discard()
@@ -292,14 +309,14 @@ class SandboxProcess:
         remedy = "install bubblewrap, or allow unprivileged user namespaces (Landlock: Linux 6.2)"
         raise SandboxUnavailable(f"no sandbox works here: {'; '.join(reasons)}", remedy=remedy)
 
-    def run(self, program: str, stdin: str, limits: Limits | None) -> Io[Ran]:
+    async def run(self, io: SandboxIo, program: str, stdin: str, limits: Limits | None) -> Ran:
         limits = limits or self._limits
-        order = _frame({"program": program, "stdin": stdin, "limits": asdict(limits)})
+        order = encode_message({"program": program, "stdin": stdin, "limits": asdict(limits)})
         for _ in range(2):
-            yield from self.start()
+            await self.start(io)
             assert self._launched is not None
             try:
-                ran = yield from self._exchange(self._launched, order, limits)
+                ran = await self._exchange(io, self._launched, order, limits)
             except TimeoutError:
                 self.discard()
                 raise SandboxUnavailable("the sandbox does not answer", remedy="is the machine overloaded?") from None
@@ -311,13 +328,14 @@ class SandboxProcess:
             self.discard()
         raise SandboxUnavailable("the sandbox died twice before it took the program", remedy="is memory short?")
 
-    def close(self) -> Io[None]:
+    async def close(self, io: SandboxIo) -> None:
         """End the sandbox and wait until all its processes have ended."""
         launched, self._launched = self._launched, None
         if launched is not None and self._owner == os.getpid():
             try:
                 launched.hang_up()
-                yield ExitStep(launched.process, _STOP_S)
+                with contextlib.suppress(TimeoutError):
+                    await io.exited(launched.process, _STOP_S)
             finally:
                 launched.end()
 
@@ -327,32 +345,29 @@ class SandboxProcess:
         if launched is not None:
             launched.end()
 
-    def _handshake(self, launched: Launched) -> Io[None]:
-        answer = None
-        if (yield SendStep(launched, _frame(launched.config), _START_S)):
-            answer = yield from _message(launched, _START_S, 1 << 16)
-        if answer is None:
-            raise RungUnavailable(launched.complaint() or "it ended before it was ready")
-        if answer.get("ready") is not True:
-            raise RungUnavailable(str(answer.get("error"))[:1000])
-
-    def _exchange(self, launched: Launched, order: bytes, limits: Limits) -> Io[Ran | None]:
+    async def _exchange(self, io: SandboxIo, launched: Launched, order: bytes, limits: Limits) -> Ran | None:
         """Run one job. None if the sandbox was dead before the job began."""
         seconds = limits.wall_s + _GRACE_S
-        sent = yield SendStep(launched, order, seconds)
-        started = (yield from _message(launched, seconds, 1 << 16)) if sent else None
-        if started is None:
+        if await _ask(io, launched, order, seconds) is None:
             return None
-        answer = yield from _message(launched, seconds, _ESCAPED * limits.output_bytes + (1 << 16))
+        answer = await _message(io, launched, seconds, _ESCAPED * limits.output_bytes + (1 << 16))
         if answer is not None and "error" in answer:
             raise SandboxUnavailable(f"a program could not be started: {answer['error']}")
-        ran = _ran(answer) if answer is not None else None
+        ran = read_answer(answer) if answer is not None else None
         if ran is None or (answer or {}).get("clean") is not True:
             self.discard()
         return ran or Ran("", "the program ended its supervisor", Status.KILLED, -9, 0.0, 0.0, 0.0)
 
 
-def _ran(answer: dict[str, Any]) -> Ran | None:
+async def _handshake(io: SandboxIo, launched: Launched) -> None:
+    answer = await _ask(io, launched, encode_message(launched.config), _START_S)
+    if answer is None:
+        raise RungUnavailable(launched.complaint() or "it ended before it was ready")
+    if answer.get("ready") is not True:
+        raise RungUnavailable(str(answer.get("error"))[:1000])
+
+
+def read_answer(answer: dict[str, Any]) -> Ran | None:
     """Validate an answer as if the program had written it."""
     try:
         return Ran(
@@ -368,15 +383,20 @@ def _ran(answer: dict[str, Any]) -> Ran | None:
         return None
 
 
-def _message(launched: Launched, seconds: float, most: int) -> Io[dict[str, Any] | None]:
+async def _ask(io: SandboxIo, launched: Launched, frame: bytes, seconds: float) -> dict[str, Any] | None:
+    """Send a frame and read the next one. None if the sandbox has ended."""
+    try:
+        await io.send(launched.socket, frame, seconds)
+    except ConnectionError:
+        return None
+    return await _message(io, launched, seconds, 1 << 16)
+
+
+async def _message(io: SandboxIo, launched: Launched, seconds: float, most: int) -> dict[str, Any] | None:
     """One frame, or None at the end of the stream and for invalid frames."""
-    head = yield ReceiveStep(launched, 4, seconds)
-    if head is None:
-        return None
-    (size,) = struct.unpack(">I", head)
-    if size > most:
-        return None
-    body = yield ReceiveStep(launched, size, seconds)
+    head = await _exactly(io, launched, 4, seconds)
+    size = struct.unpack(">I", head)[0] if head is not None else most + 1
+    body = await _exactly(io, launched, size, seconds) if size <= most else None
     try:
         message = json.loads(body) if body is not None else None
     except ValueError:
@@ -384,58 +404,13 @@ def _message(launched: Launched, seconds: float, most: int) -> Io[dict[str, Any]
     return message if isinstance(message, dict) else None
 
 
-def _frame(message: dict[str, Any]) -> bytes:
-    body = json.dumps(message).encode()
-    return struct.pack(">I", len(body)) + body
-
-
-def _drive(work: Io[T]) -> T:
-    value: Any = None
-    try:
-        step = next(work)
-        while True:
-            try:
-                value = _perform(step)
-            except BaseException as error:
-                step = work.throw(error)
-            else:
-                step = work.send(value)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-
-
-async def _drive_async(work: Io[T]) -> T:
-    value: Any = None
-    try:
-        step = next(work)
-        while True:
-            try:
-                value = await _perform_async(step)
-            except BaseException as error:
-                step = work.throw(error)
-            else:
-                step = work.send(value)
-    except StopIteration as end:
-        result: T = end.value
-        return result
-
-
-def _perform(step: SendStep | ReceiveStep | ExitStep) -> Any:
-    if isinstance(step, ExitStep):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            step.process.wait(step.seconds)
-        return None
-    channel = step.launched.socket
-    if isinstance(step, SendStep):
-        channel.settimeout(step.seconds)
-        return _sent(channel, step.data)
+async def _exactly(io: SandboxIo, launched: Launched, count: int, seconds: float) -> bytes | None:
+    """`count` bytes, or None at the end of the stream."""
     parts = bytearray()
-    deadline = time.monotonic() + step.seconds
-    while len(parts) < step.count:
-        channel.settimeout(max(0.001, deadline - time.monotonic()))
+    deadline = time.monotonic() + seconds
+    while len(parts) < count:
         try:
-            part = channel.recv(step.count - len(parts))
+            part = await io.receive(launched.socket, count - len(parts), max(0.001, deadline - time.monotonic()))
         except ConnectionError:
             return None
         if not part:
@@ -444,49 +419,6 @@ def _perform(step: SendStep | ReceiveStep | ExitStep) -> Any:
     return bytes(parts)
 
 
-def _sent(channel: socket.socket, data: bytes) -> bool:
-    try:
-        channel.sendall(data)
-    except ConnectionError:
-        return False
-    return True
-
-
-async def _perform_async(step: SendStep | ReceiveStep | ExitStep) -> Any:
-    loop = asyncio.get_running_loop()
-    if isinstance(step, ExitStep):
-        await _ended(step)
-        return None
-    channel = step.launched.socket
-    channel.setblocking(False)
-    async with asyncio.timeout(step.seconds):
-        if isinstance(step, SendStep):
-            try:
-                await loop.sock_sendall(channel, step.data)
-            except ConnectionError:
-                return False
-            return True
-        parts = bytearray()
-        while len(parts) < step.count:
-            try:
-                part = await loop.sock_recv(channel, step.count - len(parts))
-            except ConnectionError:
-                return None
-            if not part:
-                return None
-            parts += part
-        return bytes(parts)
-
-
-async def _ended(step: ExitStep) -> None:
-    loop = asyncio.get_running_loop()
-    exited: asyncio.Future[None] = loop.create_future()
-    pidfd = os.pidfd_open(step.process.pid)
-    try:
-        loop.add_reader(pidfd, lambda: None if exited.done() else exited.set_result(None))
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(step.seconds):
-                await exited
-    finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
+def encode_message(message: dict[str, Any]) -> bytes:
+    body = json.dumps(message).encode()
+    return struct.pack(">I", len(body)) + body

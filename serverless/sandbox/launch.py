@@ -8,6 +8,7 @@ unsafe       limits only: a program can read and send everything that this user 
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import pathlib
@@ -90,6 +91,19 @@ class Launched:
             with contextlib.suppress(OSError):
                 empty(str(self.scratch), most=sys.maxsize)
                 self.scratch.rmdir()
+
+
+async def exited(pid: int) -> None:
+    """Wait for the end of a child process."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    pidfd = os.pidfd_open(pid)
+    try:
+        loop.add_reader(pidfd, ended.set)
+        await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
 
 
 @dataclass(frozen=True)

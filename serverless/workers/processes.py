@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import msgpack
 
+from serverless.sandbox.launch import exited
 from serverless.types import FaultKind, InfraFault
 from serverless.workers.channel import WorkerChannel
 from serverless.workers.pool import WorkerFault
@@ -109,19 +110,11 @@ class ForkServer:
         process = self._lose()
         if process is None:
             return
-        loop = asyncio.get_running_loop()
-        exited: asyncio.Future[None] = loop.create_future()
-        pidfd = os.pidfd_open(process.pid)
         try:
-            loop.add_reader(pidfd, lambda: None if exited.done() else exited.set_result(None))
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_STOP_S):
-                    await exited
-            except TimeoutError:
-                process.kill()
+                    await exited(process.pid)
         finally:
-            loop.remove_reader(pidfd)
-            os.close(pidfd)
             process.kill()
             process.wait()
 

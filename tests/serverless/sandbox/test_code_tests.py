@@ -17,6 +17,7 @@ from serverless.errors import SandboxUnavailable
 from serverless.pipeline.offload import Offload
 from serverless.rewards.code_tests import CodeTests, extract
 from serverless.sandbox import sandbox
+from serverless.sandbox.box import SandboxProcess
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
 from serverless.workers.local import LocalBackend
@@ -129,12 +130,12 @@ def test_a_program_cannot_read_what_is_expected_of_it(score: CodeTests) -> None:
 
 
 def test_without_a_sandbox_it_is_the_platforms_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
+    async def refuse(*_: object) -> None:
         raise SandboxUnavailable("no sandbox works here", remedy="install bubblewrap")
 
+    monkeypatch.setattr(SandboxProcess, "start", refuse)
     one = CodeTests()
-    one._box = sandbox().box()
-    monkeypatch.setattr(one._box._core, "start", refuse)
+    one.load(pathlib.Path())
     outcome = one(item(DOUBLE, tests=PAIRS))
     assert outcome == InfraFault(
         FaultKind.ENVIRONMENT, retryable=True, detail="no sandbox works here (install bubblewrap)"

@@ -10,7 +10,7 @@ import struct
 import pytest
 
 from serverless.sandbox import Limits, seccomp
-from serverless.sandbox.box import _frame, _ran
+from serverless.sandbox.box import encode_message, read_answer
 from serverless.sandbox.launch import hosting_provider
 
 KILL, ALLOW, ERRNO = 0x8000_0000, 0x7FFF_0000, 0x0005_0000
@@ -148,8 +148,8 @@ def test_limits_are_positive(name: str, value: float) -> None:
 
 def test_an_answer_that_is_none_is_not_believed() -> None:
     good = {"stdout": "", "stderr": "", "status": "ok", "exit_code": 0, "wall_s": 1, "cpu_s": 1, "max_rss_mb": 1}
-    assert _ran(good) is not None
+    assert read_answer(good) is not None
     for change in ({"status": "fine"}, {"exit_code": None}, {"wall_s": "long"}, {"cpu_s": [1]}):
-        assert _ran({**good, **change}) is None
-    assert _ran({}) is None
-    assert _frame({})[:4] == b"\0\0\0\2"
+        assert read_answer({**good, **change}) is None
+    assert read_answer({}) is None
+    assert encode_message({})[:4] == b"\0\0\0\2"
