@@ -65,7 +65,8 @@ class ConcurrencyWindow:
         self._full = 0
         self._cut_at = 0
         self._in_a_row = 0
-        self._ready = -math.inf
+        self.ready = -math.inf
+        """The loop time before which no call may begin."""
         self._usual: dict[int, tuple[int, float]] = {}
         self._recent = 0.0
         self._slow_cut = 0
@@ -74,13 +75,9 @@ class ConcurrencyWindow:
     def size(self) -> int:
         return int(self._size)
 
-    def ready_at(self) -> float:
-        """The loop time before which no call may begin."""
-        return self._ready
-
     def exhausted(self, now: float) -> bool:
         """True while every call is refused: for more windows of calls in a row than an item may be refused."""
-        return self._in_a_row > self._settings.max_throttles and now < self._ready
+        return self._in_a_row > self._settings.max_throttles and now < self.ready
 
     def restart(self) -> None:
         """Restart slowly after an outage: two calls, then one more per answer (doubling per round trip, as TCP's slow
@@ -123,10 +120,10 @@ class ConcurrencyWindow:
         if not all_wait and in_flight:
             return
         if fault.retry_after_s is not None:
-            self._ready = max(self._ready, now + fault.retry_after_s)
+            self.ready = max(self.ready, now + fault.retry_after_s)
         elif fresh or not in_flight:
             longest = min(self._settings.max_wait_s, self._settings.wait_s * 2.0 ** min(self._in_a_row - 1, 30))
-            self._ready = max(self._ready, now + rng.uniform(longest / 2.0, longest))
+            self.ready = max(self.ready, now + rng.uniform(longest / 2.0, longest))
 
     def _slower(self, seconds: float, items: int) -> bool:
         """Record a latency. True if it shrank the window: by a tenth, at most once per window of answers.
@@ -192,7 +189,7 @@ class CircuitBreaker:
 
     def __init__(self, settings: BreakerSpec) -> None:
         self._settings = settings
-        self._state = BreakerState.CLOSED
+        self.state = BreakerState.CLOSED
         self._until = -math.inf
         self._pause_s = 0.0
         self._in_a_row = 0
@@ -200,10 +197,6 @@ class CircuitBreaker:
         self._trial = False
         self.failed_trials = 0
         """Failed trials since the breaker was last closed."""
-
-    @property
-    def state(self) -> BreakerState:
-        return self._state
 
     @property
     def until(self) -> float:
@@ -215,21 +208,17 @@ class CircuitBreaker:
         """True if so many trials have failed that no item should wait for more than the next one."""
         return self.failed_trials >= self._settings.trials
 
-    def unanswered(self, seconds: float) -> bool:
-        """True if a trial that its caller's deadline ended after `seconds` counts as failed: it had enough time."""
-        return seconds >= self._settings.open_s
-
     def admits(self, now: float) -> bool:
         """True if a call may begin."""
-        if self._state is BreakerState.CLOSED:
+        if self.state is BreakerState.CLOSED:
             return True
         return not self._trial and now >= self._until - 1e-9
 
-    def begin(self, now: float) -> bool:
+    def begin(self) -> bool:
         """Record the start of an admitted call. True if it is the trial, which the caller passes to `ended`."""
-        if self._state is BreakerState.CLOSED:
+        if self.state is BreakerState.CLOSED:
             return False
-        self._state = BreakerState.HALF_OPEN
+        self.state = BreakerState.HALF_OPEN
         self._trial = True
         return True
 
@@ -244,24 +233,21 @@ class CircuitBreaker:
                 self.failed_trials += 1
                 self._open(now)
                 return True
-            self._state, self._pause_s, self._in_a_row = BreakerState.CLOSED, 0.0, 0
+            self.state, self._pause_s, self._in_a_row = BreakerState.CLOSED, 0.0, 0
             self.failed_trials = 0
             self._last.clear()
             return False
-        if failed is None or self._state is not BreakerState.CLOSED or not self._settings.enabled:
+        if failed is None or self.state is not BreakerState.CLOSED or not self._settings.enabled:
             return False
         self._in_a_row = self._in_a_row + 1 if failed else 0
         self._last.append(failed)
-        if failed and (self._in_a_row >= self._settings.consecutive or self._often()):
+        settings, window = self._settings, self._settings.window
+        often = len(self._last) == window and sum(self._last) >= settings.rate * window
+        if failed and (self._in_a_row >= settings.consecutive or often):
             self._open(now)
             return True
         return False
 
-    def _often(self) -> bool:
-        return (
-            len(self._last) == self._settings.window and sum(self._last) >= self._settings.rate * self._settings.window
-        )
-
     def _open(self, now: float) -> None:
         self._pause_s = min(self._settings.max_open_s, max(self._settings.open_s, 2.0 * self._pause_s))
-        self._state, self._until = BreakerState.OPEN, now + self._pause_s
+        self.state, self._until = BreakerState.OPEN, now + self._pause_s

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from serverless.keys import canonical
-from serverless.types import InfraFault, ModelFault, Outcome, Scored
+from serverless.types import ModelFault, Outcome, Scored
 from serverless.wire import WireItem
 
 
@@ -28,11 +28,6 @@ def item_key(version: str, item: WireItem) -> bytes | None:
     except (TypeError, ValueError):
         return None
     return hashlib.sha256(text).digest()
-
-
-def cacheable(outcome: Outcome) -> bool:
-    """True for outcomes of the function; faults of the platform are never cached."""
-    return not isinstance(outcome, InfraFault)
 
 
 def copy_outcome(outcome: Outcome) -> Outcome:
@@ -53,7 +48,7 @@ _LOCKED_S = 0.05
 
 
 class Cache:
-    """Owns the file. Synchronous; for one thread. Use `open` and `close`, or `with`.
+    """Owns the file. Synchronous; for one thread.
 
     Bound: at most `max_entries` results; the oldest are removed first. Exact: a result is read back equal to the one
     stored.
@@ -120,13 +115,6 @@ class Cache:
                 file.close()
             except sqlite3.Error as error:
                 self._warn(f"the result cache {self._path} did not close: {error}")
-
-    def __enter__(self) -> Cache:
-        self.open()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def _write(self) -> None:
         file, fresh = self._file, self._fresh

@@ -1,6 +1,6 @@
 """Hedging of one provider's late calls: decides which calls are late, and starts second attempts when there is room.
 
-`Latencies` and `HedgeBudget` are pure; `Hedger` watches the calls.
+`Latencies` is pure; `Hedger` watches the calls.
 """
 
 from __future__ import annotations
@@ -11,8 +11,12 @@ from collections import deque
 from collections.abc import Callable
 
 from serverless.pipeline.items import PipelineCall, Timers
+from serverless.pipeline.retrying import TokenBucket
 from serverless.pipeline.stages import HedgeSpec, StageCounts
 from serverless.types import Cause
+
+_SAVED = 5.0
+"""Maximum number of hedges saved in a quiet time for a burst of late calls."""
 
 
 class Hedger:
@@ -30,7 +34,7 @@ class Hedger:
     ) -> None:
         self._settings = settings
         self._latencies = Latencies(settings)
-        self._budget = HedgeBudget(settings)
+        self._budget = TokenBucket(settings.budget, most=max(_SAVED, settings.budget))
         self._stage = stage
         self._has_room = has_room
         self._start_hedge = start_hedge
@@ -79,33 +83,6 @@ class Hedger:
         self._stage.acted += 1
         self._stage.extra_calls += 1
         self._start_hedge(call)
-
-
-_SAVED = 5.0
-"""Maximum number of hedges saved in a quiet time for a burst of late calls."""
-
-
-class HedgeBudget:
-    """A token bucket that starts empty: a call deposits `budget`, a hedge takes 1.
-
-    Bound, at every moment: hedges <= budget * calls.
-    """
-
-    __slots__ = ("_budget", "_tokens")
-
-    def __init__(self, settings: HedgeSpec) -> None:
-        self._budget = settings.budget
-        self._tokens = 0.0
-
-    def earn(self) -> None:
-        self._tokens = min(max(_SAVED, self._budget), self._tokens + self._budget)
-
-    def take(self, *, spare: float = 0.0) -> bool:
-        """Spend a token, if `spare` tokens remain afterwards."""
-        if self._tokens < 1.0 + spare:
-            return False
-        self._tokens -= 1.0
-        return True
 
 
 _KEPT = 200

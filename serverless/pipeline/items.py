@@ -1,7 +1,7 @@
 """Pending items: the state that a function queue and its provider queues share.
 
-An item has waiters with deadlines (`Timers`), waits for a call in a queue that gathers batches (`WaitingItems`,
-`BatchPolicy`), and is carried by calls, each of one attempt or two.
+An item has waiters with deadlines (`Timers`), waits for a call in a queue that gathers batches (`WaitingItems`), and
+is carried by calls, each of one attempt or two.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Generic, TypeVar
 
+from serverless.spec import FunctionBatchSpec
 from serverless.types import Cause, Outcome
 from serverless.wire import WireItem
 
@@ -90,10 +91,17 @@ class CallAttempt:
 class WaitingItems:
     """First come, first served within a bucket. Buckets are served in the order of their heads' waiting times, longest
     first, so that no length starves. Without `by_length` there is one bucket. Finished items are dropped when they
-    reach the head."""
+    reach the head.
 
-    def __init__(self, policy: BatchPolicy, *, by_length: bool) -> None:
-        self.policy = policy
+    A batch is full at `max_items` or when one more item would exceed `max_bytes`; an item above `max_bytes` is sent
+    alone. It is due when full or when its oldest item has waited `max_wait_ms`. `take` is called only while a call may
+    start: then no item waits longer. Otherwise items accumulate, so that load makes batches larger before it makes
+    queues longer.
+    """
+
+    def __init__(self, batch: FunctionBatchSpec, *, by_length: bool) -> None:
+        self._max_items, self._max_bytes = batch.max_items, batch.max_bytes
+        self.max_wait_s = batch.max_wait_ms / 1000.0
         self._by_length = by_length
         self._buckets: dict[int, _Bucket] = {}
         self._count = 0
@@ -107,7 +115,7 @@ class WaitingItems:
         bucket.entries.append(entry)
         bucket.size += entry.size
         self._count += 1
-        return entry.alone or len(bucket.entries) >= self.policy.max_items or bucket.size >= self.policy.max_bytes
+        return entry.alone or len(bucket.entries) >= self._max_items or bucket.size >= self._max_bytes
 
     def put_back(self, entry: PendingItem) -> None:
         """Return an item to the front of its bucket."""
@@ -128,12 +136,12 @@ class WaitingItems:
                     continue
                 if head.alone:
                     return [self._pop(bucket)], None
-                sizes = [e.size for e in islice(bucket.entries, self.policy.max_items)]
-                decision = self.policy.decide(sizes, now - head.since)
-                if isinstance(decision, WaitForItems):
-                    soonest = decision.seconds if soonest is None else min(soonest, decision.seconds)
+                count, full = self._fit(bucket)
+                left = self.max_wait_s - (now - head.since)
+                if not full and left > 1e-9:
+                    soonest = left if soonest is None else min(soonest, left)
                     break
-                batch = self._gather(bucket, decision.count)
+                batch = self._gather(bucket, count)
                 if batch:
                     return batch, None
         return [], soonest
@@ -161,6 +169,16 @@ class WaitingItems:
         waiting = [bucket for bucket in self._buckets.values() if bucket.entries]
         return waiting if len(waiting) < 2 else sorted(waiting, key=lambda b: b.entries[0].since)
 
+    def _fit(self, bucket: _Bucket) -> tuple[int, bool]:
+        """The number of items of the next batch, and True if it is full."""
+        total = 0
+        for count, entry in enumerate(islice(bucket.entries, self._max_items)):
+            total += entry.size
+            if total > self._max_bytes and count > 0:
+                return count, True
+        count = min(len(bucket.entries), self._max_items)
+        return count, count == self._max_items
+
     def _gather(self, bucket: _Bucket, count: int) -> list[PendingItem]:
         """The next items of a shared call: the unfinished ones, up to the first that must be called alone."""
         batch: list[PendingItem] = []
@@ -181,52 +199,6 @@ class WaitingItems:
 class _Bucket:
     entries: deque[PendingItem] = field(default_factory=deque)
     size: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class BatchPolicy:
-    """First come, first served. A batch is full at `max_items` or when one more item would exceed `max_bytes`. It is
-    due when full or when its oldest item has waited `max_wait_s`.
-
-    It is consulted only while a call may start: then no item waits longer than `max_wait_s`. Otherwise items
-    accumulate, so that load makes batches larger before it makes queues longer. An item above `max_bytes` is sent
-    alone.
-    """
-
-    max_items: int
-    max_wait_s: float
-    max_bytes: int
-
-    def decide(self, sizes: Sequence[int], oldest_wait_s: float) -> SendBatch | WaitForItems:
-        """`sizes` are the bytes of the first waiting items, at least one and at most `max_items`."""
-        count = self._fit(sizes)
-        full = count >= self.max_items or count < len(sizes)
-        left = self.max_wait_s - oldest_wait_s
-        if full or left <= 1e-9:
-            return SendBatch(count)
-        return WaitForItems(left)
-
-    def _fit(self, sizes: Sequence[int]) -> int:
-        total = 0
-        for count, size in enumerate(sizes):
-            total += size
-            if total > self.max_bytes and count > 0:
-                return count
-        return len(sizes)
-
-
-@dataclass(frozen=True, slots=True)
-class SendBatch:
-    """Send the first `count` waiting items now."""
-
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class WaitForItems:
-    """Send nothing now; decide again after `seconds`, or when an item arrives."""
-
-    seconds: float
 
 
 T = TypeVar("T")

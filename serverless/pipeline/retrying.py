@@ -44,24 +44,26 @@ def retry_delay(
     return wait if wait < remaining_s else None
 
 
-class RetryBudget:
-    """A token bucket: every submitted item deposits `budget`, every retry takes 1, never more than `reserve` saved.
+class TokenBucket:
+    """Each unit of work deposits `earned` tokens, each extra call takes one; at most `most` are saved.
 
-    Bound: retries <= reserve + budget * items, so that under an outage load grows by at most a tenth.
+    Bound, at every moment: extra calls <= initial `tokens` + earned * work. So under an outage, retries add at most a
+    tenth to the load; and since the bucket of hedges starts empty, hedges <= budget * calls.
     """
 
-    __slots__ = ("_budget", "_reserve", "_tokens")
+    __slots__ = ("_earned", "_most", "_tokens")
 
-    def __init__(self, settings: RetrySpec) -> None:
-        self._budget = settings.budget
-        self._reserve = settings.reserve
-        self._tokens = settings.reserve
+    def __init__(self, earned: float, *, most: float, tokens: float = 0.0) -> None:
+        self._earned = earned
+        self._most = most
+        self._tokens = tokens
 
     def earn(self) -> None:
-        self._tokens = min(self._reserve, self._tokens + self._budget)
+        self._tokens = min(self._most, self._tokens + self._earned)
 
-    def take(self) -> bool:
-        if self._tokens < 1.0:
+    def take(self, *, spare: float = 0.0) -> bool:
+        """Spend a token, if `spare` tokens remain afterwards."""
+        if self._tokens < 1.0 + spare:
             return False
         self._tokens -= 1.0
         return True

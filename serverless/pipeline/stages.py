@@ -131,10 +131,6 @@ class LimitsSpec(BaseModel):
     metric: str = "seconds"
     """The metric in which a function reports an item's own time; without it the call's time is used."""
 
-    def applies(self, *, declared: bool) -> bool:
-        """`declared`: the function has a `timeout_floor`."""
-        return self.scope == "all" or (self.scope == "declared" and declared)
-
     @model_validator(mode="after")
     def _ordered(self) -> LimitsSpec:
         if self.min_s > self.max_s:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import pathlib
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.sim import loop as virtual
-from serverless.pipeline.cache import Cache, cacheable, item_key
+from serverless.pipeline.cache import Cache, item_key
 from serverless.pipeline.offload import Offload
-from serverless.types import FaultKind, InfraFault, ModelFault, Outcome, Scored
+from serverless.types import ModelFault, Outcome, Scored
 from serverless.wire import encode
 from tests.serverless.modelled import Modelled, takes
 from tests.serverless.support import item, package
@@ -39,30 +40,38 @@ def no_warning(text: str) -> None:
     raise AssertionError(text)
 
 
+@contextlib.contextmanager
+def opened(path: pathlib.Path, *, max_entries: int) -> Iterator[Cache]:
+    cache = Cache(path, max_entries=max_entries, warn=no_warning)
+    cache.open()
+    with contextlib.closing(cache):
+        yield cache
+
+
 @settings(max_examples=25, deadline=None)
 @given(results=st.lists(RESULTS, min_size=1, max_size=5))
 def test_what_was_put_comes_back_equal_before_and_after_it_is_written(
     results: list[Scored | ModelFault], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("cache") / "c.sqlite"
-    with Cache(path, max_entries=10, warn=no_warning) as cache:
+    with opened(path, max_entries=10) as cache:
         for n, result in enumerate(results):
             cache.put(key(n), result)
             assert cache.get(key(n)) == result
         assert cache.get(key(99)) is None
-    with Cache(path, max_entries=10, warn=no_warning) as cache:
+    with opened(path, max_entries=10) as cache:
         assert [cache.get(key(n)) for n in range(len(results))] == results
 
 
 def test_the_oldest_go_first_and_the_bound_holds(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "c.sqlite"
     for start in (0, 700):  # in two runs, of which the second repeats some
-        with Cache(path, max_entries=300, warn=no_warning) as cache:
+        with opened(path, max_entries=300) as cache:
             for n in range(start, start + 800):
                 cache.put(key(n), Scored(float(n)))
     with sqlite3.connect(path) as file:
         assert file.execute("SELECT count(*) FROM results").fetchone() == (300,)
-    with Cache(path, max_entries=300, warn=no_warning) as cache:
+    with opened(path, max_entries=300) as cache:
         assert cache.get(key(1499)) == Scored(1499.0)
         assert cache.get(key(1200)) == Scored(1200.0)
         assert cache.get(key(1199)) is None
@@ -73,7 +82,7 @@ def corrupt(path: pathlib.Path) -> None:
 
 
 def torn(path: pathlib.Path) -> None:
-    with Cache(path, max_entries=10_000, warn=no_warning) as cache:
+    with opened(path, max_entries=10_000) as cache:
         for n in range(2000):
             cache.put(key(n), Scored(float(n)))
     data = bytearray(path.read_bytes())
@@ -136,9 +145,3 @@ def test_keys_tell_apart_all_but_the_id() -> None:
     assert len(set(different)) == len(different)
     assert of(x=float("nan")) is None
     assert of(x=b"bytes") is None
-
-
-def test_what_the_platform_did_is_not_kept() -> None:
-    assert cacheable(Scored(0.0))
-    assert cacheable(ModelFault(0.0, "x"))
-    assert not cacheable(InfraFault(FaultKind.CRASH, retryable=False))

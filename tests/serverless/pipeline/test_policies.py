@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 
 from rollart.sim import loop as virtual
 from serverless.pipeline.admission import BreakerState, CircuitBreaker, ConcurrencyWindow
-from serverless.pipeline.hedging import HedgeBudget, Latencies
-from serverless.pipeline.items import BatchPolicy, SendBatch, Timers, WaitForItems
+from serverless.pipeline.hedging import Latencies
+from serverless.pipeline.items import PendingItem, Timers, WaitingItems
 from serverless.pipeline.limits import AnchorTimes, prompt_key
-from serverless.pipeline.retrying import RetryBudget, retry_delay
+from serverless.pipeline.retrying import TokenBucket, retry_delay
 from serverless.pipeline.stages import AdmissionSpec, BreakerSpec, HedgeSpec, LimitsSpec, RetrySpec
+from serverless.spec import FunctionBatchSpec
 from serverless.types import FaultKind, InfraFault, Item, Scored, Throttle
+from serverless.wire import WireItem
 
 RNG = random.Random(0)
 
@@ -47,11 +49,11 @@ def test_each_refusal_asks_for_something_else(reason: Throttle | None, size: int
     window = ConcurrencyWindow(40)
     window.throttled(refusal(reason), 10.0, window.begin(), RNG, in_flight=7)
     assert window.size == size
-    assert (window.ready_at() > 10.0) is waits
+    assert (window.ready > 10.0) is waits
     window.throttled(refusal(reason, retry_after_s=3.0), 10.0, window.begin(), RNG, in_flight=7)
-    assert (window.ready_at() >= 13.0) is waits, "only a limit of all calls stops them all"
+    assert (window.ready >= 13.0) is waits, "only a limit of all calls stops them all"
     window.throttled(refusal(reason, retry_after_s=3.0), 10.0, window.begin(), RNG, in_flight=0)
-    assert window.ready_at() >= 13.0
+    assert window.ready >= 13.0
 
 
 def test_refusals_of_one_burst_halve_once() -> None:
@@ -68,13 +70,13 @@ def test_an_only_call_that_is_refused_waits_longer_each_time_and_an_answer_forge
     waits = []
     for _ in range(8):
         window.throttled(refusal(Throttle.CONCURRENCY), now, window.begin(), RNG, in_flight=0)
-        waits.append(window.ready_at() - now)
-        now = window.ready_at()
+        waits.append(window.ready - now)
+        now = window.ready
     assert all(0.05 * 2**n <= w <= 0.1 * 2**n for n, w in enumerate(waits[:4]))
     assert all(0.5 <= w <= 1.0 for w in waits[4:])
     window.answered(now, 0.1, 1, in_flight=0)
     window.throttled(refusal(Throttle.CONCURRENCY), now, window.begin(), RNG, in_flight=0)
-    assert window.ready_at() - now <= 0.1
+    assert window.ready - now <= 0.1
 
 
 def test_growing_latency_makes_room_and_a_lasting_change_becomes_usual() -> None:
@@ -119,7 +121,7 @@ def test_the_window_stays_in_its_bounds(steps: list[tuple[Throttle | str | None,
             assert what is None or isinstance(what, Throttle)
             window.throttled(refusal(what), now, window.begin(), RNG, in_flight=in_flight)
         assert 1 <= window.size <= most
-        assert window.ready_at() <= now + 5.0 or window.ready_at() == float("-inf")
+        assert window.ready <= now + 5.0 or window.ready == float("-inf")
 
 
 def test_a_raised_reserved_limit_is_found_in_time() -> None:
@@ -138,7 +140,7 @@ def test_a_raised_reserved_limit_is_found_in_time() -> None:
 
 @given(steps=st.lists(st.booleans(), max_size=500), budget=st.floats(0.0, 1.0))
 def test_hedges_stay_within_the_budget(steps: list[bool], budget: float) -> None:
-    bucket = HedgeBudget(HedgeSpec(budget=budget))
+    bucket = TokenBucket(budget, most=5.0)
     calls = hedges = 0
     for is_call in steps:
         if is_call:
@@ -180,7 +182,7 @@ def test_stragglers_are_not_the_measure_of_themselves() -> None:
 def test_a_breaker_opens_tries_and_closes() -> None:
     breaker = CircuitBreaker(BreakerSpec(consecutive=3, open_s=1.0, max_open_s=3.0))
     for _ in range(2):
-        assert not breaker.ended(0.0, True, trial=breaker.begin(0.0))
+        assert not breaker.ended(0.0, True, trial=breaker.begin())
     breaker.ended(0.0, False, trial=False)
     assert [breaker.ended(0.0, True, trial=False) for _ in range(3)] == [False, False, True]
     pauses = []
@@ -190,16 +192,16 @@ def test_a_breaker_opens_tries_and_closes() -> None:
         pauses.append(breaker.until - now)
         now = breaker.until
         assert breaker.admits(now)
-        assert breaker.begin(now)
+        assert breaker.begin()
         assert not breaker.admits(now + 100.0), "one trial at a time"
         assert not breaker.ended(now, True, trial=False), "a call from before says nothing"
         assert breaker.ended(now, True, trial=True)
     assert pauses == [1.0, 2.0, 3.0, 3.0]
     now = breaker.until
-    breaker.begin(now)
+    breaker.begin()
     breaker.ended(now, None, trial=True)
     assert breaker.admits(now), "a trial that was cancelled leaves room for another"
-    breaker.begin(now)
+    breaker.begin()
     breaker.ended(now, False, trial=True)
     assert breaker.state is BreakerState.CLOSED
 
@@ -253,33 +255,39 @@ def test_a_retry_waits_as_long_as_the_provider_asks() -> None:
     assert retry_delay(RetrySpec(), fault, 1, 6.0, RNG) is None
 
 
+WIRE: WireItem = {"id": "1", "messages": [], "reference_answer": None, "metadata": {}}
 FAULT = InfraFault(FaultKind.CRASH, retryable=True)
 
 
 @given(
-    sizes=st.lists(st.integers(0, 3000), min_size=1, max_size=20),
+    sizes=st.lists(st.integers(0, 6000), min_size=1, max_size=20),
     waited=st.floats(0.0, 1.0),
     max_items=st.integers(1, 20),
-    max_wait_s=st.floats(0.0, 0.5),
-    max_bytes=st.integers(1, 5000),
+    max_wait_ms=st.floats(0.0, 500.0),
+    max_bytes=st.integers(1000, 5000),
 )
 def test_a_batch_keeps_its_bounds(
-    sizes: list[int], waited: float, max_items: int, max_wait_s: float, max_bytes: int
+    sizes: list[int], waited: float, max_items: int, max_wait_ms: float, max_bytes: int
 ) -> None:
-    sizes = sizes[:max_items]
-    decision = BatchPolicy(max_items, max_wait_s, max_bytes).decide(sizes, waited)
-    if isinstance(decision, WaitForItems):
-        assert 0.0 < decision.seconds <= max_wait_s
+    spec = FunctionBatchSpec(max_items=max_items, max_wait_ms=max_wait_ms, max_bytes=max_bytes)
+    waiting = WaitingItems(spec, by_length=False)
+    for size in sizes:
+        waiting.add(PendingItem(WIRE, size, None, "", expires=9.0, since=0.0))
+    batch, wait_s = waiting.take(waited)
+    count = len(batch)
+    assert len(waiting) == len(sizes) - count
+    if wait_s is not None:
+        assert not batch
+        assert 0.0 < wait_s <= max_wait_ms / 1000.0
         assert len(sizes) < max_items
         assert sum(sizes) <= max_bytes or len(sizes) == 1
     else:
-        assert isinstance(decision, SendBatch)
-        assert 1 <= decision.count <= max_items
-        assert sum(sizes[: decision.count]) <= max_bytes or decision.count == 1
-        full = decision.count == max_items or decision.count < len(sizes)
-        assert full or waited >= max_wait_s - 1e-9
-        if decision.count < len(sizes):
-            assert sum(sizes[: decision.count + 1]) > max_bytes
+        assert 1 <= count <= max_items
+        assert [entry.size for entry in batch] == sizes[:count]
+        assert sum(sizes[:count]) <= max_bytes or count == 1
+        assert count == max_items or count < len(sizes) or waited >= max_wait_ms / 1000.0 - 1e-9
+        if count < min(len(sizes), max_items):
+            assert sum(sizes[: count + 1]) > max_bytes
 
 
 @given(attempt=st.integers(1, 10), remaining=st.floats(0.0, 10.0), seed=st.integers(0, 99))
@@ -301,7 +309,7 @@ def test_what_is_not_retryable_is_not_retried() -> None:
 
 @given(steps=st.lists(st.booleans(), max_size=300), budget=st.floats(0.0, 1.0), reserve=st.floats(0.0, 30.0))
 def test_retries_stay_within_the_budget(steps: list[bool], budget: float, reserve: float) -> None:
-    bucket = RetryBudget(RetrySpec(budget=budget, reserve=reserve))
+    bucket = TokenBucket(budget, most=reserve, tokens=reserve)
     retries = items = 0
     for is_item in steps:
         if is_item:
