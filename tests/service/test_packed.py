@@ -87,7 +87,7 @@ def test_large_values_are_on_the_disk_alone(tmp_path: Path) -> None:
         ids, words = list(range(50_000)), "w" * 70_000
         (row,) = await desk.put_prompts([{"ids": ids}], 1)
         assert await desk.put(row, {"words": words}, None)
-        assert all(isinstance(v, SegmentLocation) for v in desk._values._rows[row].values())
+        assert all(isinstance(v, SegmentLocation) for v in desk.rows[row].values.values())
         assert await desk.put(row, {"words": words}, None), "said again"
         for _ in range(2):
             lease, ((given_,),) = await desk.lease_rows(ExperienceRequest("train", 1), 0.0, lease_s=60.0)

@@ -44,7 +44,7 @@ def test_rows_go_from_task_to_task_and_are_freed_by_the_last() -> None:
         assert [g.values for g in (trained, other)] == [{"response": "G0.0"}, {"response": "G0.1"}]
         assert it.status()["rows"] == 4, "score has not taken them"
         await it.get(ExperienceRequest("score", 4), 0.0)
-        assert (it.status()["rows"], set(it._values)) == (2, {"g1.0", "g1.1"})
+        assert (it.status()["rows"], set(it.rows)) == (2, {"g1.0", "g1.1"})
 
     virtual(main)
 
@@ -189,9 +189,9 @@ def test_every_row_is_taken_once_by_each_task_or_dropped(steps: list[tuple[str, 
                 await play.step(what, n)
         for name, rows in play.taken.items():
             assert len(rows) == len(set(rows)), f"{name} took a row twice"
-        held = set(play.desk._values)
-        assert held == set(play.desk._rows) == set(play.desk.table._rows)
-        assert set(play.desk._sampled) <= held
+        held = set(play.desk.rows)
+        assert len(play.desk.table) == len(held)
+        assert all(name == one.row.id for name, one in play.desk.rows.items())
         assert len(held) <= 12
         dropped = sum(count for name, count in play.desk.counts.items() if name.startswith("dropped."))
         freed = set.intersection(*(set(rows) for rows in play.taken.values()))

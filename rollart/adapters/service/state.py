@@ -10,17 +10,16 @@ import asyncio
 import contextlib
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from rollart.adapters.service.packed import pack
 from rollart.adapters.service.storage import (
     MAX_REMEMBERED_KEYS,
     RowLease,
-    RowValues,
+    ServiceRow,
     ServiceStore,
-    StoredRow,
     StoredState,
     VolatileStore,
 )
@@ -93,10 +92,8 @@ class ServiceState:
         self.version, self.path = 0, ""
         self.counts: Counter[str] = Counter()
         self._bound = None if setup.staleness is None else StalenessBound(setup.staleness)
-        self._values = RowValues(self._store)
-        self._rows: dict[str, SampleRow] = {}
-        self._sampled: dict[str, int] = {}
-        """Policy version by row, for rows that were sampled."""
+        self.rows: dict[str, ServiceRow] = {}
+        """The rows that a task still needs."""
         self._groups = 0
         self._changed = asyncio.Event()
         """Set at the next change, and then replaced."""
@@ -115,7 +112,9 @@ class ServiceState:
         stored = store.load()
         if "setup" not in stored.meta:
             return None
-        state = cls(decode_setup(stored.meta["setup"]), store)
+        setup = stored.meta["setup"]
+        tasks = {n: ServiceTask(tuple(t["columns"]), t["whole_groups"]) for n, t in setup["tasks"].items()}
+        state = cls(ServiceSetup(tuple(setup["columns"]), tasks, setup["capacity"], setup["staleness"]), store)
         state.version, state.path = stored.meta.get("weights", (0, ""))
         state._groups = stored.meta.get("groups", 0)
         state.counts.update(stored.meta.get("counts", {}))
@@ -132,24 +131,23 @@ class ServiceState:
                 state._answered[name] = answer
         return state
 
-    def _recover(self, group: Sequence[StoredRow], stored: StoredState) -> None:
+    def _recover(self, group: Sequence[ServiceRow], stored: StoredState) -> None:
         for held in group:
-            values = dict(stored.cells.get(held.row.id, {}))
-            self.table.add(held.row, *(self.setup.columns if held.freed else values))
+            self.table.add(held.row, *(self.setup.columns if held.freed else held.values))
             if not held.freed:
-                self._rows[held.row.id] = held.row
-                self._values.put(held.row.id, values)
-                if held.sampled is not None:
-                    self._sampled[held.row.id] = held.sampled
+                self.rows[held.row.id] = held
+
+        def taking(rows: Collection[str]) -> Sampler:
+            return lambda ready: Selection.of(ready.rows[h.row.id] for h in group if h.row.id in rows)
+
         for task, rows in stored.consumed.items():
-            self.table.take(task, sampler_of_rows([h.row.id for h in group if h.row.id in rows]))
+            self.table.take(task, taking(rows))
         for lease in stored.leases:
-            consumed = set(lease.consumed)
-            self.table.take(lease.task, sampler_of_rows([h.row.id for h in group if h.row.id in consumed]), hold=True)
+            self.table.take(lease.task, taking(set(lease.consumed)), hold=True)
 
     async def begin(self) -> None:
         """Persist the setup."""
-        self._store.meta(setup=setup_body(self.setup))
+        self._store.meta(setup=asdict(self.setup))
         await self._flush()
 
     async def put_prompts(
@@ -173,8 +171,7 @@ class ServiceState:
                 row = SampleRow(_row_id(group, member), group, size, tokens, self.version)
                 with refuse_value_errors():
                     self.table.add(row, *values)
-                self._rows[row.id] = row
-                self._values.put(row.id, values)
+                self.rows[row.id] = ServiceRow(row, dict(values))
                 ids.append(row.id)
                 self._store.row(row, values)
         self.counts["put"] += len(ids)
@@ -206,23 +203,24 @@ class ServiceState:
             self._drop_stale()
             self._wake()
         await self._flush()
-        return {row: was and row in self._values for row, was in stored.items()}
+        return {row: was and row in self.rows for row, was in stored.items()}
 
     def _put(self, row: str, values: Mapping[str, Any], version: int | None) -> bool:
         self._check_columns(values)
-        if self._values.holds(row, values):
+        held = self.rows.get(row)
+        values = {column: pack(value) for column, value in values.items()}
+        if held is not None and values and values.items() <= self._stored(held, values).items():
             return True
         if version is not None and version > self.version:
             raise RequestRefused(f"row {row} was sampled with version {version}, the service knows {self.version}")
         with refuse_value_errors():
-            if not self.table.put(row, *values):
+            if held is None or not self.table.put(row, *values):
                 self.counts["late"] += 1
                 return False
-        values = {column: pack(value) for column, value in values.items()}
-        self._values.put(row, values)
+        held.values.update(values)
         if version is not None:
-            self._sampled[row] = min(version, self._sampled.get(row, version))
-        self._store.cells(row, values, self._sampled.get(row))
+            held.sampled = version if held.sampled is None else min(version, held.sampled)
+        self._store.cells(row, values, held.sampled)
         return True
 
     async def get(self, request: ExperienceRequest, seconds: float) -> list[list[ExperienceRow]]:
@@ -250,7 +248,7 @@ class ServiceState:
 
         def poll() -> RowLease | None:
             lease = self._leases.by_key(key) if key else None  # includes a lease granted while this request waited
-            if lease is not None and any(row in self._values for row in lease.consumed):
+            if lease is not None and any(row in self.rows for row in lease.consumed):
                 return lease
             if lease is not None:  # all of its rows were dropped
                 self._return_lease(lease.id)
@@ -261,7 +259,7 @@ class ServiceState:
         if lease is None:
             return "", []
         await self._flush()
-        rows = [[self._experience_row(row, columns) for row in batch if row in self._values] for batch in lease.batches]
+        rows = [[self._experience_row(row, columns) for row in batch if row in self.rows] for batch in lease.batches]
         return lease.id, rows
 
     async def done(self, lease_id: str) -> bool:
@@ -270,8 +268,8 @@ class ServiceState:
         lease = self._leases.end(lease_id, done=True)
         if lease is None:
             await self._flush()
-            return self._leases.done(lease_id)
-        held = [row for row in lease.consumed if row in self._values]
+            return lease_id in self._leases.finished
+        held = [row for row in lease.consumed if row in self.rows]
         self.counts[f"taken.{lease.task}"] += len(held)
         self._store.end_lease(lease_id)
         self._store.key(DONE_KEY_PREFIX + lease_id, True)
@@ -282,7 +280,7 @@ class ServiceState:
         """Extend a lease; False if it is over."""
         require_positive_lease(seconds)
         self._expire()
-        renewed = self._leases.renew(lease_id, seconds, asyncio.get_running_loop().time()) is not None
+        renewed = self._leases.renew(lease_id, seconds, asyncio.get_running_loop().time())
         self._wake()
         return renewed
 
@@ -328,7 +326,7 @@ class ServiceState:
     def _drop(self, group: str, reason: str) -> list[str]:
         held = self.table.drop(group)
         for row in held:
-            self._forget(row)
+            del self.rows[row]
         self.counts[f"dropped.{reason}"] += len(held)
         self._store.group_gone(group)
         return list(held)
@@ -374,18 +372,20 @@ class ServiceState:
 
     def _drop_stale(self) -> None:
         if self._bound is not None:
-            old = [r for r, v in self._sampled.items() if self._bound.stale(v, self.version)]
-            for group in dict.fromkeys(self._rows[r].group for r in old):
+            old = [
+                held.row.group
+                for held in self.rows.values()
+                if held.sampled is not None and self._bound.stale(held.sampled, self.version)
+            ]
+            for group in dict.fromkeys(old):
                 self._drop(group, "stale")
 
     async def _finish_consumed(self, task: str, consumed: Sequence[str], freed: Sequence[str]) -> None:
-        sizes = {self._rows[row].group: self._rows[row].group_size for row in freed}
-        for row in freed:
-            self._forget(row)
+        gone = [self.rows.pop(row).row for row in freed]
         self._store.consumed(task, consumed)
         self._store.freed(freed)
-        for group, size in sizes.items():
-            if not any(_row_id(group, member) in self._rows for member in range(size)):
+        for group, size in {row.group: row.group_size for row in gone}.items():
+            if not any(_row_id(group, member) in self.rows for member in range(size)):
                 self._store.group_gone(group)
         await (self._notify_and_flush() if freed else self._flush())
 
@@ -400,22 +400,25 @@ class ServiceState:
 
     def _expire(self) -> None:
         """Return the rows of expired leases."""
-        for lease in self._leases.due(asyncio.get_running_loop().time()):
+        now = asyncio.get_running_loop().time()
+        for lease in [lease for lease in self._leases.open.values() if lease.until <= now]:
             self._return_lease(lease.id)
 
     async def _flush(self) -> None:
         if self._store.changed:
             self._store.meta(counts=dict(self.counts))
         await self._store.flush()
-        self._values.drop_written()
-
-    def _forget(self, row: str) -> None:
-        self._values.forget(row)
-        del self._rows[row]
-        self._sampled.pop(row, None)
+        for row, column, location in self._store.written_locations():
+            if row in self.rows and column in self.rows[row].values:
+                self.rows[row].values[column] = location
 
     def _experience_row(self, row: str, columns: Sequence[str]) -> ExperienceRow:
-        return ExperienceRow(row, self._rows[row].group, self._sampled.get(row), self._values.select(row, columns))
+        held = self.rows[row]
+        return ExperienceRow(row, held.row.group, held.sampled, self._stored(held, columns))
+
+    def _stored(self, held: ServiceRow, columns: Iterable[str]) -> dict[str, Any]:
+        """The columns among these that are written."""
+        return {c: self._store.read(held.values[c]) for c in columns if c in held.values}
 
     def _check_columns(self, columns: Mapping[str, Any] | Sequence[str]) -> None:
         unknown = [c for c in columns if c not in self.setup.columns]
@@ -443,9 +446,9 @@ class ServiceState:
             found = poll()
             if found is not None or loop.time() >= end:
                 return found
-            due, changed = self._leases.next_due(), self._changed
+            due, changed = (lease.until for lease in self._leases.open.values()), self._changed
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(end if due is None else min(end, due)):
+                async with asyncio.timeout_at(min([end, *due])):
                     await changed.wait()
 
 
@@ -454,8 +457,8 @@ class RowLeases:
 
     def __init__(self) -> None:
         self.open: dict[str, RowLease] = {}
-        self._by_key: dict[str, str] = {}
-        self._done: OrderedDict[str, None] = OrderedDict()
+        self.finished: OrderedDict[str, None] = OrderedDict()
+        """The ids of leases that were done; the oldest are forgotten."""
         self._granted = 0
 
     def grant(
@@ -471,57 +474,34 @@ class RowLeases:
         """Add an existing lease; later ids continue after its id."""
         self.open[lease.id] = lease
         self._granted = max(self._granted, int(lease.id[1:]))
-        if lease.key:
-            self._by_key[lease.key] = lease.id
 
     def by_key(self, key: str) -> RowLease | None:
-        """The open lease granted to the request with this key."""
-        return self.open.get(self._by_key.get(key, ""))
+        """The open lease granted to the latest request with this key."""
+        return next((lease for lease in reversed(self.open.values()) if lease.key == key), None)
 
-    def renew(self, id: str, seconds: float, now: float) -> RowLease | None:
+    def renew(self, id: str, seconds: float, now: float) -> bool:
+        """Extend a lease; False if it is over."""
         lease = self.open.get(id)
         if lease is not None:
-            lease = self.open[id] = replace(lease, seconds=seconds, until=now + seconds)
-        return lease
+            self.open[id] = replace(lease, seconds=seconds, until=now + seconds)
+        return lease is not None
 
     def end(self, id: str, *, done: bool) -> RowLease | None:
         """End a lease; None if it is over already."""
         lease = self.open.pop(id, None)
-        if lease is not None:
-            if self._by_key.get(lease.key) == id:
-                del self._by_key[lease.key]
-            if done:
-                self.mark_done(id)
+        if lease is not None and done:
+            self.mark_done(id)
         return lease
 
     def mark_done(self, id: str) -> None:
         self._granted = max(self._granted, int(id[1:]))
-        self._done[id] = None
-        if len(self._done) > MAX_REMEMBERED_KEYS:
-            self._done.popitem(last=False)
-
-    def done(self, id: str) -> bool:
-        return id in self._done
-
-    def due(self, now: float) -> list[RowLease]:
-        return [lease for lease in self.open.values() if lease.until <= now]
-
-    def next_due(self) -> float | None:
-        return min((lease.until for lease in self.open.values()), default=None)
+        self.finished[id] = None
+        if len(self.finished) > MAX_REMEMBERED_KEYS:
+            self.finished.popitem(last=False)
 
 
 def _row_id(group: str, member: int) -> str:
     return f"{group}.{member}"
-
-
-def setup_body(setup: ServiceSetup) -> dict[str, Any]:
-    tasks = {n: {"columns": list(t.columns), "whole_groups": t.whole_groups} for n, t in setup.tasks.items()}
-    return {"columns": list(setup.columns), "tasks": tasks, "capacity": setup.capacity, "staleness": setup.staleness}
-
-
-def decode_setup(body: Mapping[str, Any]) -> ServiceSetup:
-    tasks = {n: ServiceTask(tuple(t["columns"]), t["whole_groups"]) for n, t in body["tasks"].items()}
-    return ServiceSetup(tuple(body["columns"]), tasks, body["capacity"], body["staleness"])
 
 
 def sampler_of(request: ExperienceRequest, task: ServiceTask) -> Sampler:
@@ -535,10 +515,6 @@ def sampler_of(request: ExperienceRequest, task: ServiceTask) -> Sampler:
     else:
         sampler = Fifo(request.count, request.at_least)
     return Balanced(sampler, request.consumers) if request.consumers > 1 else sampler
-
-
-def sampler_of_rows(rows: Sequence[str]) -> Sampler:
-    return lambda ready: Selection.of(ready.rows[row] for row in rows)
 
 
 def require_positive_lease(lease_s: float) -> None:

@@ -59,23 +59,24 @@ class RowLease:
     key: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredRow:
-    """A persisted row. `freed`: no task needs it any more and its values are deleted, but other rows of its group are
-    still needed."""
+@dataclass(slots=True)
+class ServiceRow:
+    """A row with its values by column: a large value is a `SegmentLocation` once it is on disk. `sampled`: the policy
+    version that the row was sampled with. `freed`: no task needs it any more and its values are deleted, but other rows
+    of its group are still needed."""
 
     row: SampleRow
-    sampled: int | None
-    freed: bool
+    values: dict[str, Any]
+    sampled: int | None = None
+    freed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StoredState:
-    """The persisted state. Rows are in insertion order; `cells` by row, `consumed` by task."""
+    """The persisted state. Rows are in insertion order; `consumed` by task."""
 
     meta: Mapping[str, Any]
-    rows: Sequence[StoredRow]
-    cells: Mapping[str, Mapping[str, Any]]
+    rows: Sequence[ServiceRow]
     consumed: Mapping[str, set[str]]
     leases: Sequence[RowLease]
     keys: Mapping[str, Any]
@@ -108,7 +109,10 @@ class ServiceStore:
             os.close(self._lock)
             raise StorageFailed(f"{directory}: {error}") from None
         self._segments = PayloadFiles(directory / "segments")
-        self._last = int(self._base.execute("SELECT COALESCE(MAX(seq), 0) FROM rows").fetchone()[0])
+        self._reset_queue(last_row=int(self._base.execute("SELECT COALESCE(MAX(seq), 0) FROM rows").fetchone()[0]))
+
+    def _reset_queue(self, last_row: int) -> None:
+        self._last = last_row
         self._pending: list[tuple[str, tuple[Any, ...]]] = []
         self._new_locations: deque[tuple[str, str, SegmentLocation]] = deque()
         self._changes = self._flushed = 0
@@ -129,8 +133,7 @@ class ServiceStore:
         rows = query("SELECT id, grp, size, tokens, version, sampled, freed FROM rows ORDER BY seq").fetchall()
         return StoredState(
             {name: json.loads(value) for name, value in query("SELECT name, value FROM meta")},
-            [StoredRow(SampleRow(*row), sampled, bool(freed)) for *row, sampled, freed in rows],
-            cells,
+            [ServiceRow(SampleRow(*row), cells.get(row[0], {}), sampled, bool(freed)) for *row, sampled, freed in rows],
             consumed,
             [_decode_lease(json.loads(body)) for (body,) in query("SELECT body FROM loans ORDER BY id")],
             {name: json.loads(answer) for name, answer in query("SELECT name, answer FROM keys ORDER BY seq")},
@@ -142,15 +145,8 @@ class ServiceStore:
 
     def row(self, row: SampleRow, values: Mapping[str, Any]) -> None:
         self._last += 1
-        self._queue(
-            "INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, NULL, 0)",
-            row.id,
-            self._last,
-            row.group,
-            row.group_size,
-            row.tokens,
-            row.version,
-        )
+        held = row.id, self._last, row.group, row.group_size, row.tokens, row.version
+        self._queue("INSERT INTO rows VALUES (?, ?, ?, ?, ?, ?, NULL, 0)", *held)
         self.cells(row.id, values)
 
     def cells(self, row: str, values: Mapping[str, Any], sampled: int | None = None) -> None:
@@ -192,9 +188,11 @@ class ServiceStore:
         while self._new_locations:
             yield self._new_locations.popleft()
 
-    def read(self, location: SegmentLocation) -> Any:
-        """Read a large value; valid as long as its row exists."""
-        return _decode_value(self._segments.read(location.segment, location.offset))
+    def read(self, value: Any) -> Any:
+        """The value itself; a `SegmentLocation` is read, usually from the page cache, while its row exists."""
+        if isinstance(value, SegmentLocation):
+            return _decode_value(self._segments.read(value.segment, value.offset))
+        return value
 
     @property
     def changed(self) -> bool:
@@ -225,23 +223,19 @@ class ServiceStore:
     def _write_or_break(self, batch: Sequence[tuple[str, tuple[Any, ...]]], flushed: int) -> None:
         """Runs in a thread, one call at a time."""
         try:
-            self._write(batch)
+            self.write(batch)
             self._flushed = flushed
         except Exception as error:  # after any failure, memory is ahead of the disk
             self._broken = StorageFailed(f"the service's directory: {error}", remedy="look at its disk")
 
-    def _write(self, batch: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+    def write(self, batch: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
+        """Write statements with their values in one transaction, large values to the segments first."""
         written_locations = [self._with_location(statement, values) for statement, values in batch]
         self._segments.sync()
-        self._base.execute("BEGIN IMMEDIATE")
-        try:
+        with self._base:  # commits, or rolls back
+            self._base.execute("BEGIN IMMEDIATE")
             for statement, values in written_locations:
                 self._base.execute(statement, values)
-            self._base.execute("COMMIT")
-        except BaseException:
-            if self._base.in_transaction:
-                self._base.execute("ROLLBACK")
-            raise
         large = (v for s, v in written_locations if s.startswith("INSERT INTO cells") and len(v) == 4)
         self._new_locations.extend((row, column, SegmentLocation(*at)) for row, column, *at in large)
         if self._segments.rolled:
@@ -261,25 +255,12 @@ class VolatileStore(ServiceStore):
     """Keeps nothing: the state is in memory alone."""
 
     def __init__(self) -> None:
-        pass
+        self._reset_queue(last_row=0)
 
     def load(self) -> StoredState:
-        return StoredState({}, (), {}, {}, (), {})
-
-    def row(self, row: SampleRow, values: Mapping[str, Any]) -> None:
-        pass
+        return StoredState({}, (), {}, (), {})
 
     def cells(self, row: str, values: Mapping[str, Any], sampled: int | None = None) -> None:
-        pass
-
-    def written_locations(self) -> Iterator[tuple[str, str, SegmentLocation]]:
-        return iter(())
-
-    @property
-    def changed(self) -> bool:
-        return False
-
-    async def flush(self) -> None:
         pass
 
     def close(self) -> None:
@@ -287,49 +268,6 @@ class VolatileStore(ServiceStore):
 
     def _queue(self, statement: str, *values: Any) -> None:
         pass
-
-
-class RowValues:
-    """Values by row and column. A value above `INLINE_LIMIT` is held in memory only until the store has written it to
-    a segment; afterwards it is read from there (usually from the page cache) when it is handed out."""
-
-    def __init__(self, store: ServiceStore) -> None:
-        self._store = store
-        self._rows: dict[str, dict[str, Any]] = {}
-
-    def __contains__(self, row: object) -> bool:
-        return row in self._rows
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def forget(self, row: str) -> None:
-        del self._rows[row]
-
-    def put(self, row: str, values: Mapping[str, Any]) -> None:
-        self._rows.setdefault(row, {}).update(values)
-
-    def holds(self, row: str, values: Mapping[str, Any]) -> bool:
-        """True if the row already has all of these values."""
-        held = self._rows.get(row)
-        return (
-            bool(values)
-            and held is not None
-            and all(c in held and self._read(held[c]) == pack(v) for c, v in values.items())
-        )
-
-    def select(self, row: str, columns: Sequence[str]) -> dict[str, Any]:
-        held = self._rows[row]
-        return {c: self._read(held[c]) for c in columns if c in held}
-
-    def drop_written(self) -> None:
-        """Drop values from memory that are on disk by now."""
-        for row, column, location in self._store.written_locations():
-            if row in self._rows and column in self._rows[row]:
-                self._rows[row][column] = location
-
-    def _read(self, value: Any) -> Any:
-        return self._store.read(value) if isinstance(value, SegmentLocation) else value
 
 
 def _encode_value(value: Any) -> str | bytes:
