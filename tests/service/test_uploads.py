@@ -167,13 +167,13 @@ def test_a_version_that_is_announced_twice_at_once_is_made_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Path] = []
-    original = WeightUploads._make
+    original = WeightUploads.make
 
-    def make(self: WeightUploads, version: int, path: Path, *rest: Any) -> None:
-        made.append(path)
-        original(self, version, path, *rest)
+    def make(self: WeightUploads, version: int, files: Any) -> None:
+        made.append(tmp_path / f"v{version:06d}")
+        original(self, version, files)
 
-    monkeypatch.setattr(WeightUploads, "_make", make)
+    monkeypatch.setattr(WeightUploads, "make", make)
 
     async def main() -> None:
         uploads = WeightUploads(tmp_path)

@@ -11,14 +11,11 @@ import re
 import shutil
 from collections.abc import AsyncIterable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from rollart.adapters.service.state import RequestRefused
 from rollart.errors import StorageFailed
-
-__all__ = ["StoredFile", "WeightUploads"]
 
 T = TypeVar("T")
 
@@ -62,58 +59,59 @@ class WeightUploads:
         aside = self._part(version)
         part = aside / f"{name}.{next(self._number)}.part"
         digest, size = hashlib.sha256(), 0
+
+        def create() -> BinaryIO:
+            aside.mkdir(parents=True, exist_ok=True)
+            return part.open("xb")
+
+        def write(chunk: bytes) -> None:
+            digest.update(chunk)
+            file.write(chunk)
+            file.flush()
+
         try:
-            file = await _in_thread(lambda: _create_file(part))
+            file = await _in_thread(create)
             try:
                 async for chunk in chunks:
-                    await _in_thread(partial(_write, file, digest.update, chunk))
+                    await _in_thread(write, chunk)
                     size += len(chunk)
-                await _in_thread(lambda: os.fsync(file.fileno()))
+                await _in_thread(os.fsync, file.fileno())
             finally:
                 file.close()
-            stored = StoredFile(size, digest.hexdigest())
-            await _in_thread(lambda: part.rename(aside / name))
+            await _in_thread(part.rename, aside / name)
         finally:
             part.unlink(missing_ok=True)
-        self._received[version, name] = stored
+        stored = self._received[version, name] = StoredFile(size, digest.hexdigest())
         return stored
 
     async def commit(self, version: int, files: Mapping[str, StoredFile]) -> Path:
         """Make a version of the received files; returns its directory. RequestRefused (409) if a file is missing or
         differs from the sender's checksum. Idempotent."""
         async with self._one:
-            return await self._committed(version, files)
-
-    async def _committed(self, version: int, files: Mapping[str, StoredFile]) -> Path:
-        path, sums_file, written = self._path(version), self._sums(version), _encode_checksums(files)
-        if await self.holds(version, files):
-            shutil.rmtree(self._part(version), ignore_errors=True)  # uploaded again because the answer was lost
+            path = self._path(version)
+            if await self.holds(version, files):
+                shutil.rmtree(self._part(version), ignore_errors=True)  # uploaded again because the answer was lost
+                return path
+            if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
+                raise RequestRefused("a version needs config.json and *.safetensors")
+            for name, stored in files.items():
+                _check_file_name(name)
+                received = self._received.get((version, name))
+                if received is None:
+                    raise RequestRefused(f"{name} of v{version} did not arrive (rule: upload it again)", 409)
+                if received != stored or not (self._part(version) / name).is_file():
+                    found_text = f"arrived as {received.bytes} bytes, {received.sha256[:12]}"
+                    raise RequestRefused(f"{name} of v{version} {found_text} (rule: upload it again)", 409)
+            await _in_thread(self.make, version, files)
+            self._received = {(v, name): s for (v, name), s in self._received.items() if v != version}
+            self._read = None
             return path
-        if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
-            raise RequestRefused("a version needs config.json and *.safetensors")
-        for name, stored in files.items():
-            _check_file_name(name)
-            received = self._received.get((version, name))
-            if received != stored or not (self._part(version) / name).is_file():
-                found_text = (
-                    "did not arrive"
-                    if received is None
-                    else f"arrived as {received.bytes} bytes, {received.sha256[:12]}"
-                )
-                raise RequestRefused(f"{name} of v{version} {found_text} (rule: upload it again)", 409)
-        await _in_thread(lambda: self._make(version, path, sums_file, written, set(files)))
-        self._received = {(v, name): s for (v, name), s in self._received.items() if v != version}
-        self._read = None
-        return path
 
     async def holds(self, version: int, files: Mapping[str, StoredFile]) -> bool:
         """True if the stored version consists of exactly these files."""
-        sums_file = self._sums(version)
-        return (
-            self._path(version).is_dir()
-            and sums_file.is_file()
-            and await _in_thread(sums_file.read_text) == _encode_checksums(files)
-        )
+        path, sums_file = self._path(version), self._path(version).with_suffix(".sums")
+        present = path.is_dir() and sums_file.is_file()
+        return present and await _in_thread(sums_file.read_text) == _encode_checksums(files)
 
     async def listed(self, path: str, version: int) -> dict[str, StoredFile]:
         """The files of a version in a readable directory; RequestRefused (404) for other directories. Checksums are
@@ -122,42 +120,34 @@ class WeightUploads:
         if not path or not any(directory.is_relative_to(root) for root in self._readable) or not directory.is_dir():
             raise RequestRefused("the current version's files are not here to be read", 404)
         asked = version, directory
-        if self._read is not None and self._read[0] == asked:
-            return self._read[1]
-        found = await _in_thread(lambda: _checksums(directory))
-        self._read = asked, found
-        return found
+        if self._read is None or self._read[0] != asked:
+            self._read = asked, await _in_thread(_checksums, directory)
+        return self._read[1]
 
     def _path(self, version: int) -> Path:
         return self.root / f"v{version:06d}"
 
-    def _sums(self, version: int) -> Path:
-        return self.root / f"v{version:06d}.sums"
-
     def _part(self, version: int) -> Path:
         return self.root / f"part-{version:06d}"
 
-    def _make(self, version: int, path: Path, sums_file: Path, written: str, names: set[str]) -> None:
-        aside = self._part(version)
+    def make(self, version: int, files: Mapping[str, StoredFile]) -> None:
+        """Make a version of its received files, and delete all others except its latest predecessor."""
+        aside, path = self._part(version), self._path(version)
         for file in aside.iterdir():
-            if file.name not in names:
+            if file.name not in files:
                 file.unlink()
         shutil.rmtree(path, ignore_errors=True)
-        sums_file.write_text(written)
+        path.with_suffix(".sums").write_text(_encode_checksums(files))
         aside.rename(path)
-        for old in _superseded_versions(self.root, path):
-            old.with_suffix(".sums").unlink(missing_ok=True)
-            shutil.rmtree(old, ignore_errors=True)
+        others = [v for v in self.root.glob("v*") if v.suffix != ".sums" and v != path]
+        before = max((v for v in others if _number(v) < version), key=_number, default=None)
+        for old in others:
+            if old != before:
+                old.with_suffix(".sums").unlink(missing_ok=True)
+                shutil.rmtree(old, ignore_errors=True)
         for leftover in self.root.glob("part-*"):
-            if _number(leftover) < _number(aside):
+            if _number(leftover) < version:
                 shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _superseded_versions(root: Path, path: Path) -> list[Path]:
-    """All versions except this one and its latest predecessor."""
-    found = [v for v in root.glob("v*") if v.suffix != ".sums" and v != path]
-    before = max((v for v in found if _number(v) < _number(path)), key=_number, default=None)
-    return [v for v in found if v != before]
 
 
 def _number(path: Path) -> int:
@@ -174,17 +164,6 @@ def _check_file_name(name: str) -> None:
         raise RequestRefused(f"{name!r} is no file of a version (rule: *.json and *.safetensors, without directories)")
 
 
-def _create_file(path: Path) -> BinaryIO:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return path.open("xb")
-
-
-def _write(file: BinaryIO, digest: Callable[[bytes], None], chunk: bytes) -> None:
-    digest(chunk)
-    file.write(chunk)
-    file.flush()
-
-
 def _checksums(directory: Path) -> dict[str, StoredFile]:
     found = {}
     for file in sorted(directory.iterdir()):
@@ -195,10 +174,10 @@ def _checksums(directory: Path) -> dict[str, StoredFile]:
     return found
 
 
-async def _in_thread(work: Callable[[], T]) -> T:
+async def _in_thread(work: Callable[..., T], *arguments: Any) -> T:
     """Run `work` in a thread. StorageFailed for a disk error. A cancelled caller still waits until the thread has
     finished with the file."""
-    done = asyncio.get_running_loop().run_in_executor(None, work)
+    done = asyncio.get_running_loop().run_in_executor(None, work, *arguments)
     try:
         try:
             return await asyncio.shield(done)
