@@ -123,7 +123,7 @@ def test_what_the_outside_does_wrong_is_said(tmp_path: Path) -> None:
         with pytest.raises(TrainerError, match="announced /nowhere for v0"):
             await bridge.publish({"version": 0})
         with pytest.raises(TrainerRefused, match="does no imitate"):
-            await bridge._unsupported("imitate")({})
+            await bridge.refuse("imitate", {})
 
     virtual(main)
 
@@ -139,8 +139,8 @@ def test_a_version_is_copied_once_at_a_time(tmp_path: Path, monkeypatch: pytest.
         inside.append("out")
         return taken_over(*arguments)
 
-    taken_over = bridge_module._adopt_version
-    monkeypatch.setattr(bridge_module, "_adopt_version", slow)
+    taken_over = bridge_module.adopt_version
+    monkeypatch.setattr(bridge_module, "adopt_version", slow)
 
     async def main() -> None:
         bridge = Bridge(tmp_path / "weights")

@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import datetime as dt
+import itertools
 import json
 import os
 import secrets
@@ -31,7 +32,6 @@ from aiohttp import web
 from rollart.adapters.service.packed import pack, plain
 from rollart.adapters.service.server import ServiceServer
 from rollart.adapters.service.state import ExperienceRow, RequestRefused, ServiceSetup, ServiceState, ServiceTask
-from rollart.adapters.service.storage import ServiceStore
 from rollart.adapters.service.uploads import WeightUploads
 from rollart.errors import TrainerError, TrainerRefused, UsageError
 from rollart.settings.base import host_and_port, is_loopback
@@ -73,7 +73,7 @@ class Bridge:
         for name in ("train", "stage", "publish", "restore"):
             app.router.add_post(f"/{name}", _msgpack_handler(getattr(self, name)))
         for name in ("imitate", "logprobs", "reference", "advantages", "begin", "accumulate", "finish"):
-            app.router.add_post(f"/{name}", _msgpack_handler(self._unsupported(name)))
+            app.router.add_post(f"/{name}", _msgpack_handler(partial(self.refuse, name)))
         app.router.add_get("/health", self._health)
         return app
 
@@ -90,7 +90,7 @@ class Bridge:
             )
             await self._announced(version + 1)
         finally:
-            self.state.withdraw()
+            self.state.offer("", None)
         seconds = asyncio.get_running_loop().time() - began
         return {"trained_tokens": sum(sum(plain(r["loss_mask"])) for r in rows), "seconds": seconds, "metrics": {}}
 
@@ -102,8 +102,9 @@ class Bridge:
         announced = Path(await self._announced(version))
         # Uploaded files are never modified, so a hard link suffices.
         copier = _link_or_copy if announced.is_relative_to(self.uploads.root) else shutil.copy2
-        copy = partial(_adopt_version, announced, self._root / f"v{version:06d}", version, copier)
-        path = await asyncio.get_running_loop().run_in_executor(self._copying, copy)
+        path = await asyncio.get_running_loop().run_in_executor(
+            self._copying, adopt_version, announced, self._root / f"v{version:06d}", version, copier
+        )
         read = sum(file.stat().st_size for file in path.glob("*.safetensors"))
         return {"version": version, "path": str(path), "bytes": read}
 
@@ -128,14 +129,12 @@ class Bridge:
         for group in groups:
             await self.state.drop(group, "over")
 
-    def _unsupported(self, name: str) -> Callable[[Mapping[str, Any]], Awaitable[dict[str, Any]]]:
-        async def refuse(body: Mapping[str, Any]) -> dict[str, Any]:
-            raise TrainerRefused(
-                f"an outside trainer (trainer.external) does no {name}",
-                remedy="leave out warm_start, streamed training, columns and probes",
-            )
-
-        return refuse
+    async def refuse(self, name: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer to a command that an external trainer does not support."""
+        raise TrainerRefused(
+            f"an outside trainer (trainer.external) does no {name}",
+            remedy="leave out warm_start, streamed training, columns and probes",
+        )
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.json_response({"status": "ok", "version": self.state.version, "queued": 0, "stream": False})
@@ -146,8 +145,8 @@ class BridgeState(ServiceState):
     the batch was taken. A slow trainer that took an earlier batch gets an error, and a batch that no trainer took never
     counts as trained."""
 
-    def __init__(self, setup: ServiceSetup, store: ServiceStore | None = None) -> None:
-        super().__init__(setup, store)
+    def __init__(self, setup: ServiceSetup) -> None:
+        super().__init__(setup)
         self.offered = ""
         """The group of the offered batch; '' if there is none."""
         self.due: int | None = None
@@ -156,12 +155,9 @@ class BridgeState(ServiceState):
         self.changed: Callable[[], None] = lambda: None
         """Called when a batch is offered, taken or withdrawn, and when a version is announced."""
 
-    def offer(self, group: str, version: int) -> None:
+    def offer(self, group: str, version: int | None) -> None:
+        """Offer the batch of a group, or ("" and None) withdraw it."""
         self.offered, self.due, self.taken = group, version, False
-        self.changed()
-
-    def withdraw(self) -> None:
-        self.offered, self.due, self.taken = "", None, False
         self.changed()
 
     def permit(self, version: int, group: str) -> None:
@@ -196,22 +192,19 @@ def _rows(samples: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
     group, domain = array("i", samples["group"]), array("i", samples["domain"])
     tokens, versions = array("i", samples["tokens"]), array("i", samples["versions"])
     mask, logprobs = samples["mask"], array("f", samples["logprobs"])
-    rows, start = [], 0
-    for i, length in enumerate(lengths):
-        at = slice(start, start + length)
-        start += length
-        rows.append(
-            {
-                "token_ids": pack(tokens[at]),
-                "loss_mask": pack(array("B", mask[at])),
-                "logprobs": pack(logprobs[at]),
-                "versions": pack(versions[at]),
-                "score": score[i],
-                "group": group[i],
-                "domain": samples["domains"][domain[i]],
-            }
-        )
-    return rows
+    ends = itertools.accumulate(lengths)
+    return [
+        {
+            "token_ids": pack(tokens[end - length : end]),
+            "loss_mask": pack(array("B", mask[end - length : end])),
+            "logprobs": pack(logprobs[end - length : end]),
+            "versions": pack(versions[end - length : end]),
+            "score": score[i],
+            "group": group[i],
+            "domain": samples["domains"][domain[i]],
+        }
+        for i, (length, end) in enumerate(zip(lengths, ends, strict=True))
+    ]
 
 
 def _first_version(row: Mapping[str, Any]) -> int | None:
@@ -226,9 +219,7 @@ def _link_or_copy(source: str, path: str) -> None:
         shutil.copy2(source, path)
 
 
-def _adopt_version(
-    announced: Path, path: Path, version: int, copier: Callable[[str, str], object] = shutil.copy2
-) -> Path:
+def adopt_version(announced: Path, path: Path, version: int, copier: Callable[[str, str], object]) -> Path:
     """Turn an announced directory into a complete version of the run. TrainerError if it holds no weights."""
     if not (announced / REQUIRED_FILE).is_file() or not any(announced.glob("*.safetensors")):
         raise TrainerError(
@@ -255,13 +246,8 @@ def _msgpack_handler(
         try:
             status, answer = 200, await work(msgpack.unpackb(await request.read()))
         except TrainerError as error:
-            status, answer = (
-                400 if isinstance(error, TrainerRefused) else 500,
-                {
-                    "error": error.message,
-                    "remedy": error.remedy,
-                },
-            )
+            status = 400 if isinstance(error, TrainerRefused) else 500
+            answer = {"error": error.message, "remedy": error.remedy}
         except RequestRefused as error:
             status, answer = error.status, {"error": str(error), "remedy": ""}
         except (msgpack.UnpackException, ValueError, TypeError, LookupError) as error:
@@ -271,28 +257,18 @@ def _msgpack_handler(
     return handler
 
 
-class TrainerStatusFile:
-    """Maintains `service.json`: replaced atomically at every change of the offered batch."""
-
-    def __init__(self, path: Path, state: BridgeState, url: str, listen: str) -> None:
-        self._path, self._bridge = path, state
-        self._about = {"schema_version": 1, "url": url, "listen": listen}
-        state.changed = self.write
-        self.write()
-
-    def write(self) -> None:
-        now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
-        aside = self._path.with_name(f"{self._path.name}.part")
-        state = {"version": self._bridge.version, "state": self._state_text(), "since": now}
-        with contextlib.suppress(OSError):  # a full disk must not fail the caller's request
-            aside.write_text(json.dumps({**self._about, **state}))
-            aside.rename(self._path)
-
-    def _state_text(self) -> str:
-        state = self._bridge
-        if state.due is not None:
-            return f"batch {state.due} {'is being trained' if state.taken else 'waits to be taken'}"
-        return "waits for version 0" if state.version < 0 else "no batch on offer"
+def _write_status(path: Path, state: BridgeState, url: str, listen: str) -> None:
+    """Replace `service.json` atomically."""
+    if state.due is not None:
+        text = f"batch {state.due} {'is being trained' if state.taken else 'waits to be taken'}"
+    else:
+        text = "waits for version 0" if state.version < 0 else "no batch on offer"
+    now = dt.datetime.now(dt.UTC).isoformat(timespec="seconds")
+    about = {"schema_version": 1, "url": url, "listen": listen}
+    aside = path.with_name(f"{path.name}.part")
+    with contextlib.suppress(OSError):  # a full disk must not fail the caller's request
+        aside.write_text(json.dumps({**about, "version": state.version, "state": text, "since": now}))
+        aside.rename(path)
 
 
 def external_trainer_token(variable: str, file: Path | None) -> str:
@@ -328,7 +304,8 @@ async def _serve(config: Path, listen: str, token: str, host: str, port: int) ->
     ours = await _start_site(bridge.app(), host, port)
     service = ServiceServer(state=bridge.state, token=token, uploads=bridge.uploads)
     theirs = await _start_site(service.app(), outside_host, outside_port)
-    TrainerStatusFile(config.with_name("service.json"), bridge.state, theirs, listen)
+    bridge.state.changed = partial(_write_status, config.with_name("service.json"), bridge.state, theirs, listen)
+    bridge.state.changed()
     print(f"ready {ours}", flush=True)
     await asyncio.Event().wait()
 

@@ -17,7 +17,6 @@ from aiohttp import web
 from rollart.adapters.service.packed import KIND, columns, decoded, encoded, plain
 from rollart.adapters.service.state import (
     ExperienceRequest,
-    ExperienceRow,
     RequestRefused,
     ServiceSetup,
     ServiceState,
@@ -26,8 +25,6 @@ from rollart.adapters.service.state import (
 from rollart.adapters.service.storage import ServiceStore
 from rollart.adapters.service.uploads import BLOCK_BYTES, StoredFile, WeightUploads
 from rollart.errors import StorageFailed
-
-__all__ = ["ServiceServer"]
 
 MAX_BODY = 256 * 2**20
 """Longest request body, bytes."""
@@ -126,12 +123,22 @@ class ServiceServer:
             lease, batches = await state.lease_rows(
                 wanted, _seconds(body), lease_s=_number(body["lease_s"]), key=_name(body.get("key") or "")
             )
-        rows = [[_row(g) for g in batch] for batch in batches]
+        packs = KIND in request.headers.get("Accept", "")
+        rows = [
+            [
+                {
+                    "id": row.id,
+                    "group": row.group,
+                    "version": row.version,
+                    "columns": {name: value if packs else plain(value) for name, value in row.values.items()},
+                }
+                for row in batch
+            ]
+            for batch in batches
+        ]
         answer = {"batches": rows, "version": state.version, "lease": lease}
-        if KIND in request.headers.get("Accept", ""):
+        if packs:
             return web.Response(body=encoded(answer, [r for batch in rows for r in batch]), content_type=KIND)
-        for row in (r for batch in rows for r in batch):
-            row["columns"] = {name: plain(value) for name, value in row["columns"].items()}
         return _json(answer)
 
     async def _lease(self, request: web.Request) -> web.Response:
@@ -272,10 +279,6 @@ def _setup(body: Mapping[str, Any]) -> ServiceSetup:
         raise RequestRefused("tasks is empty (rule: at least one, since only tasks free rows)")
     staleness = None if body.get("staleness") is None else _whole(body, "staleness", 0)
     return ServiceSetup(tuple(map(_name, _list(body, "columns"))), tasks, _whole(body, "capacity", 4096), staleness)
-
-
-def _row(row: ExperienceRow) -> dict[str, Any]:
-    return {"id": row.id, "group": row.group, "version": row.version, "columns": dict(row.values)}
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
