@@ -55,6 +55,14 @@ def canonical(name: str) -> str:
     return found
 
 
+def device_name(name: str) -> str:
+    """The catalogue's name for a type; an unknown name is returned unchanged."""
+    try:
+        return canonical(name)
+    except ValueError:
+        return name
+
+
 def device(name: str) -> Device:
     """A known type by name or alias, under the catalogue's name. ValueError, with a suggestion, if it is not known."""
     return catalogue()[canonical(name)].device

@@ -249,6 +249,10 @@ class RunEvent:
 FINISHED = "finished"
 """Outcome of a trajectory that was scored; the journal holds the state of its sample."""
 
+RELAUNCH_MARK = "~"
+"""Marks a repeated launch: prompt `lake-7` is group `lake-7` at first and `lake-7~2` when it is generated again. The
+journal counts repeated groups under the domain `lake~`, so that its count of a domain is the count of its prompts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Charge:

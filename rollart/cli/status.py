@@ -12,12 +12,11 @@ from rollart.cli.context import find_run, print_report
 from rollart.cli.controller import live_controller
 from rollart.cli.progress import strip_log_prefix
 from rollart.ledger.database import FILE as LEDGER
-from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
+from rollart.ledger.intervals import PLAN_ADOPTED, RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.reader import LedgerReader
 from rollart.report.cost import cost_lines
 from rollart.report.rows import ENGINE_ROLES, collect
 from rollart.report.tables import Cell, Report, Table, TableColumn
-from rollart.supervise.rebalance import ADOPTED
 
 
 def status(run: str | None, output: str, runs_dir: Path) -> None:
@@ -107,7 +106,7 @@ def _plan(reader: LedgerReader, engines: list[str], config: Mapping[str, Any]) -
     seats = {}
     for part in config.get("plan", {}).get("assignments", ()):
         seats[part["part"]] = (part["pool"], part["role"], len(part["devices"]))
-    for event in reader.events(ADOPTED):
+    for event in reader.events(PLAN_ADOPTED):
         seats |= {name: (pool, role, tp) for name, pool, role, tp in json.loads(str(event.fields["engines"]))}
     counts = Counter(seats[name] for name in engines if name in seats)
     pools: dict[str, list[str]] = {}

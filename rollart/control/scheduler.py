@@ -24,14 +24,14 @@ from rollart.policy.incidents import IncidentWindow
 from rollart.policy.release import SlotLedger
 from rollart.policy.schedules import Admission, Schedule
 from rollart.policy.schedules import RewardTiming as RewardStage
-from rollart.ports import FINISHED, Charge, Journal, Recorder, Recovered, RunEvent
+from rollart.ports import FINISHED, RELAUNCH_MARK, Charge, Journal, Recorder, Recovered, RunEvent
 from rollart.serving.group_colocation import GroupColocation
 from rollart.settings.rollout import FilterSpec, TailBatchingSpec
 from rollart.strategies.fairness import DomainShareTracker, FairnessSettings
 from rollart.strategies.filtering import GroupFilter, additional_prompts
 from rollart.strategies.prefetch import Prefetcher, PrefetchSettings
 from rollart.strategies.redundancy import Redundancy, RedundancyController, SelectionBiasReport
-from rollart.strategies.tail_batching import RELAUNCH_MARK, GroupLaunch, PendingPrompt, TailBatchRounds
+from rollart.strategies.tail_batching import GroupLaunch, PendingPrompt, TailBatchRounds
 
 
 class PromptAdmission:

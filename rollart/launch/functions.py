@@ -19,8 +19,8 @@ from pydantic import ValidationError
 from rollart.adapters.rewards.offload import DomainRewards
 from rollart.control.groups import ActiveRollouts
 from rollart.errors import ProviderError, RollartError, RunFailed, SpecError, StorageFailed, UsageError, did_you_mean
+from rollart.ledger.intervals import FUNCTION_HEALTH, OFFLOAD_STAGE
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.reader import FUNCTION_HEALTH, OFFLOAD_STAGE
 from rollart.ports import RunEvent
 from rollart.settings.cluster import ClusterFunctions, FunctionProvider, LocalFunctions
 from rollart.settings.load import builtin, function_layer_settings, load_prices

@@ -21,12 +21,12 @@ from rollart.fleet import DomainWork, EngineRole, FleetMove, FleetMoveKind, Flee
 from rollart.launch.layout import free_devices
 from rollart.launch.routing import SERVING_ROLES, routes_of
 from rollart.launch.start_limits import engine_start_limits
-from rollart.ledger.intervals import RESOURCE_OPENED
+from rollart.ledger.intervals import PLAN_ADOPTED, RESOURCE_OPENED
 from rollart.ledger.reader import LedgerReader
 from rollart.settings.placement import RebalanceSpec
 from rollart.settings.planning import pools_of
 from rollart.settings.resolve import Resolved
-from rollart.supervise.rebalance import ADOPTED, RebalanceSettings
+from rollart.supervise.rebalance import RebalanceSettings
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -293,7 +293,7 @@ def resolve_start(resolved: Resolved, directory: Path) -> RunStart:
         return RunStart(resolved)  # the run never wrote a ledger
     with reader:
         names = frozenset(event.subject for event in reader.events(RESOURCE_OPENED))
-        adopted = reader.events(ADOPTED)
+        adopted = reader.events(PLAN_ADOPTED)
         before = reader.config()
     start = RunStart(resolved, names=names)
     if not adopted or resolved.cluster.engines.fixed or resolved.problem is None:

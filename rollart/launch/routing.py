@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from placement.hardware import device_name
 from placement.problem import Problem
 from placement.roofline import transfer_s
 from placement.types import Assignment, Deployment, Device, InstanceModel, Performance, Placement, Role
 from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
 from rollart.policy.routing import HardwareAffinity, RoutingPolicy, prefill_rule
 from rollart.serving.kv_admission import ConcurrencySettings, TrajectoryDispatch
-from rollart.settings.planning import device_name
 from rollart.settings.resolve import Resolved
 from rollart.strategies.skew_aware import SkewAwareDispatcher
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 from rollart.errors import SpecError, did_you_mean
-from rollart.settings.load import builtin, load_prices
 from rollart.settings.prices import PriceEntry, PriceList
 
 ON_OWN_CORES = "local"
@@ -19,11 +17,6 @@ class PriceBook:
 
     def __init__(self, prices: PriceList) -> None:
         self._table: dict[tuple[str, str], PriceEntry] = {(p.name, p.unit): p for p in prices.prices}
-
-    @classmethod
-    def load(cls, path: str | Path | None = None) -> PriceBook:
-        """From a file; the shipped list if none is given."""
-        return cls(load_prices(builtin("prices.yaml") if path is None else path))
 
     def device_hour(self, device: str) -> PriceEntry:
         """Price of one device for an hour. SpecError if the list has none."""

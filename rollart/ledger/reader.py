@@ -15,14 +15,6 @@ from rollart.ledger.database import CONSUMED, DROPPED, FILE, OLDER, SCHEMA_VERSI
 from rollart.ledger.intervals import IntervalSum
 from rollart.ports import FINISHED, Interval, RunEvent
 
-OFFLOAD_STAGE = "offload_stage"
-"""Event: counters of one stage (`stage`) of a function's pipeline since the functions were opened; zeros are
-omitted."""
-
-FUNCTION_HEALTH = "function_health"
-"""Event: `outcomes` of a function since it was opened, `model_faults`, `faults` of the platform and of each kind
-(`fault.<kind>`)."""
-
 
 @dataclass(frozen=True, slots=True)
 class ChargeSum:

@@ -16,9 +16,8 @@ from typing import TypeAlias
 from rollart.ledger.database import CONSUMED, DROPPED, LIVE
 from rollart.ledger.reader import AttemptRow, GroupRow, LedgerReader
 from rollart.model import AbortReason
-from rollart.ports import FINISHED
+from rollart.ports import FINISHED, RELAUNCH_MARK
 from rollart.report.tables import Report, Row, Table, as_count, as_number, as_share, as_text, ratio
-from rollart.strategies.tail_batching import RELAUNCH_MARK
 
 DRAWN, TRAINED, DELAYED, OPEN = "drawn", "trained", "delayed", "open"
 """Sets besides the reasons of loss: prompts with a final outcome, the trained ones, drawn prompts that the schedule did

@@ -9,12 +9,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from placement.hardware import device_name
 from rollart.hosted import ENVIRONMENTS_MADE, PLACES
-from rollart.ledger.intervals import ENGINE_DID, IntervalSum
+from rollart.ledger.intervals import (
+    CANCELLED_AGAINST_KEPT,
+    CONCURRENCY,
+    DOMAIN_SHARE,
+    ENGINE_DID,
+    ENGINE_UPDATED,
+    FILTERED_AGAINST_KEPT,
+    FUNCTION_HEALTH,
+    HANDOFFS,
+    OFFLOAD_STAGE,
+    IntervalSum,
+)
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import (
-    FUNCTION_HEALTH,
-    OFFLOAD_STAGE,
     CallRow,
     ChargeSum,
     InvocationSum,
@@ -25,14 +35,7 @@ from rollart.ledger.reader import (
     WorkerSum,
 )
 from rollart.ports import RunEvent
-from rollart.serving.handoff import HANDOFFS
-from rollart.serving.kv_admission import CONCURRENCY
-from rollart.settings.planning import device_name
 from rollart.settings.prices import PriceList
-from rollart.strategies.fairness import DOMAIN_SHARE
-from rollart.strategies.filtering import FILTERED_AGAINST_KEPT
-from rollart.strategies.redundancy import CANCELLED_AGAINST_KEPT
-from rollart.strategies.rolling_update import ENGINE_UPDATED
 from serverless.meter import WorkerState
 from serverless.spec import FunctionSpec
 
@@ -124,7 +127,6 @@ class RunRows:
 def collect(reader: LedgerReader, run: str) -> RunRows:
     """Read a run's sums. Prices are those of the run's start."""
     config = reader.config()
-    prices = config.get("prices")
     return RunRows(
         run=run,
         facts=reader.facts(),
@@ -133,7 +135,7 @@ def collect(reader: LedgerReader, run: str) -> RunRows:
         invocations=reader.invocation_sums(),
         versions=reader.versions(),
         evaluations=reader.events("evaluation"),
-        prices=PriceBook(PriceList.model_validate(prices)) if prices else PriceBook.load(),
+        prices=_price_book(config),
         savings=reader.saving_sums(),
         workers=[*reader.worker_sums(), *_unmetered(reader, config)],
         stages=reader.events(OFFLOAD_STAGE),
@@ -153,6 +155,14 @@ def collect(reader: LedgerReader, run: str) -> RunRows:
         pools=pool_prices(config),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )
+
+
+def _price_book(config: Mapping[str, Any]) -> PriceBook:
+    if prices := config.get("prices"):
+        return PriceBook(PriceList.model_validate(prices))
+    from rollart.settings.load import builtin, load_prices  # late: imports the schemas of all specs
+
+    return PriceBook(load_prices(builtin("prices.yaml")))
 
 
 def pool_prices(config: Mapping[str, Any]) -> list[PoolPrice]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from rollart.errors import EngineError, HandoffFailed, LeaseExpired
 from rollart.leases import Expiry, Leases
+from rollart.ledger.intervals import HANDOFFS
 from rollart.model import Completion, EngineId, GenerateRequest
 from rollart.policy.pipeline import handoff_depth
 from rollart.serving.engine_registry import RegisteredEngine
@@ -176,10 +177,6 @@ async def discard_prefill_kv(member: RegisteredEngine, request_id: str, leases: 
         async with leases.hold(request_id, f"its KV to be dropped by {member.engine.id}", seconds, Expiry.RETRY):
             await member.engine.abort([request_id])
 
-
-HANDOFFS = "handoffs"
-"""Event at each publish: hand-offs since the previous event that were decoded, `failed`, or transferred no KV
-(`empty`)."""
 
 EMPTY_HANDOFFS = "handoffs_pull_nothing"
 """Event, once: prefill engines work, and no decode engine pulled a token of the KV that they computed."""

@@ -30,15 +30,11 @@ from typing import Generic, TypeVar
 from rollart.errors import EngineError, LeaseExpired
 from rollart.fleet import EngineRole
 from rollart.leases import Expiry, Leases
+from rollart.ledger.intervals import CONCURRENCY
 from rollart.model import EngineStats
 from rollart.serving.engine_registry import EmitEvent, EngineRegistry, RegisteredEngine, SessionKv, TurnRequest
 from rollart.serving.group_colocation import ColocatedGroup, GroupColocation
 from rollart.settings.rollout import ConcurrencySpec
-
-CONCURRENCY = "concurrency"
-"""Event of a publish. `engines`, and the `least`, `median` and `most` of their limits; since the last such event:
-`admitted` trajectories and how many of them `waited`, sessions `evicted`, requests `preempted`. `waiting` is the
-current number."""
 
 
 class LimitChange(enum.StrEnum):

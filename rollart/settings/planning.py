@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from placement.architecture import DecoderShape, shape_of
-from placement.hardware import canonical, catalogue, override
+from placement.hardware import catalogue, device_name, override
 from placement.problem import (
     DomainProfile,
     EnvironmentCost,
@@ -159,14 +159,6 @@ def pools_of(cluster: ClusterSpec, prices: PriceList) -> tuple[Pool, ...]:
 def pool_labels(pool: PoolSpec) -> dict[str, str]:
     """Labels of every node of a pool: parts choose their nodes by `pool`."""
     return {"pool": pool.name, "device": pool.device, **pool.labels}
-
-
-def device_name(name: str) -> str:
-    """The catalogue's canonical name of a device type; an unknown name is returned unchanged."""
-    try:
-        return canonical(name)
-    except ValueError:
-        return name
 
 
 def links_of(cluster: ClusterSpec) -> tuple[Link, ...]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from placement.assign import assign
+from placement.hardware import device_name
 from placement.problem import DomainProfile, Problem
 from placement.types import Demand, Deployment, Placement, Plan, Pool, Role, Shortage
 from rollart.errors import SpecError
@@ -23,7 +24,6 @@ from rollart.settings.functions import effective_spec, shown_settings
 from rollart.settings.load import builtin, load_cluster, load_prices, load_run, saved_specs, split_overrides
 from rollart.settings.planning import (
     demands_of,
-    device_name,
     merged_prices,
     planning_problem,
     pools_of,

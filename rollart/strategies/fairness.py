@@ -16,14 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollart.control.domain import Domain
+from rollart.ledger.intervals import DOMAIN_SHARE
 from rollart.model import Group
 from rollart.ports import Recorder, RunEvent
 from rollart.settings.rollout import FollowSpec
 from rollart.shares import DomainShare, bounded_shares
-
-DOMAIN_SHARE = "domain_share"
-"""Event of a run at each publish, one per domain: the share of all batches that the domain was due, and the share that
-it got."""
 
 _SLACK = 1e-9
 """Tolerance for rounding in sums of fractions: 0.1 + 0.2 does not break a rule."""

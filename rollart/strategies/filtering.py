@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from rollart.control.domain import Domain
 from rollart.control.groups import GroupRun
 from rollart.errors import RunFailed
+from rollart.ledger.intervals import FILTERED_AGAINST_KEPT
 from rollart.model import Group
 from rollart.ports import Recorder, RunEvent
 from rollart.settings.rollout import FilterSpec
 from rollart.shares import DomainShare
 from rollart.strategies.fairness import Apportionment
 from rollart.strategies.redundancy import SelectionBiasReport
-
-FILTERED_AGAINST_KEPT = "filtered_against_kept"
-"""Event of a run at each publish: trajectories of filtered groups beside those of kept ones, one per figure."""
 
 TOLERANCE = 1e-8
 """Rewards that differ by less are equal: rounding of sums of floats, far below any meaningful difference."""

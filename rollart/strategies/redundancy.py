@@ -21,11 +21,9 @@ from dataclasses import dataclass, field
 from rollart.control.domain import Domain
 from rollart.control.groups import GroupRun, TrajectorySnapshot
 from rollart.control.trajectory import TrajectoryState
+from rollart.ledger.intervals import CANCELLED_AGAINST_KEPT
 from rollart.model import AbortReason, TrainSample
 from rollart.ports import Recorder, RunEvent
-
-CANCELLED_AGAINST_KEPT = "cancelled_against_kept"
-"""Event of a run at each publish, one per `BiasFeature` of the report over the last trajectories of either kind."""
 
 NOTABLE = 0.33
 """Cliff's delta from which a difference causes a warning: 'medium' in the usual reading (0.147, 0.33, 0.474)."""

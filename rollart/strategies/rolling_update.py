@@ -32,13 +32,10 @@ from typing import Protocol
 from rollart.errors import EngineError, LeaseExpired
 from rollart.fleet import EngineRole
 from rollart.leases import Expiry
-from rollart.ledger.intervals import ResourceState
+from rollart.ledger.intervals import ENGINE_UPDATED, ResourceState
 from rollart.model import EngineId, WeightsRef
 from rollart.serving.engine_registry import RegisteredEngine
 from rollart.serving.weight_updates import UpdateContext, WeightUpdates
-
-ENGINE_UPDATED = "engine_updated"
-"""The event of an engine that loaded a version by itself, `skipped` versions after its previous one."""
 
 
 class UpdateReason(enum.StrEnum):

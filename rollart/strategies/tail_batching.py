@@ -26,6 +26,7 @@ from typing import Any
 
 from rollart.control.domain import Domain
 from rollart.model import GroupId, TrainSample
+from rollart.ports import RELAUNCH_MARK
 from rollart.settings.rollout import TailBatchingSpec
 from rollart.shares import DomainShare
 from rollart.strategies.fairness import Apportionment
@@ -346,11 +347,6 @@ class TailBatching:
 def _floor(value: float) -> int:
     """Floor of a product of short decimals: 1.15 * 20 is 23."""
     return math.floor(value + 1e-9)
-
-
-RELAUNCH_MARK = "~"
-"""Marks a repeated launch: prompt `lake-7` is group `lake-7` at first and `lake-7~2` when it is generated again. The
-journal counts repeated groups under the domain `lake~`, so that its count of a domain is the count of its prompts."""
 
 
 @dataclass(slots=True)

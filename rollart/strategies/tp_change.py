@@ -16,11 +16,12 @@ from dataclasses import asdict, dataclass, field, replace
 from rollart.errors import RollartError
 from rollart.fleet import EngineKind, EngineRole, FleetMove, FleetMoveKind
 from rollart.leases import Expiry, Leases
+from rollart.ledger.intervals import PLAN_ADOPTED
 from rollart.model import EngineId
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
-from rollart.supervise.rebalance import ADOPTED, UNDO_ATTEMPTS, order_moves, reverse_drain
+from rollart.supervise.rebalance import UNDO_ATTEMPTS, order_moves, reverse_drain
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +427,7 @@ class Resharder:
         """Record the present engines: a resume starts those."""
         engines = [[e, s.pool, str(s.role), s.tp] for e, s in self._gateway.seats().items()]
         work = {domain: asdict(seen) for domain, seen in self._meter.work().items()}
-        self._event(ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(work))
+        self._event(PLAN_ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(work))
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))

@@ -27,6 +27,7 @@ from rollart.fleet import (
     Routes,
 )
 from rollart.leases import Expiry, Leases
+from rollart.ledger.intervals import PLAN_ADOPTED
 from rollart.policy.workload import WorkloadMeter, drift
 from rollart.ports import Fleet, Planner, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
@@ -122,10 +123,6 @@ def notable_change(before: Routes, after: Routes) -> str:
             return f"price of {kind.role} tp {kind.tp} on {kind.pool}: {p:.3g} → {q:.3g}"
     return ""
 
-
-ADOPTED = "plan_adopted"
-"""Event of an adopted plan; a resume starts with that plan. Fields in JSON: `engines`, a list of [id, pool, role, tp],
-and `work`, the measured `DomainWork` by domain for which the plan was made."""
 
 UNDO_ATTEMPTS = 5
 """As many attempts as supervision makes to restart an engine before it gives the engine up."""
@@ -356,7 +353,7 @@ class Rebalancer:
     def _adopted(self, work: Mapping[str, DomainWork]) -> None:
         engines = [[e, seat.pool, str(seat.role), seat.tp] for e, seat in self._gateway.seats().items()]
         measured = {domain: asdict(seen) for domain, seen in work.items()}
-        self._event(ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(measured))
+        self._event(PLAN_ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(measured))
 
     async def _move(self, trigger: str, proposal: Proposal) -> bool:
         """Apply drains and starts one after the other, then the routes. False if a move failed: completed moves stay,

@@ -6,27 +6,28 @@ import pytest
 
 from rollart.errors import SpecError
 from rollart.ledger.prices import PriceBook
+from rollart.settings.load import builtin, load_prices
+
+SHIPPED = PriceBook(load_prices(builtin("prices.yaml")))
 
 
 def test_the_shipped_list() -> None:
-    book = PriceBook.load()
-    assert (book.device_hour("H800").usd, book.device_hour("H20").usd) == (5.28, 1.85)
-    assert all(price.source for price in book.sources("local"))
+    assert (SHIPPED.device_hour("H800").usd, SHIPPED.device_hour("H20").usd) == (5.28, 1.85)
+    assert all(price.source for price in SHIPPED.sources("local"))
     with pytest.raises(SpecError, match="did you mean 'H800'"):
-        book.device_hour("H80O")
+        SHIPPED.device_hour("H80O")
 
 
 def test_a_million_calls_of_50_ms_at_1769_mb_cost_what_aws_says() -> None:
-    bill = PriceBook.load().function_usd("aws_lambda", billed_s=0.05 * 1e6, memory_mb=1769, requests=1_000_000)
+    bill = SHIPPED.function_usd("aws_lambda", billed_s=0.05 * 1e6, memory_mb=1769, requests=1_000_000)
     assert bill == pytest.approx(1.64, abs=0.005)
 
 
 def test_modal_counts_cores_and_memory() -> None:
-    bill = PriceBook.load().function_usd("modal", billed_s=0.05 * 1e6, memory_mb=1024, requests=1_000_000)
+    bill = SHIPPED.function_usd("modal", billed_s=0.05 * 1e6, memory_mb=1024, requests=1_000_000)
     assert bill == pytest.approx(0.77, abs=0.005)
 
 
 def test_a_provider_without_prices_costs_nothing_and_shows_it() -> None:
-    book = PriceBook.load()
-    assert book.function_usd("nobody", billed_s=1, memory_mb=1024) == 0.0
-    assert book.sources("nobody") == ()
+    assert SHIPPED.function_usd("nobody", billed_s=1, memory_mb=1024) == 0.0
+    assert SHIPPED.sources("nobody") == ()

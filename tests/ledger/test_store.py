@@ -26,6 +26,7 @@ from rollart.ledger.reader import LedgerReader, SavingSum
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.ports import Charge, Interval, RunEvent
+from rollart.settings.load import builtin, load_prices
 from rollart.testing.laws import find_tiling_errors, sum_intervals
 from rollart.testing.ledger import MemoryRecorder
 from serverless.meter import Saving
@@ -549,7 +550,7 @@ def test_no_event_reaches_the_ledger_unseen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inline", [True, False])
 def test_what_was_spent_is_known_and_survives(tmp_path: Path, inline: bool) -> None:
-    prices = PriceBook.load()
+    prices = PriceBook(load_prices(builtin("prices.yaml")))
     call = Invocation("f", "aws_lambda", "w", 0, 1, 0, 3600.0, 1024, 1, "ok")
     unbilled = Invocation("f", "local", "w", 0, 1, 0, 3600.0, 1024, 1, "ok")
     hour = Interval("engine", "e", 0, 3600, "busy", "", 2, 1.5)

@@ -21,6 +21,7 @@ from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.ports import RunEvent
+from rollart.settings.load import builtin, load_prices
 from serverless.meter import WorkerSpan, WorkerState
 from serverless.types import Invocation
 
@@ -73,7 +74,9 @@ def test_idle_workers_are_spent_where_they_cost(tmp_path: Path, inline: bool) ->
 
     async def main() -> None:
         for life in (1, 2):
-            with Ledger(tmp_path, clock=zero, prices=PriceBook.load(), inline=inline) as ledger:
+            with Ledger(
+                tmp_path, clock=zero, prices=PriceBook(load_prices(builtin("prices.yaml"))), inline=inline
+            ) as ledger:
                 for span in (*hour, busy):
                     ledger.worker(span)
                 await ledger.flush()

@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollart.ledger.intervals import DOMAIN_SHARE
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.settings.rollout import FilterSpec, FollowSpec
 from rollart.shares import DomainShare, bounded_shares
 from rollart.sim import loop
-from rollart.strategies.fairness import DOMAIN_SHARE, FairnessSettings
+from rollart.strategies.fairness import FairnessSettings
 from rollart.strategies.redundancy import Redundancy
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedEnvironment

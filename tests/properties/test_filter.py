@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from rollart.errors import RunFailed
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
+from rollart.ports import RELAUNCH_MARK
 from rollart.settings.rollout import FilterSpec, TailBatchingSpec
 from rollart.sim import loop
 from rollart.strategies.redundancy import Redundancy
-from rollart.strategies.tail_batching import RELAUNCH_MARK
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_rollout import Killed

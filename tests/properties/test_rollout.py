@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
+from rollart.ports import RELAUNCH_MARK
 from rollart.settings.rollout import TailBatchingSpec
 from rollart.sim import loop
 from rollart.strategies.redundancy import Redundancy
-from rollart.strategies.tail_batching import RELAUNCH_MARK
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.run import SimulatedRun, make_simulated_run
 

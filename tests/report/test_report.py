@@ -24,10 +24,11 @@ from rollart.report.render import render
 from rollart.report.rows import RunRows
 from rollart.report.tables import Report, Table
 from rollart.report.utilization import utilization
+from rollart.settings.load import builtin, load_prices
 from serverless.meter import WorkerState
 from serverless.types import Cause
 
-PRICES = PriceBook.load()
+PRICES = PriceBook(load_prices(builtin("prices.yaml")))
 
 
 def rows(**more: Any) -> RunRows:

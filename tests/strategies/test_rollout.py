@@ -18,13 +18,14 @@ import pytest
 from rollart.control.training import StepDone
 from rollart.errors import EnvironmentFault
 from rollart.ledger.database import FILE
+from rollart.ledger.intervals import CANCELLED_AGAINST_KEPT
 from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.model import Observation, Step
+from rollart.ports import RELAUNCH_MARK
 from rollart.settings.rollout import TailBatchingSpec
 from rollart.sim import loop
-from rollart.strategies.redundancy import CANCELLED_AGAINST_KEPT, Redundancy
-from rollart.strategies.tail_batching import RELAUNCH_MARK
+from rollart.strategies.redundancy import Redundancy
 from rollart.testing.run import SimulatedRun, make_simulated_run
 
 THEORY = 0.15
