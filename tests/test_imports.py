@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from rollart.ledger.store import Ledger
+
 ROOT = Path(__file__).parent.parent
 HEAVY = [
     "torch",
@@ -24,11 +26,27 @@ HEAVY = [
 ]
 
 
+RUNNING_PARTS = [
+    f"rollart.{package}" for package in ("adapters", "control", "launch", "serving", "strategies", "supervise")
+]
+"""Packages of a run's parts, which commands that only read a ledger or a spec do not need."""
+
+
 def loaded(code: str) -> set[str]:
-    """Top-level modules that a fresh interpreter has loaded after running `code`."""
-    listing = f"{code}\nimport sys; print('\\n'.join(sorted({{m.partition('.')[0] for m in sys.modules}})))"
+    """Modules, and the packages that they are in, that a fresh interpreter has loaded after running `code`."""
+    listing = f"{code}\nimport sys; print('\\n'.join(sys.modules), file=sys.__stdout__)"
     out = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, check=True)
     return set(out.stdout.split())
+
+
+def invoked(*commands: str) -> str:
+    """Code that invokes commands one after the other."""
+    runs = "\n".join(f"    run({command.split()})" for command in commands)
+    return f"""
+import contextlib, io
+from rollart.cli.main import run
+with contextlib.redirect_stdout(io.StringIO()):
+{runs}"""
 
 
 @pytest.mark.parametrize(
@@ -36,15 +54,28 @@ def loaded(code: str) -> set[str]:
     [
         "import rollart",
         "import serverless, placement",
-        "import io, contextlib\nfrom rollart.cli.main import run\n"
-        "with contextlib.redirect_stdout(io.StringIO()): run(['--help'])",
+        invoked("--help"),
         "import placement.assign",
         "import rollart.adapters.env_hosts.host",
     ],
     ids=["rollart", "serverless-placement", "help", "placement", "environment-host"],
 )
 def test_light(code: str) -> None:
-    assert not loaded(code) & set(HEAVY)
+    assert sorted(loaded(code) & set(HEAVY)) == []
+
+
+def test_commands_that_start_nothing_load_no_parts_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their start-up is most of their time, and a report runs often."""
+    monkeypatch.delenv("ROLLART_VLLM_PYTHON", raising=False)
+    (tmp_path / "resolved.yaml").touch()
+    Ledger(tmp_path, clock=lambda: 0.0, config={"prices": {"prices": []}}).close()
+    reports = [f"report {name} {tmp_path}" for name in ("cost", "utilization", "timeline", "curve", "bias", "offload")]
+    of_runs = loaded(invoked(f"status {tmp_path}", *reports))
+    assert "rollart.report.offload" in of_runs
+    assert sorted(of_runs & {*HEAVY, *RUNNING_PARTS, "rollart.settings.run"}) == []
+    of_specs = loaded(invoked("prices list", f"validate {tmp_path}/missing.yaml", "schema run", "doctor"))
+    assert "rollart.settings.run" in of_specs
+    assert sorted(of_specs & {*HEAVY, *RUNNING_PARTS}) == []
 
 
 def sources() -> list[Path]:

@@ -1,4 +1,5 @@
-"""`rollart doctor`: check that this machine can run rollart, and list the installed extras."""
+"""`rollart doctor`: check that this machine can run rollart, and list the installed extras. What only some checks need
+is imported in them."""
 
 from __future__ import annotations
 
@@ -15,10 +16,8 @@ from pathlib import Path
 
 from rollart.cli.context import print_report, split_arguments
 from rollart.errors import RunFailed, UsageError
-from rollart.launch.requirements import requirements
-from rollart.launch.vllm import PYTHON_VARIABLE, vllm_home
 from rollart.report.tables import Report, Table
-from rollart.settings.resolve import resolve_files
+from rollart.settings.cluster import PYTHON_VARIABLE
 from serverless.sandbox import detect, required
 
 EXTRAS = {
@@ -104,6 +103,8 @@ def _run_requirements(arguments: tuple[str, ...], cluster: Path | None) -> Itera
     """Requirements of a run's spec."""
     if not arguments and cluster is None:
         return
+    from rollart.launch.requirements import requirements
+    from rollart.settings.resolve import resolve_files
 
     run, overrides = split_arguments(arguments)
     for need in requirements(resolve_files(run, cluster, overrides)):
@@ -117,6 +118,8 @@ def _vllm() -> DoctorFinding:
     python = os.environ.get(PYTHON_VARIABLE)
     if not python:
         return DoctorFinding("vllm", "missing", f"{PYTHON_VARIABLE} names no interpreter (engines of kind vllm)")
+    from rollart.launch.vllm import vllm_home
+
     try:
         home = vllm_home(python)
     except UsageError as error:

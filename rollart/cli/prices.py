@@ -12,7 +12,6 @@ import click
 
 from rollart.cli.context import FOR_PEOPLE, cluster_functions, print_report
 from rollart.errors import UsageError
-from rollart.launch.functions import canonical_provider
 from rollart.report.tables import Report, Row, Table, as_count, as_text
 from rollart.settings.load import load_prices
 from rollart.settings.prices import STALE_DAYS
@@ -74,6 +73,8 @@ def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region
 
 
 def _chosen(given: Sequence[str], sources: Sequence[str]) -> list[str]:
+    from rollart.launch.functions import canonical_provider  # late: `prices list` needs no provider
+
     names = list(dict.fromkeys(canonical_provider(name) for name in given)) or list(sources)
     if unknown := [name for name in names if name not in sources]:
         raise UsageError(

@@ -1,5 +1,6 @@
 """Commands about specs that run nothing: `rollart validate` checks them, `rollart schema` describes them, and
-`rollart infra` renders a cluster's deployment files from its spec."""
+`rollart infra` renders a cluster's deployment files from its spec. What the checks of a run and the files need is
+imported in their functions, so that a mistake in a file's name is reported at once."""
 
 from __future__ import annotations
 
@@ -11,15 +12,9 @@ import click
 
 from rollart.cli.context import native_output_to_stderr, split_arguments
 from rollart.errors import RollartError, SpecError
-from rollart.infra.files import write
-from rollart.launch.preflight import is_plan_only, launch_warnings, launchable, refuse_files, unchecked_remotes
-from rollart.report.profile import measured_profiles
 from rollart.settings.cluster import ClusterSpec
 from rollart.settings.load import SpecSources, json_schema, load_file
-from rollart.settings.resolve import read_specs
 from rollart.settings.run import RunSpec
-from rollart.tools.infra import NAMESPACE
-from rollart.tools.infra import render as rendered
 
 
 def validate(files: tuple[str, ...]) -> None:
@@ -54,6 +49,10 @@ def _clusters(files: tuple[str, ...]) -> list[str]:
 
 def _check_run(run: str, clusters: list[str]) -> None:
     """`RollartError` for problems that would make a launch of the run fail."""
+    from rollart.launch.preflight import is_plan_only, launch_warnings, launchable, refuse_files, unchecked_remotes
+    from rollart.report.profile import measured_profiles
+    from rollart.settings.resolve import read_specs
+
     every: list[str | None] = [*clusters] or [None]
     for cluster in every:
         with native_output_to_stderr():
@@ -78,6 +77,10 @@ def render(
     arguments: tuple[str, ...], cluster: Path, target: str, output: Path, image: tuple[str, ...], namespace: str | None
 ) -> None:
     """Run `rollart infra render`; its options are in `cli.commands`."""
+    from rollart.infra.files import write
+    from rollart.tools.infra import NAMESPACE
+    from rollart.tools.infra import render as rendered
+
     run, overrides = split_arguments(arguments)
     with native_output_to_stderr():
         files = rendered(target, run, cluster, overrides, images=image, namespace=namespace or NAMESPACE)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from placement.types import Role
 from rollart.errors import SpecError, UsageError
-from rollart.settings.cluster import VllmSpec
+from rollart.settings.cluster import PYTHON_VARIABLE, VllmSpec
 from rollart.settings.planning import model_config
 from rollart.settings.resolve import Resolved
 
@@ -100,9 +100,6 @@ def _kv_transfer_config(cpu: bool) -> dict[str, object]:
         "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": KV_LEASE_S},
     }
 
-
-PYTHON_VARIABLE = "ROLLART_VLLM_PYTHON"
-"""Environment variable with the interpreter of vLLM's environment, if the cluster spec names none."""
 
 INTERPRETER_TIMEOUT_S = 60.0
 """Timeout of an interpreter that lists its packages: a fraction of a second, unless its disk is slow."""

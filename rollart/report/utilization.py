@@ -10,14 +10,17 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from placement.calibrate import Row as CalibrationRow
 from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import ChargeSum
 from rollart.ports import RunEvent
 from rollart.report import functions
 from rollart.report.rows import ENGINE_ROLES, RunRows
 from rollart.report.tables import Cell, Report, Row, Table, as_count, as_number, as_seconds, as_share, as_text, ratio
+
+if TYPE_CHECKING:
+    from placement.calibrate import Row as CalibrationRow
 
 LEAST_STEPS = 20
 """Fewest steps of an interval that gives a row: a mean of fewer is too noisy."""
@@ -86,6 +89,8 @@ def engine_rows(events: Sequence[RunEvent], devices: Mapping[str, tuple[str, int
     """Rows for `placement.calibrate.fit`, one per interval in which an engine took enough steps; `devices`: type and
     number of each engine's. A mean step is one of mean batch, context and prompt tokens; an engine that only prefills
     gives the time to a first token, where it computes one prompt at a time."""
+    from placement.calibrate import Row as CalibrationRow  # late: imports numpy
+
     found = []
     for event in events:
         s = _numbers(event)

@@ -132,6 +132,10 @@ class PublishSpec(SpecEntry):
     )
 
 
+PYTHON_VARIABLE = "ROLLART_VLLM_PYTHON"
+"""Environment variable with the interpreter of vLLM's environment, if the cluster spec names none."""
+
+
 class VllmSpec(SpecEntry):
     """vLLM servers. Tensor parallelism, context, concurrent requests and roles come from the plan and the run."""
 

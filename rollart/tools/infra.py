@@ -22,8 +22,7 @@ from rollart.infra.ray import ray
 from rollart.launch.functions import function_settings, translated_errors
 from rollart.launch.prepare import produce_artefacts
 from rollart.launch.rewards import function_packages
-from rollart.launch.vllm import PYTHON_VARIABLE
-from rollart.settings.cluster import ClusterFunctions, ClusterSpec
+from rollart.settings.cluster import PYTHON_VARIABLE, ClusterFunctions, ClusterSpec
 from rollart.settings.load import load_cluster, split_overrides
 from rollart.settings.resolve import Specs, read_specs, resolve_specs
 from serverless.deploy.aws_function import AwsSettings

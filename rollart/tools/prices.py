@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from rollart.errors import ProviderError, RollartError, SpecError, UsageError
-from rollart.launch.functions import deployer, translated_errors
 from rollart.settings.load import builtin, load_cluster, load_prices, price_list
 from rollart.settings.planning import merged_prices
 from rollart.settings.prices import PriceEntry, PriceList
@@ -215,6 +214,7 @@ def refresh_prices(
 
 def _lambda_prices(given: Mapping[str, Any], region: str) -> list[PriceEntry]:
     """AWS Lambda's prices in the settings' region (`AWSPriceListService.GetProducts`)."""
+    from rollart.launch.functions import translated_errors
     from serverless.deploy.aws_function import AwsSettings
     from serverless.deploy.aws_session import Boto3Clients
     from serverless.deploy.aws_session import translate_errors as asking
@@ -241,6 +241,7 @@ def _lambda_prices(given: Mapping[str, Any], region: str) -> list[PriceEntry]:
 
 
 def _modal_rates(given: Mapping[str, Any], root: Path) -> Mapping[str, Decimal]:
+    from rollart.launch.functions import deployer, translated_errors
     from serverless.deploy.modal_app import ModalDeployer
 
     async def main() -> Mapping[str, Decimal]:

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 from rollart.infra.kuberay import FILES_OWNER
-from rollart.launch.vllm import PYTHON_VARIABLE
+from rollart.settings.cluster import PYTHON_VARIABLE
 from rollart.settings.load import builtin
 from rollart.tools.infra import (
     ENGINE_IMAGES,
