@@ -11,15 +11,16 @@ guessed. Errors name the wrong field of the config.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from placement.types import finite_number, require_positive
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """A decoder's architecture at a serving precision. Made by `shape_of`; implements `types.ShapeModel`.
+    """A decoder's architecture at a serving precision. Made by `shape_of`.
 
     Counts are of numbers (parameters, cache elements); `*_bytes` at `weight_bytes_per_parameter` and
     `kv_bytes_per_element`. Methods take fractions: a mean over sequences is a fine argument.
@@ -40,7 +41,7 @@ class DecoderShape:
     expert_parameters: int
     """Of routed experts, all layers (shared experts are not among them)."""
     embedding_parameters: int
-    """Of the input embedding: a token reads one row of it."""
+    """Of the input embedding, of which a token reads one row; and of the output layer, shared with it or not."""
     tied: bool
     """The output layer is the input embedding."""
     experts: int = 0
@@ -61,18 +62,18 @@ class DecoderShape:
     def active_parameters(self) -> int:
         """Parameters that one token uses: all but the routed experts that are not chosen. Embeddings count, as in model
         cards."""
-        return self.parameters - self.expert_parameters + self._chosen_expert_parameters
+        chosen = self.expert_parameters // self.experts * self.experts_per_token if self.experts else 0
+        return self.parameters - self.expert_parameters + chosen
 
     @property
-    def lm_head_parameters(self) -> int:
-        """Of the output layer, shared with the embedding or not."""
-        return self.vocab * self.hidden
+    def is_moe(self) -> bool:
+        """True if some parameters are experts that a token may not use."""
+        return self.active_parameters < self.parameters
 
     @property
     def body_parameters(self) -> int:
         """Parameters that one token is multiplied with before the output layer."""
-        untied = 0 if self.tied else self.lm_head_parameters
-        return self.active_parameters - self.embedding_parameters - untied
+        return self.active_parameters - self.embedding_parameters * (1 if self.tied else 2)
 
     @property
     def weight_bytes(self) -> float:
@@ -88,9 +89,7 @@ class DecoderShape:
     def kv_bytes(self, tokens: float) -> float:
         """Bytes of one copy of a sequence's KV cache (`kv_copies` is the number of copies per TP size); windows cap
         their layers."""
-        kept = tokens if self.window is None else min(tokens, self.window)
-        held = (self.layers - self.window_layers) * tokens + self.window_layers * kept
-        return held * self.kv_elements_per_layer * self.kv_bytes_per_element
+        return self._reach(tokens) * self.kv_elements_per_layer * self.kv_bytes_per_element
 
     def kv_copies(self, tp: int) -> int:
         """How often a cache is held over `tp` devices: heads that cannot be divided further are replicated, and so is
@@ -105,13 +104,9 @@ class DecoderShape:
         positions = new if logits is None else logits
         return (
             2.0 * self.body_parameters * new
-            + 2.0 * self.lm_head_parameters * positions
+            + 2.0 * self.embedding_parameters * positions
             + self._pair_flops * self._pairs(cached, cached + new)
         )
-
-    def attention_flops(self, context: float) -> float:
-        """Attention FLOPs of one token that has `context` tokens before it, over all layers, as in a prefill."""
-        return self._pair_flops * self._reach(context)
 
     def decode_flops(self, context: float) -> float:
         """Forward FLOPs of one generated token at a context, output layer and all.
@@ -122,13 +117,13 @@ class DecoderShape:
         per_pair = self._pair_flops
         if self.mla is not None:
             per_pair = 2.0 * self.heads * (2 * self.mla.kv_lora_rank + self.mla.rope)
-        return 2.0 * (self.body_parameters + self.lm_head_parameters) + per_pair * self._reach(context)
+        return 2.0 * (self.body_parameters + self.embedding_parameters) + per_pair * self._reach(context)
 
     def train_flops(self, tokens: float, context: float) -> float:
         """Forward and backward (3 × forward) of `tokens` tokens that have `context` tokens before them on average, as
         in sequences of twice that length. Recomputed activations are not counted."""
         attention = self._pair_flops * self._pairs(0.0, 2.0 * context) / (2.0 * context) if context > 0 else 0.0
-        return 3.0 * tokens * (2.0 * (self.body_parameters + self.lm_head_parameters) + attention)
+        return 3.0 * tokens * (2.0 * (self.body_parameters + self.embedding_parameters) + attention)
 
     def activation_bytes(self, tokens: float, *, recompute: bool) -> float:
         """Activations that a training pass over `tokens` tokens keeps for its backward pass, in bf16, with attention
@@ -147,11 +142,6 @@ class DecoderShape:
     def logit_bytes(self, tokens: float) -> float:
         """One copy of the logits of `tokens` tokens, in float32."""
         return 4.0 * tokens * self.vocab
-
-    @property
-    def activation_width(self) -> float:
-        """Width of the hidden state over all layers."""
-        return float(self.layers * self.hidden)
 
     @property
     def linears(self) -> Mapping[str, tuple[int, int, int]]:
@@ -195,10 +185,6 @@ class DecoderShape:
         return None
 
     @property
-    def _chosen_expert_parameters(self) -> int:
-        return self.expert_parameters // self.experts * self.experts_per_token if self.experts else 0
-
-    @property
     def _pair_flops(self) -> float:
         """FLOPs of one query and one key in one layer: scores and weighted sum, all heads."""
         if self.mla is not None:
@@ -206,7 +192,7 @@ class DecoderShape:
         return 4.0 * self.heads * self.head_dim
 
     def _reach(self, position: float) -> float:
-        """Keys that the token at `position` attends to, summed over layers."""
+        """Keys that the token at `position` attends to, summed over layers: also the tokens that a cache holds."""
         near = position if self.window is None else min(position, self.window)
         return (self.layers - self.window_layers) * position + self.window_layers * near
 
@@ -232,33 +218,39 @@ def shape_of(
 
     The precisions are those of serving, which a config does not state (2: bf16, 1: fp8).
     """
-    for what, value in (
-        ("weight_bytes_per_parameter", weight_bytes_per_parameter),
-        ("kv_bytes_per_element", kv_bytes_per_element),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{what} is {value!r} (rule: a finite number above 0)")
+    widths = {"weight_bytes_per_parameter": weight_bytes_per_parameter, "kv_bytes_per_element": kv_bytes_per_element}
+    for what, value in widths.items():
+        require_positive(what, finite_number(what, value))
     fields, notes = _text_part(config)
-    model_type, family = family_of(fields)
-    fields, defaulted = _with_defaults(fields, family)
-    mla = mla_of(fields)
+    model_type = fields.text("model_type")
+    model_type = _SAME_AS.get(model_type, model_type)
+    known = f"one of {', '.join(FAMILIES)}, or one that is built as one of them"
+    fields.check("model_type", model_type in FAMILIES, known)
+    family = FAMILIES[model_type]
+    absent = {k: v for k, v in (family.defaults or {}).items() if k not in fields.config}
+    fields = ConfigFields({**absent, **fields.config}, fields.where)
+    mla = _mla(fields)
     heads, kv_heads, head_dim = _heads(fields, mla)
     hidden, layers, vocab = (fields.whole(k) for k in ("hidden_size", "num_hidden_layers", "vocab_size"))
-    experts = experts_of(fields, family, layers)
+    experts = _experts(fields, family, layers)
     dense_layers = layers - experts.layers
     intermediate = fields.whole("intermediate_size") if dense_layers else None
-    window, window_layers = window_of(fields, family, layers)
+    window, window_layers = _window(fields, family, layers)
     tied = fields.flag("tie_word_embeddings", family.tied)
     per_layer = _attention(fields, family, hidden, (heads, kv_heads, head_dim), mla) + family.layer_norms * hidden
-    routed = _routed(experts, hidden, family)
+    expert = 3 * hidden * experts.width + (2 * experts.width + hidden) * family.expert_bias
+    routed = experts.layers * experts.count * expert
+    router = (hidden + family.expert_bias) * experts.count
+    shared = _feed_forward(fields, hidden, experts.shared) if experts.shared else 0
     total = vocab * hidden * (1 if tied else 2) + hidden + layers * per_layer + routed
     total += dense_layers * _feed_forward(fields, hidden, intermediate or 0)
-    total += _router_and_shared(fields, experts, hidden, family)
+    total += experts.layers * (router + shared + hidden * experts.shared_gate)
     if fields.has("quantization_config"):
         notes.append("the config is quantised: bytes follow weight_bytes_per_parameter, not quantization_config")
     extra = next((fields.whole(k, least=0) for k in _EXTRA_LAYERS if fields.has(k)), 0)
     if extra:
         notes.append(f"{extra} layer(s) for predicting further tokens are left out")
+    notes += [f"{k} is not in the config: {v}, as in the family's reference implementation" for k, v in absent.items()]
     return DecoderShape(
         name=name or model_type,
         model_type=model_type,
@@ -282,7 +274,7 @@ def shape_of(
         mla=mla,
         weight_bytes_per_parameter=weight_bytes_per_parameter,
         kv_bytes_per_element=kv_bytes_per_element,
-        notes=(*notes, *defaulted),
+        notes=tuple(notes),
     )
 
 
@@ -306,14 +298,6 @@ def _text_part(config: Mapping[str, object]) -> tuple[ConfigFields, list[str]]:
     return ConfigFields(merged, "text_config."), ["multimodal: only the text part (text_config) is counted"]
 
 
-def _with_defaults(fields: ConfigFields, family: Family) -> tuple[ConfigFields, list[str]]:
-    """Fill in the fields that published configs of the family leave out; return the config and notes on the
-    defaults."""
-    absent = {k: v for k, v in (family.defaults or {}).items() if k not in fields.config}
-    notes = [f"{k} is not in the config: {v}, as in the family's reference implementation" for k, v in absent.items()]
-    return ConfigFields({**absent, **fields.config}, fields.where), notes
-
-
 def _heads(fields: ConfigFields, mla: Mla | None) -> tuple[int, int, int]:
     heads = fields.whole("num_attention_heads")
     kv_heads = fields.whole("num_key_value_heads", heads)
@@ -334,7 +318,13 @@ def _attention(
     heads, kv_heads, dim = heads_kv_dim
     biased = fields.flag("attention_bias", family.attention_bias)
     if mla is not None:
-        return _latent(hidden, heads, mla, biased)
+        queries = heads * dim
+        total = hidden * queries
+        if mla.q_lora_rank is not None:
+            total = mla.q_lora_rank * (hidden + 1 + queries + biased)
+        total += (hidden + biased) * (mla.kv_lora_rank + mla.rope) + mla.kv_lora_rank
+        total += mla.kv_lora_rank * heads * (mla.nope + mla.value)
+        return total + heads * mla.value * hidden + hidden * biased
     q, kv = heads * dim, kv_heads * dim
     total = hidden * (q + 2 * kv) + q * hidden
     qkv_bias = biased if family.qkv_bias is None else fields.flag("qkv_bias", family.qkv_bias)
@@ -344,31 +334,9 @@ def _attention(
     return total + 2 * dim * head_norms + (q + kv) * family.wide_norms + heads * family.sinks
 
 
-def _latent(hidden: int, heads: int, mla: Mla, biased: bool) -> int:
-    queries = heads * (mla.nope + mla.rope)
-    if mla.q_lora_rank is None:
-        total = hidden * queries
-    else:
-        total = mla.q_lora_rank * (hidden + 1 + queries) + mla.q_lora_rank * biased
-    total += (hidden + biased) * (mla.kv_lora_rank + mla.rope) + mla.kv_lora_rank
-    total += mla.kv_lora_rank * heads * (mla.nope + mla.value)
-    return total + heads * mla.value * hidden + hidden * biased
-
-
 def _feed_forward(fields: ConfigFields, hidden: int, width: int) -> int:
     """Parameters of one dense layer: gate, up, down."""
     return 3 * hidden * width + (2 * width + hidden) * fields.flag("mlp_bias", False)
-
-
-def _routed(experts: Experts, hidden: int, family: Family) -> int:
-    one = 3 * hidden * experts.width + (2 * experts.width + hidden) * family.expert_bias
-    return experts.layers * experts.count * one
-
-
-def _router_and_shared(fields: ConfigFields, experts: Experts, hidden: int, family: Family) -> int:
-    router = (hidden + family.expert_bias) * experts.count
-    shared = _feed_forward(fields, hidden, experts.shared) if experts.shared else 0
-    return experts.layers * (router + shared + hidden * experts.shared_gate)
 
 
 class LayerSelection(Enum):
@@ -476,7 +444,6 @@ _SAME_AS = {
 }
 """Language parts of multimodal models that are built as another family."""
 
-_MISSING = object()
 _MAX_FIELD = 10**12
 """An upper limit of model dimensions, which keeps counts within the range of a float."""
 
@@ -499,14 +466,14 @@ class ConfigFields:
             if default is None:
                 raise self._error(name, "missing" if name not in self.config else "null", f"a whole number >= {least}")
             return default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= _MAX_FIELD:
-            raise self._error(name, repr(value), f"a whole number >= {least}")
-        if value != int(value):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not least <= value <= _MAX_FIELD
+            or value % 1
+        ):
             raise self._error(name, repr(value), f"a whole number >= {least}")
         return int(value)
-
-    def optional(self, name: str) -> int | None:
-        return self.whole(name) if self.has(name) else None
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.config.get(name)
@@ -517,9 +484,9 @@ class ConfigFields:
         return value
 
     def text(self, name: str) -> str:
-        value = self.config.get(name, _MISSING)
+        value = self.config.get(name)
         if not isinstance(value, str) or not value:
-            raise self._error(name, "missing" if value is _MISSING else repr(value), "a word")
+            raise self._error(name, repr(value) if name in self.config else "missing", "a word")
         return value
 
     def items(self, name: str, of: type[str] | type[int]) -> list[object] | None:
@@ -538,14 +505,6 @@ class ConfigFields:
         return ValueError(f"model config: {self.where}{name} is {value} (rule: {rule})")
 
 
-def family_of(fields: ConfigFields) -> tuple[str, Family]:
-    """The family by `model_type`. ValueError for a family whose weights cannot be counted."""
-    model_type = fields.text("model_type")
-    name = _SAME_AS.get(model_type, model_type)
-    fields.check("model_type", name in FAMILIES, f"one of {', '.join(FAMILIES)}, or one that is built as one of them")
-    return name, FAMILIES[name]
-
-
 @dataclass(frozen=True, slots=True)
 class Mla:
     """Multi-head latent attention: the cache holds one latent and one rotary key per token, for all heads."""
@@ -557,11 +516,11 @@ class Mla:
     value: int
 
 
-def mla_of(fields: ConfigFields) -> Mla | None:
+def _mla(fields: ConfigFields) -> Mla | None:
     if not fields.has("kv_lora_rank"):
         return None
     return Mla(
-        q_lora_rank=fields.optional("q_lora_rank"),
+        q_lora_rank=fields.whole("q_lora_rank") if fields.has("q_lora_rank") else None,
         kv_lora_rank=fields.whole("kv_lora_rank"),
         rope=fields.whole("qk_rope_head_dim"),
         nope=fields.whole("qk_nope_head_dim"),
@@ -581,21 +540,27 @@ class Experts:
     shared_gate: bool = False
 
 
-def experts_of(fields: ConfigFields, family: Family, layers: int) -> Experts:
+def _experts(fields: ConfigFields, family: Family, layers: int) -> Experts:
     """Where the experts are: nowhere in a dense model (also one of a family that could have them)."""
     key = next((k for k in ("n_routed_experts", "num_local_experts", "num_experts") if fields.has(k)), None)
     if key is None or fields.whole(key, least=0) == 0:
         return Experts()
     fields.check(key, family.experts is not LayerSelection.NEVER, "left out: this model_type has no experts")
     count = fields.whole(key)
-    chosen = "experts_per_token" if not fields.has("num_experts_per_tok") and fields.has("experts_per_token") else None
-    per_token = fields.whole(chosen or "num_experts_per_tok")
-    fields.check(chosen or "num_experts_per_tok", per_token <= count, f"at most {key}, which is {count}")
+    chosen = "num_experts_per_tok"
+    if not fields.has(chosen) and fields.has("experts_per_token"):
+        chosen = "experts_per_token"
+    per_token = fields.whole(chosen)
+    fields.check(chosen, per_token <= count, f"at most {key}, which is {count}")
     width = fields.whole(family.expert_width)
     if family.experts is LayerSelection.EVERY:
         return Experts(count, per_token, width, layers)
     if family.experts is LayerSelection.STEP:
-        return _stepped(fields, Experts(count, per_token, width, layers), layers)
+        step = fields.whole("decoder_sparse_step", 1)
+        excepted = set(fields.items("mlp_only_layers", int) or ())
+        sparse = sum((i + 1) % step == 0 and i not in excepted for i in range(layers))
+        shared = fields.whole("shared_expert_intermediate_size", 0, least=0)
+        return Experts(count, per_token, width, sparse, shared, shared_gate=shared > 0)
     dense = fields.whole("first_k_dense_replace", 0, least=0)
     fields.check("first_k_dense_replace", dense <= layers, f"at most num_hidden_layers, which is {layers}")
     fields.check("moe_layer_freq", fields.whole("moe_layer_freq", 1) == 1, "1: other spacings are not known")
@@ -603,34 +568,20 @@ def experts_of(fields: ConfigFields, family: Family, layers: int) -> Experts:
     return Experts(count, per_token, width, layers - dense, shared)
 
 
-def _stepped(fields: ConfigFields, experts: Experts, layers: int) -> Experts:
-    step = fields.whole("decoder_sparse_step", 1)
-    dense = set(fields.items("mlp_only_layers", int) or ())
-    sparse = sum((i + 1) % step == 0 and i not in dense for i in range(layers))
-    shared = fields.whole("shared_expert_intermediate_size", 0, least=0)
-    return Experts(experts.count, experts.per_token, experts.width, sparse, shared, shared_gate=shared > 0)
-
-
-def window_of(fields: ConfigFields, family: Family, layers: int) -> tuple[int | None, int]:
+def _window(fields: ConfigFields, family: Family, layers: int) -> tuple[int | None, int]:
     """Size of the sliding window, tokens, and how many layers have it."""
-    types = fields.items("layer_types", str)
+    types, where, count = fields.items("layer_types", str), family.window, 0
     if types is not None:
         fields.check("layer_types", len(types) == layers, f"one per layer, of which there are {layers}")
         known = {"full_attention", "sliding_attention"}
         fields.check("layer_types", set(types) <= known, f"each of {', '.join(sorted(known))}")
         count = types.count("sliding_attention")
-    else:
-        count = _windowed(fields, family.window, layers)
+    elif where is LayerSelection.FLAG:
+        if fields.flag("use_sliding_window", False):
+            count = max(0, layers - fields.whole("max_window_layers", least=0))
+    elif where is not LayerSelection.NEVER and fields.has("sliding_window"):
+        if where is LayerSelection.PATTERN:
+            count = layers - layers // fields.whole("sliding_window_pattern", 6)
+        else:
+            count = layers if where is LayerSelection.EVERY else (layers + 1) // 2
     return (fields.whole("sliding_window"), count) if count else (None, 0)
-
-
-def _windowed(fields: ConfigFields, where: LayerSelection, layers: int) -> int:
-    if where is LayerSelection.FLAG:
-        if not fields.flag("use_sliding_window", False):
-            return 0
-        return max(0, layers - fields.whole("max_window_layers", least=0))
-    if where is LayerSelection.NEVER or not fields.has("sliding_window"):
-        return 0
-    if where is LayerSelection.PATTERN:
-        return layers - layers // fields.whole("sliding_window_pattern", 6)
-    return layers if where is LayerSelection.EVERY else (layers + 1) // 2

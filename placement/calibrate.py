@@ -22,7 +22,6 @@ from placement.roofline import (
     Precision,
     Roofline,
     band_of,
-    is_moe,
     prior,
 )
 from placement.types import Device, finite_number, require_at_least, require_positive
@@ -170,7 +169,7 @@ def fit(
             raise ValueError(f"free names {name!r} (rule: each at most once, of {', '.join(BOUNDS)})")
     used = _devices(chosen, devices)
     generation = used[0].generation if len({d.generation for d in used}) == 1 else ""
-    moe = is_moe(shape)
+    moe = shape.is_moe
     begin = start if start is not None else prior(generation, moe=moe)[0]
     problem = _LeastSquares(shape, devices, precision, tuple(free))
     begin = problem.started(begin, chosen)

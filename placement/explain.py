@@ -21,8 +21,9 @@ import numpy as np
 from placement import paths, result
 from placement.problem import Problem, Restriction
 from placement.publish import DEVICES_PER_HOST, LOADING, Publishing, Transport
+from placement.roofline import Roofline
 from placement.solve import best_objective_value, solve
-from placement.types import ROLLOUT_ROLES, Device, Infeasible, InstanceModel, Link, Objective, Placement, Pool, Role
+from placement.types import ROLLOUT_ROLES, Device, Infeasible, Link, Objective, Placement, Pool, Role
 
 DEVICES = "devices"
 
@@ -361,7 +362,7 @@ def _resolved_gain(asked: Problem, placement: Placement) -> float:
 
 def _instance_options(
     problem: Problem, device: Device, longest_gb: float, placement: Placement | None
-) -> Iterator[tuple[int, InstanceModel]]:
+) -> Iterator[tuple[int, Roofline]]:
     """The TP sizes at which a device type can serve the model and hold the longest turn; the sizes that the plan uses,
     if any."""
     pools = {p.name for p in problem.pools if p.device.name == device.name}
@@ -374,7 +375,7 @@ def _instance_options(
                 yield tp, model
 
 
-def _decode_s(problem: Problem, model: InstanceModel, tp: int, turns: paths.RepresentativeTurns) -> float:
+def _decode_s(problem: Problem, model: Roofline, tp: int, turns: paths.RepresentativeTurns) -> float:
     """Instance-seconds of decode per trajectory, at the largest possible batch."""
     instances = sum(p.count // tp for p in _gpus_first(problem.pools)) or 1
     batch = min(

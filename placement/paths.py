@@ -11,9 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from placement.architecture import DecoderShape
 from placement.milp import Floats, Ints
 from placement.problem import DomainProfile, Problem, Restriction
-from placement.types import ROLLOUT_ROLES, Device, InstanceModel, KvMode, Link, Pool, Role, ShapeModel
+from placement.roofline import Roofline
+from placement.types import ROLLOUT_ROLES, Device, KvMode, Link, Pool, Role
 
 AGGREGATED_ONLY = (Restriction.AGGREGATED, Restriction.STRICT, Restriction.NO_AFFINITY)
 MODES = (KvMode.KEEP, KvMode.RECOMPUTE, KvMode.PULL)
@@ -72,7 +74,7 @@ class Tableau:
     no path. `instances` are the models behind `units`, and `notes` their assumptions."""
 
     units: tuple[InstanceKind, ...]
-    instances: tuple[InstanceModel, ...]
+    instances: tuple[Roofline, ...]
     channels: tuple[Link, ...]
     paths: Paths
     weights: Floats
@@ -116,14 +118,14 @@ def tableau(problem: Problem) -> Tableau:
     )
 
 
-def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[list[InstanceKind], list[InstanceModel]]:
+def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[list[InstanceKind], list[Roofline]]:
     roles = {Role.ENGINE} if problem.restriction in AGGREGATED_ONLY else set(ROLLOUT_ROLES)
     if problem.restriction is Restriction.PD_ONLY:
         roles -= {Role.ENGINE}
     offered = [r for r in ROLLOUT_ROLES if r in roles & problem.roles]
-    known: dict[tuple[Device, int], InstanceModel | str] = {}
+    known: dict[tuple[Device, int], Roofline | str] = {}
     units: list[InstanceKind] = []
-    models: list[InstanceModel] = []
+    models: list[Roofline] = []
     # Sizes of running or given instances were offered before.
     given = (*(problem.fixed or ()), *(problem.running.deployments if problem.running else ()))
     for index, pool in enumerate(problem.pools):
@@ -141,9 +143,7 @@ def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[lis
     return units, models
 
 
-def _model(
-    problem: Problem, pool: Pool, tp: int, known: dict[tuple[Device, int], InstanceModel | str]
-) -> InstanceModel | str:
+def _model(problem: Problem, pool: Pool, tp: int, known: dict[tuple[Device, int], Roofline | str]) -> Roofline | str:
     if tp > pool.count:
         return f"the pool has {pool.count}"
     if pool.device.devices_per_host is not None and tp > pool.device.devices_per_host:
@@ -173,7 +173,7 @@ class _Builder:
     """Builds blocks of paths. Caches the cost of an instance type for a domain, since pools share device types."""
 
     def __init__(
-        self, problem: Problem, units: list[InstanceKind], models: list[InstanceModel], reasons: list[RefusalReason]
+        self, problem: Problem, units: list[InstanceKind], models: list[Roofline], reasons: list[RefusalReason]
     ) -> None:
         self.units, self.models = units, models
         self._problem, self._reasons = problem, reasons
@@ -475,7 +475,7 @@ class RepresentativeTurns:
         return np.concatenate([[0.0], self.weight[1:]])
 
 
-def representative_turns(domain: DomainProfile, shape: ShapeModel) -> RepresentativeTurns:
+def representative_turns(domain: DomainProfile, shape: DecoderShape) -> RepresentativeTurns:
     """The turns of the domain's mean trajectory. A fractional mean counts the last turn in part."""
     first, new, output = domain.prompt.mean, domain.new_tokens.mean, domain.output_tokens.mean
     prefix = first * domain.shared_prefix
@@ -541,9 +541,7 @@ class PhaseCost:
     kv_seconds: Floats
 
 
-def aggregated_cost(
-    instance: InstanceModel, turns: RepresentativeTurns, batch: Floats, *, recompute: bool
-) -> PhaseCost:
+def aggregated_cost(instance: Roofline, turns: RepresentativeTurns, batch: Floats, *, recompute: bool) -> PhaseCost:
     """Every turn prefilled and decoded on one instance. `recompute`: the KV is dropped between turns."""
     cached = np.full_like(turns.cached, turns.prefix) if recompute else turns.cached
     new = turns.cached + turns.new - cached
@@ -553,7 +551,7 @@ def aggregated_cost(
     return PhaseCost(batch, load, batch * load, batch * (turn @ (turns.weight * turns.kv_middle)))
 
 
-def prefill_cost(instance: InstanceModel, turns: RepresentativeTurns) -> PhaseCost:
+def prefill_cost(instance: Roofline, turns: RepresentativeTurns) -> PhaseCost:
     """Every turn's new tokens prefilled, the context before them cached. The KV is that of the prompts."""
     rows = zip(turns.new.tolist(), turns.cached.tolist(), strict=True)
     seconds = np.array([instance.prefill_s(n, c) for n, c in rows])
@@ -561,7 +559,7 @@ def prefill_cost(instance: InstanceModel, turns: RepresentativeTurns) -> PhaseCo
     return PhaseCost(np.ones(1), load, load, np.array([seconds @ (turns.weight * turns.kv_prompt)]))
 
 
-def decode_cost(instance: InstanceModel, turns: RepresentativeTurns, batch: Floats) -> PhaseCost:
+def decode_cost(instance: Roofline, turns: RepresentativeTurns, batch: Floats) -> PhaseCost:
     """Every output token decoded: the decode engine generates the first one again, as vLLM's does. A batch mixes
     trajectories at all turns, so its step is that of the mean context."""
     step = np.array([instance.decode_step_s(b, turns.context) for b in batch.tolist()])

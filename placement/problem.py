@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 
 from placement.publish import Publishing, PublishPath
+from placement.roofline import RooflinePerformance
 from placement.types import (
     Deployment,
     Link,
     Objective,
-    Performance,
     Pool,
     Role,
     finite_number,
@@ -303,7 +303,7 @@ class Problem:
 
     pools: tuple[Pool, ...]
     domains: tuple[DomainProfile, ...]
-    performance: Performance
+    performance: RooflinePerformance
     links: tuple[Link, ...] = ()
     train: TrainingWork | None = None
     objective: Objective = Objective.MAX_THROUGHPUT

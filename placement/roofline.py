@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Literal
 
 from placement.architecture import DecoderShape
-from placement.types import Device, ShapeModel, finite_number, require_at_least, require_positive
+from placement.types import Device, finite_number, require_at_least, require_positive
 
 Precision = Literal["bf16", "fp8"]
 """Number format of the matrix multiplications. That of weights and KV is in the shape's byte figures."""
@@ -196,18 +196,15 @@ class Calibration:
         constants, notes = rest.pop("constants"), rest.pop("notes", [])
         if not isinstance(constants, Mapping) or not isinstance(notes, list | tuple):
             raise ValueError("calibration: constants is not a table or notes is not a list")
-        values: dict[str, object] = {}
         for name, value in rest.items():
-            if name in ("error", "worst", "rows"):
-                values[name] = (
-                    int(finite_number(name, value)) if name == "rows" else finite_number(f"calibration: {name}", value)
-                )
-            elif isinstance(value, str):
-                values[name] = value
-            else:
+            if name == "rows":
+                rest[name] = int(finite_number(name, value))
+            elif name in ("error", "worst"):
+                rest[name] = finite_number(f"calibration: {name}", value)
+            elif not isinstance(value, str):
                 raise ValueError(f"calibration: {name} is {value!r} (rule: a string)")
-        values |= {"constants": Constants.from_dict(constants), "notes": tuple(str(n) for n in notes)}
-        return Calibration(**values)  # type: ignore[arg-type]  # every value was checked above
+        rest |= {"constants": Constants.from_dict(constants), "notes": tuple(str(n) for n in notes)}
+        return Calibration(**rest)  # type: ignore[arg-type]  # every value was checked above
 
 
 def prior(generation: str, *, moe: bool) -> tuple[Constants, float, str | None]:
@@ -241,10 +238,10 @@ def transfer_s(size_bytes: float, gb_per_s: float, latency_s: float = 0.0) -> fl
 
 
 class Roofline:
-    """One engine instance of `shape` on `tp` devices (implements `types.InstanceModel`).
+    """One engine instance of `shape` on `tp` devices.
 
-    ValueError if the model cannot run there; `unfit` gives the reason beforehand. `kv_capacity_bytes` replaces the
-    memory left over, for engines that are configured with a size; `reserve_gb` is per device, for activations.
+    ValueError if the model cannot run there. `kv_capacity_bytes` replaces the memory left over, for engines that are
+    configured with a size; `reserve_gb` is per device, for activations.
     """
 
     def __init__(
@@ -260,23 +257,28 @@ class Roofline:
         reserve_gb: float = 0.0,
         kv_capacity_bytes: float | None = None,
     ) -> None:
-        reason = unfit(shape, device, tp, constants, precision, needs_memory=kv_capacity_bytes is None)
+        reason = _refusal(shape, device, tp, constants, precision, needs_memory=kv_capacity_bytes is None)
         if reason is not None:
             raise ValueError(reason)
         require_at_least("reserve_gb", reserve_gb)
         require_positive("kv_capacity_bytes", kv_capacity_bytes, optional=True)
         self.shape, self.device, self.tp, self.constants = shape, device, tp, constants
         self.precision, self.band, self.notes = precision, band, notes
-        c = constants
+        c, peak = constants, _tflops(device, precision) or 0.0
         self._copies = shape.kv_copies(tp)
-        peak = _tflops(device, precision)
-        self._flops_per_s = tp * 1e12 * (c.effective_tflops or (peak or 0.0) * c.mfu)
-        self._decode_flops_per_s = tp * 1e12 * (c.effective_tflops or (peak or 0.0) * c.mfu_decode)
-        self._bytes_per_s = tp * 1e12 * (c.effective_tb_per_s or (device.memory_tb_per_s or 0.0) * c.mbu)
-        self._fixed_s = c.step_s + shape.layers * (c.layer_s + (2 * c.alpha_s if tp > 1 else 0.0))
-        self._comm_s = 0.0 if tp == 1 else _communication_s(shape, device, tp)
+        self.flops_per_s = tp * 1e12 * (c.effective_tflops or peak * c.mfu)
+        self.decode_flops_per_s = tp * 1e12 * (c.effective_tflops or peak * c.mfu_decode)
+        self.bytes_per_s = tp * 1e12 * (c.effective_tb_per_s or (device.memory_tb_per_s or 0.0) * c.mbu)
+        self.fixed_s = c.step_s + shape.layers * (c.layer_s + (2 * c.alpha_s if tp > 1 else 0.0))
+        """Of every step, however little it computes."""
+        self._comm_s = 0.0
+        if tp > 1:  # two ring all-reduces per layer and token: 2 (tp − 1) / tp of the activation passes each device
+            one_way = (device.nvlink_gb_per_s or math.nan) * 1e9 / 2
+            moved = shape.hidden * ACTIVATION_BYTES * 2 * (tp - 1) / tp
+            self._comm_s = 2 * shape.layers * moved / (RING_SHARE * one_way)
         passes = c.expert_passes * shape.expert_layers
-        self._expert_s = passes * shape.hidden * ACTIVATION_BYTES / self._bytes_per_s
+        self.expert_s = passes * shape.hidden * ACTIVATION_BYTES / self.bytes_per_s
+        """Of a prefilled token's way to its experts and back."""
         if kv_capacity_bytes is None:
             memory = tp * (device.memory_gb or 0.0) * 1e9
             left = memory * MEMORY_SHARE - shape.weight_bytes - tp * reserve_gb * 1e9
@@ -287,11 +289,11 @@ class Roofline:
     def prefill_s(self, new: float, cached: float) -> float:
         """Compute `new` tokens after `cached` ones, alone; the first output token comes with it."""
         work = self._prefill_row_s(1.0, new, cached)
-        return self.constants.request_s + self._fixed_s + work + self.constants.row_s
+        return self.constants.request_s + self.fixed_s + work + self.constants.row_s
 
     def decode_step_s(self, batch: float, context: float) -> float:
         """One step that yields one token for each of `batch` sequences of mean context `context`."""
-        return self._fixed_s + batch * (self._decode_row_s(batch, context) + self.constants.row_s)
+        return self.fixed_s + batch * (self._decode_row_s(batch, context) + self.constants.row_s)
 
     def mixed_step_s(self, batch: float, context: float, new: float, cached: float) -> float:
         """One step of chunked prefill: `new` tokens of one sequence (after `cached`) beside `batch` decoding ones."""
@@ -299,13 +301,13 @@ class Roofline:
         for name, value in (("context", context), ("new", new), ("cached", cached)):
             require_at_least(name, value)
         shape = self.shape
-        prefill = shape.flops(new, cached, min(1.0, new)) / self._flops_per_s
-        compute = prefill + batch * shape.decode_flops(context) / self._decode_flops_per_s
+        prefill = shape.flops(new, cached, min(1.0, new)) / self.flops_per_s
+        compute = prefill + batch * shape.decode_flops(context) / self.decode_flops_per_s
         kv = (shape.kv_bytes(cached) if new > 0 else 0.0) + batch * shape.kv_bytes(context)
-        memory = (shape.touched_weight_bytes(batch + new) + kv * self._copies) / self._bytes_per_s
+        memory = (shape.touched_weight_bytes(batch + new) + kv * self._copies) / self.bytes_per_s
         rows = batch + (1 if new > 0 else 0)
-        own = (batch + new) * self._comm_s + new * self._expert_s + rows * self.constants.row_s
-        return self._fixed_s + max(compute, memory) + own
+        own = (batch + new) * self._comm_s + new * self.expert_s + rows * self.constants.row_s
+        return self.fixed_s + max(compute, memory) + own
 
     def turn_s(self, batch: float, new: float, cached: float, output: float) -> float:
         """Instance-seconds one turn takes of an aggregated instance that serves `batch` turns at a time.
@@ -319,7 +321,7 @@ class Roofline:
         prefill = self._prefill_row_s(batch, new, cached)
         decode = (steps - 1) * self._decode_row_s(batch, cached + new + steps / 2) if steps > 1 else 0.0
         own = self.constants.request_s + steps * self.constants.row_s
-        return own + steps * self._fixed_s / batch + prefill + decode
+        return own + steps * self.fixed_s / batch + prefill + decode
 
     def tpot_s(self, batch: float, new: float, cached: float, output: float) -> float:
         """Mean seconds between a client's tokens when `batch` clients keep an aggregated instance busy: its own steps,
@@ -341,24 +343,24 @@ class Roofline:
         require_at_least("batch", batch, 1)
         require_at_least("new", new)
         require_at_least("cached", cached)
-        compute = self.shape.flops(new, cached, 1.0) / self._flops_per_s
+        compute = self.shape.flops(new, cached, 1.0) / self.flops_per_s
         weights = self.shape.touched_weight_bytes(max(1.0, batch * new)) / batch
         kv = self.shape.kv_bytes(cached) * self._copies
-        return max(compute, (weights + kv) / self._bytes_per_s) + new * (self._comm_s + self._expert_s)
+        return max(compute, (weights + kv) / self.bytes_per_s) + new * (self._comm_s + self.expert_s)
 
     def _decode_row_s(self, batch: float, context: float) -> float:
         """A row's own share of a decode step."""
         require_at_least("batch", batch, 1)
         require_at_least("context", context)
-        compute = self.shape.decode_flops(context) / self._decode_flops_per_s
+        compute = self.shape.decode_flops(context) / self.decode_flops_per_s
         weights = self.shape.touched_weight_bytes(batch) / batch
         kv = self.shape.kv_bytes(context) * self._copies
-        return max(compute, (weights + kv) / self._bytes_per_s) + self._comm_s
+        return max(compute, (weights + kv) / self.bytes_per_s) + self._comm_s
 
 
 @dataclass(frozen=True, slots=True)
 class RooflinePerformance:
-    """Makes instances of one model (implements `types.Performance`).
+    """Makes instances of one model.
 
     `constants` by device name or generation: calibrated or stated. A device without an entry borrows the calibration of
     another GPU, the nearest first, and without any uses the priors of its generation; notes and band reflect it.
@@ -385,21 +387,20 @@ class RooflinePerformance:
         precision = self._precision(device)
         if precision != self.precision:
             notes += (f"{device.name}: no {self.precision} arithmetic: quantized weights are computed with in bf16",)
-        configured = self.kv_capacity_bytes.get(device.name)
-        reason = unfit(self.shape, device, tp, constants, precision, needs_memory=configured is None)
-        if reason is not None:
-            return reason
-        return Roofline(
-            self.shape,
-            device,
-            tp,
-            constants,
-            precision=precision,
-            band=band,
-            notes=notes,
-            reserve_gb=self.reserve_gb,
-            kv_capacity_bytes=configured,
-        )
+        try:
+            return Roofline(
+                self.shape,
+                device,
+                tp,
+                constants,
+                precision=precision,
+                band=band,
+                notes=notes,
+                reserve_gb=self.reserve_gb,
+                kv_capacity_bytes=self.kv_capacity_bytes.get(device.name),
+            )
+        except ValueError as error:
+            return str(error)
 
     def _precision(self, device: Device) -> Precision:
         """The number format of the device's arithmetic."""
@@ -412,12 +413,12 @@ class RooflinePerformance:
             if isinstance(entry, Calibration):
                 return self._carried(entry, device)
             if entry is not None:
-                band = band_of("prior", moe=self._moe)
+                band = band_of("prior", moe=self.shape.is_moe)
                 return entry, band, (f"{device.name}: constants as stated, not measured: ±{band:.0%}",)
         near = self._nearest(device)
         if near is not None:
             return self._carried(near, device)
-        constants, band, why = prior(device.generation, moe=self._moe)
+        constants, band, why = prior(device.generation, moe=self.shape.is_moe)
         because = f" ({why})" if why else ""
         note = f"{device.name}: constants are priors of generation '{device.generation or '?'}', not calibrated"
         return constants, band, (f"{note}{because}: ±{band:.0%}",)
@@ -435,47 +436,32 @@ class RooflinePerformance:
             and c.constants.effective_tflops is None
             and c.constants.effective_tb_per_s is None
         ]
-        usable.sort(
-            key=lambda c: (
-                not _same(c.generation, device.generation),
-                c.precision != self.precision,
-                c.model != self.shape.name,
-                c.device,
-            )
-        )
-        return usable[0] if usable else None
+
+        def distance(c: Calibration) -> tuple[bool, bool, bool, str]:
+            other = not _same(c.generation, device.generation)
+            return other, c.precision != self.precision, c.model != self.shape.name, c.device
+
+        return min(usable, key=distance, default=None)
 
     def _carried(self, found: Calibration, device: Device) -> tuple[Constants, float, tuple[str, ...]]:
         """Constants of a calibration used on `device`: the widest band among the reasons to doubt them."""
-        away: list[tuple[str, str]] = []
-        if found.device != device.name:
-            if _same(found.generation, device.generation):
-                away.append(("same generation", "another device of the same generation"))
-            else:
-                away.append(("other generation", f"generation '{device.generation or '?'}' is another"))
+        away: dict[str, str] = {}
+        if found.device != device.name and _same(found.generation, device.generation):
+            away["same generation"] = "another device of the same generation"
+        elif found.device != device.name:
+            away["other generation"] = f"generation '{device.generation or '?'}' is another"
         if found.precision != self._precision(device):
-            asked = self._precision(device)
-            away.append(("other precision", f"calibrated in {found.precision}, asked in {asked}"))
+            away["other precision"] = f"calibrated in {found.precision}, asked in {self._precision(device)}"
         if found.model != self.shape.name:
-            away.append(("other model", f"calibrated with {found.model or '?'}, asked for {self.shape.name or '?'}"))
+            away["other model"] = f"calibrated with {found.model or '?'}, asked for {self.shape.name or '?'}"
         if not away:
             return found.constants, found.error, ()
-        band = max(found.error, *(band_of(reason, moe=self._moe) for reason, _ in away))
+        band = max(found.error, *(band_of(reason, moe=self.shape.is_moe) for reason in away))
         where = f"constants calibrated on {found.device} ({found.generation or '?'})"
-        words = ", ".join(text for _, text in away)
-        return found.constants, band, (f"{device.name}: {where}, {words}: ±{band:.0%}",)
-
-    @property
-    def _moe(self) -> bool:
-        return is_moe(self.shape)
+        return found.constants, band, (f"{device.name}: {where}, {', '.join(away.values())}: ±{band:.0%}",)
 
 
-def is_moe(shape: ShapeModel) -> bool:
-    """Whether some parameters are experts that a token may not use."""
-    return shape.active_parameters < shape.parameters
-
-
-def unfit(
+def _refusal(
     shape: DecoderShape, device: Device, tp: int, constants: Constants, precision: Precision, *, needs_memory: bool
 ) -> str | None:
     """Why `shape` cannot run, or cannot be predicted, on `tp` devices of a type; None if it can."""
@@ -492,13 +478,6 @@ def unfit(
     if device.devices_per_host is not None and tp > device.devices_per_host:
         return f"tp {tp} exceeds the {device.devices_per_host} devices of one host of {device.name}"
     return shape.allows_tp(tp)
-
-
-def _communication_s(shape: DecoderShape, device: Device, tp: int) -> float:
-    """Two ring all-reduces per layer, for one token: 2 (tp − 1) / tp of the activation passes each device."""
-    one_way = (device.nvlink_gb_per_s or math.nan) * 1e9 / 2
-    moved = shape.hidden * ACTIVATION_BYTES * 2 * (tp - 1) / tp
-    return 2 * shape.layers * moved / (RING_SHARE * one_way)
 
 
 def _tflops(device: Device, precision: Precision) -> float | None:

@@ -229,7 +229,7 @@ def _communication_s(
         gathered = max(gathered, weights / _host_gb_per_s(problem, pool, train))
     tokens = _microbatch_tokens(problem, train)
     between = 12 if recompute else 8
-    shared = between * ACTIVATION_BYTES * shape.activation_width * tokens / 1e9 * (split - 1) / split / inside
+    shared = between * ACTIVATION_BYTES * shape.layers * shape.hidden * tokens / 1e9 * (split - 1) / split / inside
     return (gathered + shared) * split * _tokens(problem) / tokens * train.epochs
 
 

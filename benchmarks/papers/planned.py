@@ -27,7 +27,7 @@ import yaml
 
 from benchmarks.papers.models import CONFIGS, shape
 from placement.problem import Problem, Restriction
-from placement.roofline import Calibration, is_moe, prior
+from placement.roofline import Calibration, prior
 from placement.solve import solve
 from placement.types import Deployment, Placement, Role
 from rollart.settings.planning import planning_problem, solve_placement
@@ -150,7 +150,7 @@ class Term:
 
 def _constants(model: str, moved: tuple[Term, float] | None) -> list[dict[str, object]]:
     """The priors as a calibration file, with one of them moved."""
-    base, _, _ = prior("hopper", moe=is_moe(shape(model)))
+    base, _, _ = prior("hopper", moe=shape(model).is_moe)
     found = []
     for device in ("H800", "H20"):
         mine = base
@@ -233,8 +233,8 @@ def splits_own(model: str, p: int) -> float:
 
 
 def _engines(model: str) -> tuple[Term, ...]:
-    base, _, _ = prior("hopper", moe=is_moe(shape(model)))
-    names = ("mfu", "mbu", "layer_s", "expert_passes") if is_moe(shape(model)) else ("mfu", "mbu", "layer_s")
+    base, _, _ = prior("hopper", moe=shape(model).is_moe)
+    names = ("mfu", "mbu", "layer_s", "expert_passes") if shape(model).is_moe else ("mfu", "mbu", "layer_s")
     return tuple(
         Term(f"{device}.{name}", value, value / RANGE, 1.0 if name in SHARES else value * RANGE)
         for device in ("H20", "H800")

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from placement.hardware import device_name
 from placement.problem import Problem
-from placement.roofline import transfer_s
-from placement.types import Assignment, Deployment, Device, InstanceModel, Performance, Placement, Role
+from placement.roofline import Roofline, RooflinePerformance, transfer_s
+from placement.types import Assignment, Deployment, Device, Placement, Role
 from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
 from rollart.policy.routing import HardwareAffinity, RoutingPolicy, prefill_rule
 from rollart.serving.kv_admission import ConcurrencySettings, TrajectoryDispatch
@@ -80,12 +80,12 @@ class PlannedTurnModel:
     """Implements `TurnModel` with the placer's performance model. `batches`: concurrent turns of an engine by kind; for
     another kind the maximum of its pool, else 1."""
 
-    performance: Performance
+    performance: RooflinePerformance
     devices: Mapping[str, Device]
     links: Mapping[tuple[str, str], tuple[float, float]]
     """GB/s and seconds of latency, by pools in sorted order."""
     batches: Mapping[EngineKind, float]
-    _made: dict[tuple[str, int], InstanceModel] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[tuple[str, int], Roofline] = field(default_factory=dict, repr=False, compare=False)
 
     @staticmethod
     def of(problem: Problem, deployments: Sequence[Deployment]) -> PlannedTurnModel:
@@ -121,7 +121,7 @@ class PlannedTurnModel:
     def kv_gb(self, tokens: float) -> float:
         return self.performance.shape.kv_bytes(tokens) / 1e9
 
-    def _instance(self, kind: EngineKind) -> InstanceModel:
+    def _instance(self, kind: EngineKind) -> Roofline:
         key = (kind.pool, kind.tp)
         if key not in self._made:
             model = self.performance.instance(self.devices[kind.pool], kind.tp)

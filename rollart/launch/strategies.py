@@ -9,7 +9,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-from placement.types import Performance, Pool
+from placement.roofline import RooflinePerformance
+from placement.types import Pool
 from rollart.errors import SpecError
 from rollart.fleet import EngineKind
 from rollart.launch.plan import rebalance_settings
@@ -165,7 +166,9 @@ def stall_limit_s(resolved: Resolved) -> float:
     return max(STALL_S, 2.0 * longest)
 
 
-def _sizes(spec: ParallelismSpec, performance: Performance, pool: Pool, planned: Sequence[int]) -> tuple[int, ...]:
+def _sizes(
+    spec: ParallelismSpec, performance: RooflinePerformance, pool: Pool, planned: Sequence[int]
+) -> tuple[int, ...]:
     """The longest chain of doublings that contains the plan's smallest size."""
     if not planned:
         return ()

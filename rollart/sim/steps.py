@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable
 from math import sqrt
 from typing import NamedTuple
 
-from placement.architecture import DecoderShape
-from placement.roofline import ACTIVATION_BYTES, Roofline
+from placement.roofline import Roofline
 
 
 class StepTimeLines(NamedTuple):
@@ -62,25 +61,21 @@ class StepModel:
         if not 0 < pace < math.inf:
             raise ValueError(f"a pace of {pace} (rule: finite, above 0)")
         self._pace = pace
-        shape, c, device, tp = roofline.shape, roofline.constants, roofline.device, roofline.tp
-        peak = device.tflops_fp8 if roofline.precision == "fp8" else device.tflops_bf16
+        shape, tp, decode_per_s = roofline.shape, roofline.tp, roofline.decode_flops_per_s
         self.roofline = roofline
-        prefill_per_s = tp * 1e12 * (c.effective_tflops or (peak or 0.0) * c.mfu)
-        decode_per_s = tp * 1e12 * (c.effective_tflops or (peak or 0.0) * c.mfu_decode)
-        self._bytes_per_s = tp * 1e12 * (c.effective_tb_per_s or (device.memory_tb_per_s or 0.0) * c.mbu)
-        self._fixed_s = c.step_s + shape.layers * (c.layer_s + (2 * c.alpha_s if tp > 1 else 0.0))
-        self._row_s, self._request_s = c.row_s, c.request_s
-        passes = c.expert_passes * shape.expert_layers
-        self._expert_s = passes * shape.hidden * ACTIVATION_BYTES / self._bytes_per_s
+        self._bytes_per_s, self._fixed_s, self._expert_s = roofline.bytes_per_s, roofline.fixed_s, roofline.expert_s
+        self._row_s, self._request_s = roofline.constants.row_s, roofline.constants.request_s
         self._touched = shape.touched_weight_bytes
         self._weights_s = None if shape.expert_layers else self._touched(1.0) / self._bytes_per_s
         """Of reading the weights; None where it depends on the tokens (experts)."""
-        windows = isinstance(shape, DecoderShape) and shape.window is not None
+        windows = shape.window is not None
         near, far = (context / 2, context * 1.5) if windows else (0.0, context)
         self._flops_s, self._flops_slope = _line(near, far, lambda x: shape.decode_flops(x) / decode_per_s)
         copies = shape.kv_copies(tp)
         self._kv_s, self._kv_slope = _line(near, far, lambda x: shape.kv_bytes(x) * copies / self._bytes_per_s)
-        self._first_s, self._new_s, self._pair_s = _prefill(roofline, prefill_per_s, context if windows else 1000.0)
+        self._first_s, self._new_s, self._pair_s = _prefill(
+            roofline, roofline.flops_per_s, context if windows else 1000.0
+        )
         at_one = max(shape.decode_flops(0.0) / decode_per_s, self._touched(1.0) / self._bytes_per_s)
         own_s = roofline.decode_step_s(1.0, 0.0) - self._fixed_s - self._row_s
         self._comm_s = 0.0 if tp == 1 else max(0.0, own_s - at_one)

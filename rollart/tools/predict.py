@@ -17,7 +17,6 @@ from pathlib import Path
 
 from placement.estimate import ObservedTrajectory, ProfileEstimator
 from placement.problem import DomainProfile, Problem, TrainingWork
-from placement.roofline import RooflinePerformance
 from placement.solve import solve
 from placement.types import ROLLOUT_ROLES, Infeasible, Placement
 from rollart.adapters.text import HubTokenizer
@@ -64,7 +63,6 @@ def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Mach
         run, resolved.cluster, resolved.prices, away, base=resolved.base, fixed=deployments_of(resolved.plan)
     )
     domains, performance = problem.domains, problem.performance
-    assert isinstance(performance, RooflinePerformance)
     device = machine.engine.calibration.device
     train_s, step_s = _step_seconds(resolved, domains, machine)
     tokens = run.training.epochs * mix_mean(domains, lambda p: p.total_tokens) * run.batch.trajectories

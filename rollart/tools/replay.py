@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from placement.roofline import Calibration, Constants, RooflinePerformance
+from placement.roofline import Calibration, Constants
 from rollart.errors import UsageError, did_you_mean
 from rollart.ledger.reader import LedgerReader
 from rollart.report.cost import cost_lines
@@ -171,7 +171,6 @@ def _with_problem(resolved: Resolved, directory: Path) -> Resolved:
         fixed=deployments_of(resolved.plan),
     )
     performance = problem.performance
-    assert isinstance(performance, RooflinePerformance)
     cpu = {
         pool.device.name: Calibration(CPU_ENGINE, pool.device.name, "cpu", performance.precision, "", 0.5)
         for pool in problem.pools

@@ -8,7 +8,6 @@ import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
 
-from placement.architecture import DecoderShape
 from placement.publish import PublishPath
 from placement.solve import solve
 from placement.types import Infeasible, Role
@@ -48,7 +47,7 @@ def sustained_slots(resolved: Resolved) -> tuple[DomainWindow, ...]:
     """The slots of every domain; empty without a computed plan of the whole loop."""
     found, problem, run = resolved.plan.placement, resolved.problem, resolved.run
     trained = resolved.plan.of(Role.TRAINER)
-    if found is None or problem is None or not trained or not isinstance(problem.performance.shape, DecoderShape):
+    if found is None or problem is None or not trained:
         return ()
     return domain_windows(found, problem, problem.window or window_of(run, resolved.cluster, problem.performance.shape))
 
@@ -83,7 +82,6 @@ def recommended_staleness(resolved: Resolved) -> RecommendedStaleness | None:
         return None
     assert problem is not None
     assert problem.train is not None
-    assert isinstance(problem.performance.shape, DecoderShape)
     train, window = problem.train, window_of(run, resolved.cluster, problem.performance.shape)
     window = replace(window, aborts=False, waits=True)
 
@@ -105,7 +103,7 @@ def recommended_staleness(resolved: Resolved) -> RecommendedStaleness | None:
 def publish_paths(resolved: Resolved) -> dict[str, PublishPath]:
     """By pool with engines, the path of a version to it; empty without a plan or a trainer."""
     problem, trained = resolved.problem, resolved.plan.of(Role.TRAINER)
-    if problem is None or not trained or not isinstance(problem.performance.shape, DecoderShape):
+    if problem is None or not trained:
         return {}
     publishing = publishing_of(resolved.run, resolved.cluster, problem.performance.shape)
     pools = sorted({a.pool for a in resolved.plan.assignments if a.role in SERVING_ROLES})

@@ -20,7 +20,8 @@ class FakeShape:
     weight_bytes: float = 16e9
     kv: float = 1e5
     heads: int = 8
-    activation_width: float = 0.0
+    layers: int = 0
+    hidden: int = 0
 
     def kv_bytes(self, tokens: float) -> float:
         return self.kv * tokens

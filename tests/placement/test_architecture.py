@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.architecture import FAMILIES, DecoderShape, shape_of
-from placement.types import ShapeModel
 from rollart.quickstart.policy_config import policy_config
 
 Config = dict[str, Any]
@@ -160,7 +159,7 @@ def test_gemma_3_27b_and_its_notes() -> None:
 
 def test_dense_models_use_all_of_their_parameters() -> None:
     shape = shape_of(LLAMA_8B)
-    assert shape.active_parameters == shape.parameters == shape.body_parameters + 2 * shape.lm_head_parameters
+    assert shape.active_parameters == shape.parameters == shape.body_parameters + 2 * shape.embedding_parameters
     assert shape.weight_bytes == 2 * 8_030_261_248
     assert shape_of(LLAMA_8B, weight_bytes_per_parameter=1).weight_bytes == 8_030_261_248
 
@@ -178,7 +177,7 @@ def test_windows_cap_their_layers_only() -> None:
     per_layer = 2 * 2 * 8 * 64
     assert shape.kv_bytes(100) == 36 * 100 * per_layer
     assert shape.kv_bytes(1000) == 18 * (1000 + 128) * per_layer
-    assert shape.attention_flops(1000) == 4 * 64 * 64 * 18 * (1000 + 128)
+    assert shape.decode_flops(1000) - shape.decode_flops(0) == 4 * 64 * 64 * 18 * (1000 + 128)
     mistral = shape_of(MISTRAL)
     assert mistral.kv_bytes(10**6) == mistral.kv_bytes(4096)
     assert mistral.flops(1, 10**6) - mistral.flops(1, 10**5) == 0
@@ -190,13 +189,13 @@ def test_flops_by_hand() -> None:
     assert shape.flops(1000, 500) == 2 * matmul * 1000 + 4 * 32 * 32 * 128 * 1000 * (500 + 1000 / 2)
     assert shape.flops(1000, 500, logits=1) == shape.flops(1000, 500) - 999 * 2 * 128256 * 4096
     assert shape.decode_flops(700) == 2 * matmul + 4 * 32 * 32 * 128 * 700
-    assert shape.train_flops(8, 500) == pytest.approx(3 * 8 * (2 * matmul + shape.attention_flops(500)))
+    assert shape.train_flops(8, 500) == pytest.approx(3 * 8 * (2 * matmul + 4 * 32 * 32 * 128 * 500))
     assert shape.train_flops(8, 0) == 3 * 8 * 2 * matmul
 
 
 def test_latent_attention_decodes_at_more_flops_than_it_prefills() -> None:
     shape = shape_of(DEEPSEEK_V3)
-    assert shape.attention_flops(1) == 61 * 2 * 128 * (192 + 128)
+    assert shape.flops(2, 0, 0) - 2 * 2 * shape.body_parameters == 61 * 2 * 128 * (192 + 128) * 2
     assert shape.decode_flops(1) - shape.decode_flops(0) == 61 * 2 * 128 * (576 + 512)
 
 
@@ -204,7 +203,7 @@ def test_a_decode_step_touches_more_experts_with_more_tokens() -> None:
     shape = shape_of(QWEN3_30B)
     dense = (shape.parameters - shape.expert_parameters - shape.embedding_parameters) * 2
     assert shape.touched_weight_bytes(0) == dense
-    assert shape.touched_weight_bytes(1) == pytest.approx((shape.body_parameters + shape.lm_head_parameters) * 2)
+    assert shape.touched_weight_bytes(1) == pytest.approx((shape.body_parameters + shape.embedding_parameters) * 2)
     assert shape.touched_weight_bytes(1e4) == pytest.approx(dense + 2 * shape.expert_parameters)
     llama = shape_of(LLAMA_8B)
     assert llama.touched_weight_bytes(1) == llama.touched_weight_bytes(64) == 2 * (llama.parameters - 128256 * 4096)
@@ -396,7 +395,7 @@ def test_training_costs_three_forwards_of_whole_sequences(shape: DecoderShape, l
 
 
 def test_the_quickstart_has_a_shape() -> None:
-    model: ShapeModel = shape_of(policy_config(), name="quickstart", weight_bytes_per_parameter=4)
+    model = shape_of(policy_config(), name="quickstart", weight_bytes_per_parameter=4)
     assert (model.name, model.allows_tp(1), model.weight_bytes) == ("quickstart", None, 4 * model.parameters)
 
 

@@ -23,9 +23,9 @@ from placement.problem import (
     TrainingConstants,
     TrainingWork,
 )
-from placement.roofline import RooflinePerformance
+from placement.roofline import Roofline, RooflinePerformance
 from placement.solve import solve
-from placement.types import Device, InstanceModel, KvMode, Link, Performance, Placement, Pool, Role
+from placement.types import Device, KvMode, Link, Placement, Pool, Role
 from tests.placement.fakes import FakePerformance, FakeShape
 from tests.placement.fleet import QWEN3_8B
 
@@ -85,7 +85,7 @@ def outside(domain: DomainProfile) -> float:
     return domain.environment.reset_s + waits + (domain.reward.seconds if domain.reward else 0.0)
 
 
-def aggregated(problem: Problem, domain: DomainProfile, model: InstanceModel, batch: float, drop: bool) -> Cost:
+def aggregated(problem: Problem, domain: DomainProfile, model: Roofline, batch: float, drop: bool) -> Cost:
     """One instance does all, `batch` turns at a time; `drop`: it forgets all but the shared prefix after each turn."""
     cost, prefix = Cost(seconds=outside(domain)), domain.prompt.mean * domain.shared_prefix
     for t in turns(domain):
@@ -103,8 +103,8 @@ def aggregated(problem: Problem, domain: DomainProfile, model: InstanceModel, ba
 def divided(
     problem: Problem,
     domain: DomainProfile,
-    first: InstanceModel,
-    last: InstanceModel,
+    first: Roofline,
+    last: Roofline,
     batch: float,
     link: Link,
     pull: bool,
@@ -151,7 +151,7 @@ def cost_of(problem: Problem, table: Tableau, k: int) -> Cost:
     return divided(problem, domain, table.instances[paths.first[k]], last, batch, link, mode is KvMode.PULL)
 
 
-def performance(r: random.Random) -> tuple[Performance, list[Device]]:
+def performance(r: random.Random) -> tuple[RooflinePerformance, list[Device]]:
     """The fake with random devices, or the roofline with those of the catalogue."""
     if r.random() < 0.5:
         shape = FakeShape(kv=r.choice([5e4, 2e5]))
