@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import ipaddress
+import itertools
 import typing
 from typing import Annotated, Any
 
@@ -18,10 +21,31 @@ LARGEST = 10**24
 """Largest magnitude of any whole number: fields have their own bounds; this one keeps arithmetic on them finite."""
 
 
-class SpecEntry(BaseModel):
-    """Base of every mapping in a spec: unknown keys are errors, values do not change after validation."""
+def descriptions(model: type[BaseModel]) -> dict[str, str]:
+    """The docstrings of a model's fields, read from its source: only schemas and docs need them."""
+    found = {name: info.description for name, info in model.model_fields.items() if info.description}
+    for base in (base for base in reversed(model.__mro__) if issubclass(base, SpecEntry)):
+        (definition,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(definition, ast.ClassDef)
+        for field, text in itertools.pairwise(definition.body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(description))):
+                    found[name] = " ".join(description.split())
+    return found
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    for name, description in descriptions(model).items():
+        schema["properties"][name]["description"] = description
+
+
+class SpecEntry(BaseModel):
+    """Base of every mapping in a spec: unknown keys are errors, values do not change after validation. The docstring of
+    a field is its description in schemas and in docs/spec.md."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=(), json_schema_extra=_describe
+    )
 
     @field_validator("*", mode="before")
     @classmethod

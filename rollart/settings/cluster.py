@@ -26,67 +26,57 @@ class DeviceSpec(SpecEntry):
     """A device type that the catalogue lacks, or figures that replace the catalogue's. Omitted figures keep the
     catalogue's value, or stay unknown."""
 
-    name: Name = Field(description="Name that pools use. A name of the catalogue: its figures are the base.")
-    base: str | None = Field(default=None, description="Device type of the catalogue whose figures are the base.")
-    source: str = Field(min_length=1, description="Source of these figures.")
-    tflops_bf16: float | None = Field(default=None, ge=1e-6, le=1e6, description="Dense bf16 TFLOP/s.")
-    tflops_fp8: float | None = Field(default=None, ge=1e-6, le=1e6, description="Dense fp8 TFLOP/s.")
-    memory_gb: float | None = Field(default=None, ge=1e-6, le=1e6, description="Memory of one device, GB of 1e9 bytes.")
-    memory_tb_per_s: float | None = Field(default=None, ge=1e-6, le=1e6, description="Memory bandwidth, TB/s.")
-    nvlink_gb_per_s: float | None = Field(
-        default=None,
-        ge=1e-6,
-        le=1e6,
-        description="Between the devices of a host, GB/s of one device, all directions together.",
-    )
-    link_gb_per_s: float | None = Field(
-        default=None, ge=1e-6, le=1e6, description="One device's share of its host's network, GB/s in one direction."
-    )
-    watts: float | None = Field(default=None, gt=0, le=1e6, description="Board power.")
-    devices_per_host: int | None = Field(default=None, ge=1, le=1_000_000, description="Devices of one host.")
-    generation: str | None = Field(
-        default=None, min_length=1, description="Devices of one generation share calibrated constants (`hopper`)."
-    )
+    name: Name
+    """Name that pools use. A name of the catalogue: its figures are the base."""
+    base: str | None = None
+    """Device type of the catalogue whose figures are the base."""
+    source: str = Field(min_length=1)
+    """Source of these figures."""
+    tflops_bf16: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """Dense bf16 TFLOP/s."""
+    tflops_fp8: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """Dense fp8 TFLOP/s."""
+    memory_gb: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """Memory of one device, GB of 1e9 bytes."""
+    memory_tb_per_s: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """Memory bandwidth, TB/s."""
+    nvlink_gb_per_s: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """Between the devices of a host, GB/s of one device, all directions together."""
+    link_gb_per_s: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """One device's share of its host's network, GB/s in one direction."""
+    watts: float | None = Field(default=None, gt=0, le=1e6)
+    """Board power."""
+    devices_per_host: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Devices of one host."""
+    generation: str | None = Field(default=None, min_length=1)
+    """Devices of one generation share calibrated constants (`hopper`)."""
 
 
 class PoolSpec(SpecEntry):
     """Devices of one type at one site."""
 
-    name: Name = Field(description="Name of the pool.")
-    device: str = Field(default="cpu", min_length=1, description="`cpu` (a device is a core) or a GPU type like H800.")
-    count: int = Field(ge=1, le=1_000_000, description="Devices in the pool: cores for `cpu`, GPUs otherwise.")
-    min: int | None = Field(
-        default=None,
-        ge=0,
-        le=1_000_000,
-        description="With `runtime.elastic`: devices that must be present for the run to begin, instead of all that "
-        "its plan uses. `count` is the upper bound.",
-    )
-    labels: dict[str, str] = Field(default_factory=dict, description="Labels of the pool.")
-    memory_gb: float | None = Field(
-        default=None,
-        ge=1e-6,
-        le=1e9,
-        description="Host memory of the pool (cpu), or memory of one device instead of the catalogue's.",
-    )
-    devices_per_host: int | None = Field(
-        default=None,
-        ge=1,
-        le=1_000_000,
-        description="Devices of one host, instead of the catalogue's: TP stays within a host.",
-    )
-    price: float | None = Field(
-        default=None, ge=0, le=1e6, description="Dollars per device-hour, instead of the price list's."
-    )
-    rented: bool = Field(
-        default=False,
-        description="true: only devices that the plan uses are paid; false: all of them, used or not.",
-    )
-    spot: bool = Field(
-        default=False,
-        description="true: `rollart infra render` asks for interruptible capacity (spot instances). Only for `rented` "
-        "pools; `price` is then the spot price.",
-    )
+    name: Name
+    """Name of the pool."""
+    device: str = Field(default="cpu", min_length=1)
+    """`cpu` (a device is a core) or a GPU type like H800."""
+    count: int = Field(ge=1, le=1_000_000)
+    """Devices in the pool: cores for `cpu`, GPUs otherwise."""
+    min: int | None = Field(default=None, ge=0, le=1_000_000)
+    """With `runtime.elastic`: devices that must be present for the run to begin, instead of all that its plan uses.
+    `count` is the upper bound."""
+    labels: dict[str, str] = Field(default_factory=dict)
+    """Labels of the pool."""
+    memory_gb: float | None = Field(default=None, ge=1e-6, le=1e9)
+    """Host memory of the pool (cpu), or memory of one device instead of the catalogue's."""
+    devices_per_host: int | None = Field(default=None, ge=1, le=1_000_000)
+    """Devices of one host, instead of the catalogue's: TP stays within a host."""
+    price: float | None = Field(default=None, ge=0, le=1e6)
+    """Dollars per device-hour, instead of the price list's."""
+    rented: bool = False
+    """true: only devices that the plan uses are paid; false: all of them, used or not."""
+    spot: bool = False
+    """true: `rollart infra render` asks for interruptible capacity (spot instances). Only for `rented` pools; `price`
+    is then the spot price."""
 
     @model_validator(mode="after")
     def _within(self) -> PoolSpec:
@@ -101,35 +91,30 @@ class LinkSpec(SpecEntry):
     """The connection of two pools, of a pool with itself, or of a pool with `store`: the location of the weight
     versions (the run's directory, or `weights.store`)."""
 
-    a: Name = Field(description="Name of a pool, or `store`.")
-    b: Name = Field(description="Name of a pool, or `store`; the same as `a` for a pool's own network.")
-    gb_per_s: float = Field(ge=1e-6, le=1e9, description="GB/s in one direction, over all of the connection.")
-    latency_ms: float = Field(default=0.0, ge=0, le=1e6, description="Milliseconds one way.")
+    a: Name
+    """Name of a pool, or `store`."""
+    b: Name
+    """Name of a pool, or `store`; the same as `a` for a pool's own network."""
+    gb_per_s: float = Field(ge=1e-6, le=1e9)
+    """GB/s in one direction, over all of the connection."""
+    latency_ms: float = Field(default=0.0, ge=0, le=1e6)
+    """Milliseconds one way."""
 
 
 class PublishSpec(SpecEntry):
     """Measured speeds of publishing weights. Without them plans and simulations assume the bandwidth of the links."""
 
-    preset: Literal["rollart"] | None = Field(
-        default=None,
-        description="Published speeds of a system: `rollart` (arXiv 2512.22560) pushed 0.45 GB/s, pulled "
-        "2.6 GB/s and loaded 6.5 GB/s. The other keys replace them one by one.",
-    )
-    push_gb_per_s: float | None = Field(
-        default=None, ge=1e-6, le=1e6, description="GB/s at which the trainer pushes or writes a version, at most."
-    )
-    pull_gb_per_s: float | None = Field(
-        default=None, ge=1e-6, le=1e6, description="GB/s at which one host pulls or reads a version, at most."
-    )
-    load_gb_per_s: float | None = Field(
-        default=None,
-        ge=1e-6,
-        le=1e6,
-        description="GB/s at which an engine loads a version that its host has; 6.5 if not given.",
-    )
-    broadcast_gb_per_s: float | None = Field(
-        default=None, ge=1e-6, le=1e6, description="GB/s of a broadcast (`weights.collective`), at most."
-    )
+    preset: Literal["rollart"] | None = None
+    """Published speeds of a system: `rollart` (arXiv 2512.22560) pushed 0.45 GB/s, pulled 2.6 GB/s and loaded 6.5 GB/s.
+    The other keys replace them one by one."""
+    push_gb_per_s: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """GB/s at which the trainer pushes or writes a version, at most."""
+    pull_gb_per_s: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """GB/s at which one host pulls or reads a version, at most."""
+    load_gb_per_s: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """GB/s at which an engine loads a version that its host has; 6.5 if not given."""
+    broadcast_gb_per_s: float | None = Field(default=None, ge=1e-6, le=1e6)
+    """GB/s of a broadcast (`weights.collective`), at most."""
 
 
 PYTHON_VARIABLE = "ROLLART_VLLM_PYTHON"
@@ -139,70 +124,52 @@ PYTHON_VARIABLE = "ROLLART_VLLM_PYTHON"
 class VllmSpec(SpecEntry):
     """vLLM servers. Tensor parallelism, context, concurrent requests and roles come from the plan and the run."""
 
-    python: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Interpreter of the environment that vLLM and integrations/vllm are installed in; "
-        "ROLLART_VLLM_PYTHON if not given.",
-    )
-    dtype: Dtype = Field(
-        default="auto",
-        description="Precision of weights and computation; `auto`: `engines.dtype`, and if that is `auto`, vLLM's "
-        "choice.",
-    )
-    memory: float = Field(
-        default=0.9, gt=0, le=1, description="Share of a GPU's memory that vLLM takes, weights and KV together."
-    )
-    kv_gb: float = Field(
-        default=1.0, ge=0.001, le=1e6, description="KV memory of an engine on CPU cores, GB of 1e9 bytes."
-    )
-    block_size: int | None = Field(
-        default=None, ge=1, le=4096, description="Tokens of a KV block, the unit of prefix caching; by default vLLM's."
-    )
-    probe: float | None = Field(
-        default=None,
-        ge=0,
-        le=100,
-        description="After each start and update: how far log-probabilities of a fixed prompt may be from the "
-        "trainer's, on average (0.05 is usual in bfloat16, 0.0001 in float32). An engine that is further off is "
-        "restarted. Default: 0.01 where engines and trainer compute in float32, else 0.2. 0, or a temperature other "
-        "than 1: not checked.",
-    )
-    args: list[str] = Field(default_factory=list, description="More arguments of `vllm serve`; they win.")
-    env: dict[str, str] = Field(default_factory=dict, description="More environment variables of it; they win.")
+    python: str | None = Field(default=None, min_length=1)
+    """Interpreter of the environment that vLLM and integrations/vllm are installed in; ROLLART_VLLM_PYTHON if not
+    given."""
+    dtype: Dtype = "auto"
+    """Precision of weights and computation; `auto`: `engines.dtype`, and if that is `auto`, vLLM's choice."""
+    memory: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory that vLLM takes, weights and KV together."""
+    kv_gb: float = Field(default=1.0, ge=0.001, le=1e6)
+    """KV memory of an engine on CPU cores, GB of 1e9 bytes."""
+    block_size: int | None = Field(default=None, ge=1, le=4096)
+    """Tokens of a KV block, the unit of prefix caching; by default vLLM's."""
+    probe: float | None = Field(default=None, ge=0, le=100)
+    """After each start and update: how far log-probabilities of a fixed prompt may be from the trainer's, on average
+    (0.05 is usual in bfloat16, 0.0001 in float32). An engine that is further off is restarted. Default: 0.01 where
+    engines and trainer compute in float32, else 0.2. 0, or a temperature other than 1: not checked."""
+    args: list[str] = Field(default_factory=list)
+    """More arguments of `vllm serve`; they win."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """More environment variables of it; they win."""
 
 
 class EnginesSpec(SpecEntry):
     """Inference engines. Without `count`, `prefill` and `decode` the placer computes their number, kinds and pools."""
 
-    count: int | None = Field(
-        default=None,
-        ge=1,
-        le=100_000,
-        description="Number of engines that prefill and decode; computed if no number is given.",
-    )
-    prefill: int | None = Field(default=None, ge=1, le=100_000, description="Number of engines that only prefill.")
-    decode: int | None = Field(default=None, ge=1, le=100_000, description="Number of engines that only decode.")
-    device: str | None = Field(default=None, description="Device type they need; any if not given.")
-    threads: int = Field(
-        default=1, ge=1, le=100_000, description="Devices of one engine (cores, or GPUs: tensor parallelism)."
-    )
-    max_slots: int = Field(default=64, ge=1, le=2**31 - 1, description="Requests that one engine decodes at a time.")
-    dtype: Dtype = Field(
-        default="auto",
-        description="Precision of the engines' arithmetic, weights and KV; `auto`: bfloat16 on GPUs, float32 on cores. "
-        "For vLLM, `vllm.dtype` where that is not `auto`.",
-    )
-    kind: Literal["embedded", "vllm"] = Field(
-        default="embedded",
-        description="The inference engine: the embedded one, or vLLM in a separate environment.",
-    )
-    attach: list[str] = Field(
-        default_factory=list,
-        description="URLs of vLLM servers that run already, one per engine, which are used and never started or "
-        "stopped. They read the run's directory, or pull versions from weights.store.",
-    )
-    vllm: VllmSpec = Field(default_factory=VllmSpec, description="How vLLM is started.")
+    count: int | None = Field(default=None, ge=1, le=100_000)
+    """Number of engines that prefill and decode; computed if no number is given."""
+    prefill: int | None = Field(default=None, ge=1, le=100_000)
+    """Number of engines that only prefill."""
+    decode: int | None = Field(default=None, ge=1, le=100_000)
+    """Number of engines that only decode."""
+    device: str | None = None
+    """Device type they need; any if not given."""
+    threads: int = Field(default=1, ge=1, le=100_000)
+    """Devices of one engine (cores, or GPUs: tensor parallelism)."""
+    max_slots: int = Field(default=64, ge=1, le=2**31 - 1)
+    """Requests that one engine decodes at a time."""
+    dtype: Dtype = "auto"
+    """Precision of the engines' arithmetic, weights and KV; `auto`: bfloat16 on GPUs, float32 on cores. For vLLM,
+    `vllm.dtype` where that is not `auto`."""
+    kind: Literal["embedded", "vllm"] = "embedded"
+    """The inference engine: the embedded one, or vLLM in a separate environment."""
+    attach: list[str] = Field(default_factory=list)
+    """URLs of vLLM servers that run already, one per engine, which are used and never started or stopped. They read the
+    run's directory, or pull versions from weights.store."""
+    vllm: VllmSpec = Field(default_factory=VllmSpec)
+    """How vLLM is started."""
 
     @field_validator("attach")
     @classmethod
@@ -228,47 +195,29 @@ class EnginesSpec(SpecEntry):
 class TrainerSpec(SpecEntry):
     """The trainer."""
 
-    device: str | None = Field(default=None, description="Device type it needs; any if not given.")
-    threads: int = Field(
-        default=1,
-        ge=1,
-        le=1_000_000,
-        description="Devices of the trainer (cores or GPUs) beside a given number of engines.",
-    )
-    ranks: int | None = Field(
-        default=None,
-        ge=1,
-        le=100_000,
-        description="Processes that the embedded trainer is sharded over (FSDP2). If no number is given, one per GPU, "
-        "or one for all cores; given for GPUs, it is their number.",
-    )
-    dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        default="auto",
-        description="Precision of forward and backward passes; weights and optimizer stay in float32. `auto`: "
-        "bfloat16 on GPUs, but float32 on cores and for `training.stream`.",
-    )
-    activation_checkpointing: bool = Field(
-        default=False, description="Compute activations again in the backward pass instead of keeping them."
-    )
-    compile: bool = Field(default=False, description="Compile the model's blocks; the first step pays for it.")
-    bucket_mb: int = Field(
-        default=1000,
-        ge=1,
-        le=1_000_000,
-        description="Largest file of a version that several ranks write, MB of 1e6 bytes; a larger tensor is alone.",
-    )
+    device: str | None = None
+    """Device type it needs; any if not given."""
+    threads: int = Field(default=1, ge=1, le=1_000_000)
+    """Devices of the trainer (cores or GPUs) beside a given number of engines."""
+    ranks: int | None = Field(default=None, ge=1, le=100_000)
+    """Processes that the embedded trainer is sharded over (FSDP2). If no number is given, one per GPU, or one for all
+    cores; given for GPUs, it is their number."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of forward and backward passes; weights and optimizer stay in float32. `auto`: bfloat16 on GPUs, but
+    float32 on cores and for `training.stream`."""
+    activation_checkpointing: bool = False
+    """Compute activations again in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Compile the model's blocks; the first step pays for it."""
+    bucket_mb: int = Field(default=1000, ge=1, le=1_000_000)
+    """Largest file of a version that several ranks write, MB of 1e6 bytes; a larger tensor is alone."""
 
-    external: str | None = Field(
-        default=None,
-        description="HOST:PORT where a trainer of your own takes the run's batches and announces versions, instead "
-        "of the embedded one (docs/service.md).",
-    )
-    external_token: str | None = Field(
-        default=None,
-        pattern=r"^(file|env:[A-Za-z_][A-Za-z0-9_]*)$",
-        description="The token that `external` then needs: `env:VAR`, the one in this variable; `file`, one that the "
-        "run writes to service.token (mode 600) in its directory. Needed where others than this machine can call.",
-    )
+    external: str | None = None
+    """HOST:PORT where a trainer of your own takes the run's batches and announces versions, instead of the embedded one
+    (docs/service.md)."""
+    external_token: str | None = Field(default=None, pattern=r"^(file|env:[A-Za-z_][A-Za-z0-9_]*)$")
+    """The token that `external` then needs: `env:VAR`, the one in this variable; `file`, one that the run writes to
+    service.token (mode 600) in its directory. Needed where others than this machine can call."""
 
     @field_validator("external")
     @classmethod
@@ -296,111 +245,67 @@ class TrainerSpec(SpecEntry):
 class EnvironmentsSpec(SpecEntry):
     """Where environments live: in the controller's process, or on separate hosts. See docs/environments.md."""
 
-    workers: Literal["auto", "unless_quick"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
-        default=UNLESS_QUICK,
-        description="Environment hosts: processes that hold many environments each. 0: environments live in the "
-        "controller's process; auto: as many as the plan gives them cores, or as the profiles require "
-        "(`core_s`), with slots for all concurrent episodes: redundant, prefetched and held-out ones too; "
-        "unless_quick: 0 where every environment of the run declares `quick = True` (it answers at once, without "
-        "waiting), else auto. Plans and simulations know no classes, and take unless_quick for 0.",
-    )
-    pool: Name | None = Field(
-        default=None,
-        description="Pool whose machines they run on, beside the parts that the plan put there; by default the first "
-        "pool of cores. Cores that the plan gave to environments go to hosts first, whatever their pool.",
-    )
-    per_worker: int = Field(
-        default=512,
-        ge=1,
-        le=1_000_000,
-        description="Concurrent environments of one host; further ones wait for a slot, which does not count as a "
-        "fault.",
-    )
-    python: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Python interpreter with the environments' packages, and rollart, installed, relative to the "
-        "cluster file; by default the controller's.",
-    )
-    warm: int = Field(
-        default=0,
-        ge=0,
-        le=10_000,
-        description="Environments of each domain that a host makes before they are needed, or keeps for reuse.",
-    )
-    reuse: int = Field(
-        default=1,
-        ge=1,
-        le=1_000_000,
-        description="Episodes that one environment plays, reset in between, if it declares itself `reusable`; 1: a new "
-        "environment for each episode. No more than `warm` are kept.",
-    )
-    images: ImportPath | None = Field(
-        default=None,
-        description="`package.module:Class` that lists and pulls container images on a host, for environments that "
-        "name theirs by `images(seed)`.",
-    )
-    images_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of that class.")
-    images_gb: float | None = Field(
-        default=None, gt=0, le=1e6, description="Images that a host keeps, 10^9 bytes; evicted by least recent use."
-    )
-    pull_s: float = Field(
-        default=600.0,
-        gt=0,
-        le=86400,
-        description="Longest wait for an episode's images, which is no part of its reset.",
-    )
-    memory_gb: Literal["auto"] | Annotated[float, Field(ge=0.1, le=1e6)] = Field(
-        default="auto",
-        description="Resident memory of one host, 10^9 bytes, with the programs that its environments start: a host "
-        "above it gets no more episodes, and is restarted when it holds none, or at once above 1.25 times of it. "
-        "auto: an equal share of 70 % of its machine's memory (its container's, if that is limited) for each host "
-        "there, but 1 at least. With `workers` 0 the controller reports when it has grown by this much.",
-    )
-    health_s: float = Field(
-        default=15.0,
-        ge=0.5,
-        le=3600,
-        description="A host that is silent, or whose environments are all blocked by one call, for this long is "
-        "restarted.",
-    )
-    start_s: float = Field(
-        default=60.0, ge=1, le=86400, description="Longest start of a host, its environments' imports included."
-    )
+    workers: Literal["auto", "unless_quick"] | Annotated[int, Field(ge=0, le=100_000)] = UNLESS_QUICK
+    """Environment hosts: processes that hold many environments each. 0: environments live in the controller's process;
+    auto: as many as the plan gives them cores, or as the profiles require (`core_s`), with slots for all concurrent
+    episodes: redundant, prefetched and held-out ones too; unless_quick: 0 where every environment of the run declares
+    `quick = True` (it answers at once, without waiting), else auto. Plans and simulations know no classes, and take
+    unless_quick for 0."""
+    pool: Name | None = None
+    """Pool whose machines they run on, beside the parts that the plan put there; by default the first pool of cores.
+    Cores that the plan gave to environments go to hosts first, whatever their pool."""
+    per_worker: int = Field(default=512, ge=1, le=1_000_000)
+    """Concurrent environments of one host; further ones wait for a slot, which does not count as a fault."""
+    python: str | None = Field(default=None, min_length=1)
+    """Python interpreter with the environments' packages, and rollart, installed, relative to the cluster file; by
+    default the controller's."""
+    warm: int = Field(default=0, ge=0, le=10_000)
+    """Environments of each domain that a host makes before they are needed, or keeps for reuse."""
+    reuse: int = Field(default=1, ge=1, le=1_000_000)
+    """Episodes that one environment plays, reset in between, if it declares itself `reusable`; 1: a new environment for
+    each episode. No more than `warm` are kept."""
+    images: ImportPath | None = None
+    """`package.module:Class` that lists and pulls container images on a host, for environments that name theirs by
+    `images(seed)`."""
+    images_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that class."""
+    images_gb: float | None = Field(default=None, gt=0, le=1e6)
+    """Images that a host keeps, 10^9 bytes; evicted by least recent use."""
+    pull_s: float = Field(default=600.0, gt=0, le=86400)
+    """Longest wait for an episode's images, which is no part of its reset."""
+    memory_gb: Literal["auto"] | Annotated[float, Field(ge=0.1, le=1e6)] = "auto"
+    """Resident memory of one host, 10^9 bytes, with the programs that its environments start: a host above it gets no
+    more episodes, and is restarted when it holds none, or at once above 1.25 times of it. auto: an equal share of 70 %
+    of its machine's memory (its container's, if that is limited) for each host there, but 1 at least. With `workers` 0
+    the controller reports when it has grown by this much."""
+    health_s: float = Field(default=15.0, ge=0.5, le=3600)
+    """A host that is silent, or whose environments are all blocked by one call, for this long is restarted."""
+    start_s: float = Field(default=60.0, ge=1, le=86400)
+    """Longest start of a host, its environments' imports included."""
 
 
 class LocalFunctions(SpecEntry):
     """The run's own function workers: on the controller's machine, or on hosts that the runtime starts; they can also
     rehearse a provider's behaviour without paying for it."""
 
-    hosts: Literal["auto"] | Annotated[int, Field(ge=0, le=100_000)] = Field(
-        default="auto",
-        description="Hosts of function workers: programs that hold many workers each, on Ray an actor each. auto: on "
-        "Ray as many as the plan gives rewards cores, else one for each machine of `pool`; with `runtime.backend: "
-        "local` none. 0: workers are on the controller's machine.",
-    )
-    pool: Name | None = Field(
-        default=None,
-        description="Pool whose machines hosts run on, beside the parts that the plan put there; by default the first "
-        "pool of cores. Cores that the plan gave to rewards go to hosts first, whatever their pool.",
-    )
-    health_s: float = Field(
-        default=15.0, ge=0.5, le=3600, description="A host that is silent for this long is restarted."
-    )
-    start_s: float = Field(
-        default=60.0, ge=1, le=86400, description="Longest start of a host, the functions' `preload` included."
-    )
-    runtime: Literal["rollart", "awslambdaric"] = Field(
-        default="rollart",
-        description="The loop that runs the handler in a worker: rollart's, or AWS's runtime client (extra "
-        "`providers`).",
-    )
-    rehearse: Literal["aws_lambda", "modal"] | None = Field(
-        default=None,
-        description="Behave as this provider: its cold starts, overhead of a call, and throttles, drawn from the "
-        "figures and sources in serverless/providers/rehearsal.py. Bills stay those of `local`.",
-    )
-    seed: int = Field(default=0, ge=0, description="Seed of a rehearsal's random draws.")
+    hosts: Literal["auto"] | Annotated[int, Field(ge=0, le=100_000)] = "auto"
+    """Hosts of function workers: programs that hold many workers each, on Ray an actor each. auto: on Ray as many as
+    the plan gives rewards cores, else one for each machine of `pool`; with `runtime.backend: local` none. 0: workers
+    are on the controller's machine."""
+    pool: Name | None = None
+    """Pool whose machines hosts run on, beside the parts that the plan put there; by default the first pool of cores.
+    Cores that the plan gave to rewards go to hosts first, whatever their pool."""
+    health_s: float = Field(default=15.0, ge=0.5, le=3600)
+    """A host that is silent for this long is restarted."""
+    start_s: float = Field(default=60.0, ge=1, le=86400)
+    """Longest start of a host, the functions' `preload` included."""
+    runtime: Literal["rollart", "awslambdaric"] = "rollart"
+    """The loop that runs the handler in a worker: rollart's, or AWS's runtime client (extra `providers`)."""
+    rehearse: Literal["aws_lambda", "modal"] | None = None
+    """Behave as this provider: its cold starts, overhead of a call, and throttles, drawn from the figures and sources
+    in serverless/providers/rehearsal.py. Bills stay those of `local`."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of a rehearsal's random draws."""
 
     @field_validator("rehearse", mode="before")
     @classmethod
@@ -411,15 +316,17 @@ class LocalFunctions(SpecEntry):
 class HttpFunction(SpecEntry):
     """A function at a URL. Secrets are named, never written down. A text alone is the URL."""
 
-    url: str = Field(description="http or https URL that takes and gives the list form.")
-    token_env: str | None = Field(default=None, min_length=1, description="Variable that holds a bearer token.")
-    secret_env: str | None = Field(default=None, min_length=1, description="Variable that holds a signing secret.")
-    key: str = Field(default="rollart", min_length=1, description="Key id of the signing secret.")
-    idempotent: bool | None = Field(
-        default=None,
-        description="true: the host executes calls with the same Idempotency-Key once, so that a lost call may be sent "
-        "again; by default, as the host declares.",
-    )
+    url: str
+    """http or https URL that takes and gives the list form."""
+    token_env: str | None = Field(default=None, min_length=1)
+    """Variable that holds a bearer token."""
+    secret_env: str | None = Field(default=None, min_length=1)
+    """Variable that holds a signing secret."""
+    key: str = Field(default="rollart", min_length=1)
+    """Key id of the signing secret."""
+    idempotent: bool | None = None
+    """true: the host executes calls with the same Idempotency-Key once, so that a lost call may be sent again; by
+    default, as the host declares."""
 
     @field_validator("url")
     @classmethod
@@ -436,43 +343,30 @@ class HttpFunction(SpecEntry):
 class ClusterFunctions(SpecEntry):
     """Where reward functions run."""
 
-    backend: FunctionProvider | list[FunctionProvider] = Field(
-        default="local",
-        description="local: the run's own warm worker processes; `aws_lambda`; `modal`; `http`: hosts that have the "
-        "functions. A list is a fallback order: a call goes to the first backend that works.",
-    )
-    price: str | None = Field(
-        default=None,
-        description="Provider of the price list that the plan prices functions with (`aws_lambda`, `modal`); by "
-        "default the (first) backend's.",
-    )
-    allow_unsafe: bool = Field(
-        default=False,
-        description="Let `local` run functions declared untrusted that never use the sandbox. Nothing then isolates "
-        "this machine from code that the policy wrote.",
-    )
-    aws_lambda: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        description="`region`, `role_arn`, `prefix`, `bucket`, `architecture`, ...: see docs/functions.md. "
-        "Credentials are the environment's.",
-    )
-    modal: dict[str, JsonValue] = Field(
-        default_factory=dict, description="`prefix`, `environment`, `python`, `keep`: see docs/functions.md."
-    )
-    http: dict[str, HttpFunction] = Field(
-        default_factory=dict, description="By function its URL, or a mapping with it."
-    )
-    local: LocalFunctions = Field(default_factory=LocalFunctions, description="The run's own workers.")
-    pipeline: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        description="Stages between a reward and its call, each with its constants and `enabled`: `dedupe`, `cache`, "
-        "`admission`, `batching`, `hedge`, `retry`, `breaker`, ...: see docs/functions.md.",
-    )
-    scaling: dict[str, JsonValue] = Field(
-        default_factory=dict,
-        description="How workers are kept ready while a run goes on: `enabled`, `tick_s`, `forecast`, `reactive`, "
-        "`keep_alive`, `provisioned`, ...: see docs/functions.md.",
-    )
+    backend: FunctionProvider | list[FunctionProvider] = "local"
+    """local: the run's own warm worker processes; `aws_lambda`; `modal`; `http`: hosts that have the functions. A list
+    is a fallback order: a call goes to the first backend that works."""
+    price: str | None = None
+    """Provider of the price list that the plan prices functions with (`aws_lambda`, `modal`); by default the (first)
+    backend's."""
+    allow_unsafe: bool = False
+    """Let `local` run functions declared untrusted that never use the sandbox. Nothing then isolates this machine from
+    code that the policy wrote."""
+    aws_lambda: dict[str, JsonValue] = Field(default_factory=dict)
+    """`region`, `role_arn`, `prefix`, `bucket`, `architecture`, ...: see docs/functions.md. Credentials are the
+    environment's."""
+    modal: dict[str, JsonValue] = Field(default_factory=dict)
+    """`prefix`, `environment`, `python`, `keep`: see docs/functions.md."""
+    http: dict[str, HttpFunction] = Field(default_factory=dict)
+    """By function its URL, or a mapping with it."""
+    local: LocalFunctions = Field(default_factory=LocalFunctions)
+    """The run's own workers."""
+    pipeline: dict[str, JsonValue] = Field(default_factory=dict)
+    """Stages between a reward and its call, each with its constants and `enabled`: `dedupe`, `cache`, `admission`,
+    `batching`, `hedge`, `retry`, `breaker`, ...: see docs/functions.md."""
+    scaling: dict[str, JsonValue] = Field(default_factory=dict)
+    """How workers are kept ready while a run goes on: `enabled`, `tick_s`, `forecast`, `reactive`, `keep_alive`,
+    `provisioned`, ...: see docs/functions.md."""
 
     @field_validator("http", mode="before")
     @classmethod
@@ -499,56 +393,37 @@ class ElasticSpec(SpecEntry):
     """Nodes may join and leave: the plan is recomputed for the present nodes. `true` alone: with the defaults. The
     gain that a move must have, and its horizon, are settings of `placement.rebalance`."""
 
-    settle_s: float = Field(
-        default=30.0,
-        gt=0,
-        le=86400,
-        description="Seconds that a node must stay before the plan uses it (doubled for every short-lived node of its "
-        "pool just before), and seconds after a loss before the plan changes.",
-    )
-    wait_s: float = Field(
-        default=3600.0,
-        ge=0,
-        le=604800,
-        description="Longest wait for a node when the last engine, the last environment host or the last function "
-        "host is lost, and no present node could hold one; then the run ends.",
-    )
+    settle_s: float = Field(default=30.0, gt=0, le=86400)
+    """Seconds that a node must stay before the plan uses it (doubled for every short-lived node of its pool just
+    before), and seconds after a loss before the plan changes."""
+    wait_s: float = Field(default=3600.0, ge=0, le=604800)
+    """Longest wait for a node when the last engine, the last environment host or the last function host is lost, and no
+    present node could hold one; then the run ends."""
 
 
 class RuntimeSpec(SpecEntry):
     """The launcher of engines and the trainer: this process, or a Ray cluster. See docs/fleet.md."""
 
-    backend: Literal["local", "ray"] = Field(
-        default="local", description="`local`: processes of this machine; `ray`: actors on the nodes of a Ray cluster."
-    )
-    address: str = Field(
-        default="local",
-        min_length=1,
-        description="Address of the Ray cluster. `local`: a private cluster on this machine during the run, with a "
-        "node per host of each pool; `start`: a head on this machine during the run, which hosts join by the printed "
-        "commands; `auto`: RAY_ADDRESS, else a cluster on this machine; `host:port`, from one of its nodes; "
-        "`ray://host:port`: its client server, from a machine outside the cluster that reaches the nodes' addresses.",
-    )
-    port: int = Field(default=0, ge=0, le=65535, description="Port of the head of `address: start`; 0: a free port.")
-    token: str | None = Field(
-        default=None,
-        min_length=1,
-        description="File with the cluster's token, relative to the cluster file; if not given, Ray's own rules.",
-    )
-    wait_s: float = Field(default=60.0, ge=0, le=86400, description="Longest wait for nodes that the plan needs.")
-    elastic: ElasticSpec | None = Field(
-        default=None,
-        description="The plan follows nodes that join or leave: engines are started on new nodes, and drained on nodes "
-        "that will leave. Pools then have between `min` and `count` devices.",
-    )
-    health_s: float = Field(
-        default=10.0,
-        ge=0.5,
-        le=600,
-        description="Seconds of silence after which a node counts as lost; a quarter of it after its process was "
-        "killed. For clusters that rollart makes: `address: local`, and those of `rollart infra render`; other "
-        "clusters have their own settings.",
-    )
+    backend: Literal["local", "ray"] = "local"
+    """`local`: processes of this machine; `ray`: actors on the nodes of a Ray cluster."""
+    address: str = Field(default="local", min_length=1)
+    """Address of the Ray cluster. `local`: a private cluster on this machine during the run, with a node per host of
+    each pool; `start`: a head on this machine during the run, which hosts join by the printed commands; `auto`:
+    RAY_ADDRESS, else a cluster on this machine; `host:port`, from one of its nodes; `ray://host:port`: its client
+    server, from a machine outside the cluster that reaches the nodes' addresses."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the head of `address: start`; 0: a free port."""
+    token: str | None = Field(default=None, min_length=1)
+    """File with the cluster's token, relative to the cluster file; if not given, Ray's own rules."""
+    wait_s: float = Field(default=60.0, ge=0, le=86400)
+    """Longest wait for nodes that the plan needs."""
+    elastic: ElasticSpec | None = None
+    """The plan follows nodes that join or leave: engines are started on new nodes, and drained on nodes that will
+    leave. Pools then have between `min` and `count` devices."""
+    health_s: float = Field(default=10.0, ge=0.5, le=600)
+    """Seconds of silence after which a node counts as lost; a quarter of it after its process was killed. For clusters
+    that rollart makes: `address: local`, and those of `rollart infra render`; other clusters have their own
+    settings."""
 
     @field_validator("address")
     @classmethod
@@ -581,30 +456,32 @@ class RuntimeSpec(SpecEntry):
 class ClusterSpec(SpecEntry):
     """A fleet. Only `name` and `pools` have no default."""
 
-    name: Name = Field(description="Name of the cluster.")
-    devices: list[DeviceSpec] = Field(
-        default_factory=list, description="Device types that add to or replace those of the catalogue."
-    )
-    pools: list[PoolSpec] = Field(min_length=1, description="Devices by type and site.")
-    links: list[LinkSpec] = Field(
-        default_factory=list, description="Connections between pools, and of a pool with itself."
-    )
-    publish: PublishSpec = Field(default_factory=PublishSpec, description="How fast new weights move, as measured.")
-    engines: EnginesSpec = Field(default_factory=EnginesSpec, description="Inference engines.")
-    trainer: TrainerSpec = Field(default_factory=TrainerSpec, description="The trainer.")
-    environments: EnvironmentsSpec = Field(default_factory=EnvironmentsSpec, description="Where environments live.")
-    functions: ClusterFunctions = Field(default_factory=ClusterFunctions, description="Where reward functions run.")
-    runtime: RuntimeSpec = Field(default_factory=RuntimeSpec, description="The runtime that starts the parts.")
-    calibration: list[str] = Field(
-        default_factory=list,
-        description="Files that `rollart calibrate` wrote, relative to the cluster file: measured constants.",
-    )
-    prices: str | None = Field(
-        default=None, description="Price list file, relative to the cluster file; the shipped one if not given."
-    )
-    price_list: list[PriceEntry] = Field(
-        default_factory=list, description="Prices that add to or replace those of the list, by `name`."
-    )
+    name: Name
+    """Name of the cluster."""
+    devices: list[DeviceSpec] = Field(default_factory=list)
+    """Device types that add to or replace those of the catalogue."""
+    pools: list[PoolSpec] = Field(min_length=1)
+    """Devices by type and site."""
+    links: list[LinkSpec] = Field(default_factory=list)
+    """Connections between pools, and of a pool with itself."""
+    publish: PublishSpec = Field(default_factory=PublishSpec)
+    """How fast new weights move, as measured."""
+    engines: EnginesSpec = Field(default_factory=EnginesSpec)
+    """Inference engines."""
+    trainer: TrainerSpec = Field(default_factory=TrainerSpec)
+    """The trainer."""
+    environments: EnvironmentsSpec = Field(default_factory=EnvironmentsSpec)
+    """Where environments live."""
+    functions: ClusterFunctions = Field(default_factory=ClusterFunctions)
+    """Where reward functions run."""
+    runtime: RuntimeSpec = Field(default_factory=RuntimeSpec)
+    """The runtime that starts the parts."""
+    calibration: list[str] = Field(default_factory=list)
+    """Files that `rollart calibrate` wrote, relative to the cluster file: measured constants."""
+    prices: str | None = None
+    """Price list file, relative to the cluster file; the shipped one if not given."""
+    price_list: list[PriceEntry] = Field(default_factory=list)
+    """Prices that add to or replace those of the list, by `name`."""
 
     @model_validator(mode="after")
     def _elastic(self) -> ClusterSpec:

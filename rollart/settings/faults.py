@@ -23,81 +23,94 @@ LINK = "link-"
 class OutageSpec(SpecEntry):
     """An outage of parts at a given time."""
 
-    parts: Patterns = Field(
-        description="Names or patterns with `*`: `engine-0`, `trainer-0` and so on as in the plan, `machine-POOL-N` "
-        "(all on a host of a pool), `environment-N` (hosts of the cluster's `environments`; without them `host-N`), "
-        "`reward-N` (hosts of function workers, where there are some), `link-weights`, `link-weights-ENGINE`, "
-        "`link-kv-A-B`."
-    )
-    at_s: float = Field(ge=0, description="Virtual seconds from the start.")
-    seconds: float | None = Field(default=None, gt=0, description="How long; left out, for good.")
-    warning_s: float = Field(
-        default=0.0,
-        ge=0,
-        description="Seconds of notice that a `machine-POOL-N` gives, where `runtime.elastic` is set.",
-    )
-    left: float = Field(default=0.0, ge=0, lt=1, description="Share of its bandwidth that a link keeps.")
+    parts: Patterns
+    """Names or patterns with `*`: `engine-0`, `trainer-0` and so on as in the plan, `machine-POOL-N` (all on a host of
+    a pool), `environment-N` (hosts of the cluster's `environments`; without them `host-N`), `reward-N` (hosts of
+    function workers, where there are some), `link-weights`, `link-weights-ENGINE`, `link-kv-A-B`."""
+    at_s: float = Field(ge=0)
+    """Virtual seconds from the start."""
+    seconds: float | None = Field(default=None, gt=0)
+    """How long; left out, for good."""
+    warning_s: float = Field(default=0.0, ge=0)
+    """Seconds of notice that a `machine-POOL-N` gives, where `runtime.elastic` is set."""
+    left: float = Field(default=0.0, ge=0, lt=1)
+    """Share of its bandwidth that a link keeps."""
 
 
 class RateSpec(SpecEntry):
     """Parts that die at random, independently of each other; times are exponential."""
 
-    parts: Patterns = Field(description="Names or patterns, as in `outages`.")
-    every_s: float = Field(gt=0, description="Mean seconds from a return to the next death, of each part.")
-    seconds: float = Field(gt=0, description="Mean seconds of an outage.")
-    left: float = Field(default=0.0, ge=0, lt=1, description="Share of its bandwidth that a link keeps.")
+    parts: Patterns
+    """Names or patterns, as in `outages`."""
+    every_s: float = Field(gt=0)
+    """Mean seconds from a return to the next death, of each part."""
+    seconds: float = Field(gt=0)
+    """Mean seconds of an outage."""
+    left: float = Field(default=0.0, ge=0, lt=1)
+    """Share of its bandwidth that a link keeps."""
 
 
 class ResetTroubleSpec(SpecEntry):
     """Resets of environments that fail or stall, alone and in bursts that hit many hosts at a time."""
 
-    fail: Share = Field(default=0.0, description="Probability that a reset raises when its time is over.")
-    stall: Share = Field(default=0.0, description="Probability that a reset stalls.")
-    stall_s: float = Field(default=400.0, ge=0, description="Seconds of a stall.")
-    burst_every_s: float | None = Field(
-        default=None, gt=0, description="Mean seconds between bursts; none if left out."
-    )
-    burst_s: float = Field(default=120.0, gt=0, description="Seconds of a burst.")
-    burst_hosts: Share = Field(default=0.25, description="Share of hosts that a burst hits.")
-    burst_fail: Share = Field(default=0.0, description="`fail` in a burst.")
-    burst_stall: Share = Field(default=1.0, description="`stall` in a burst.")
+    fail: Share = 0.0
+    """Probability that a reset raises when its time is over."""
+    stall: Share = 0.0
+    """Probability that a reset stalls."""
+    stall_s: float = Field(default=400.0, ge=0)
+    """Seconds of a stall."""
+    burst_every_s: float | None = Field(default=None, gt=0)
+    """Mean seconds between bursts; none if left out."""
+    burst_s: float = Field(default=120.0, gt=0)
+    """Seconds of a burst."""
+    burst_hosts: Share = 0.25
+    """Share of hosts that a burst hits."""
+    burst_fail: Share = 0.0
+    """`fail` in a burst."""
+    burst_stall: Share = 1.0
+    """`stall` in a burst."""
 
 
 class FunctionTroubleSpec(SpecEntry):
     """Functions whose workers start slowly, are few, or fail. Probabilities are per call and add up to at most 1."""
 
-    functions: Patterns = Field(
-        default=["*"],
-        description="Names or patterns of functions; `reward-DOMAIN` where a domain has only a profile of its reward.",
-    )
-    cold_start_s: float | None = Field(default=None, ge=0, description="Seconds of a cold start.")
-    concurrency: int | None = Field(default=None, ge=1, le=10_000, description="Most workers at once.")
-    spread: float = Field(default=0.0, ge=0, le=3, description="Sigma of the logarithm of starts and calls.")
-    failed_start: Share = Field(default=0.0, description="Probability that a start fails.")
-    throttled: Share = Field(default=0.0, description="Probability that the provider throttles a call.")
-    crash: Share = Field(default=0.0, description="Probability that a worker dies halfway.")
-    out_of_memory: Share = Field(default=0.0, description="Probability that a worker is killed for its memory.")
-    timeout: Share = Field(default=0.0, description="Probability that a call is never answered.")
-    unavailable: Share = Field(default=0.0, description="Probability that the provider has no answer.")
+    functions: Patterns = Field(default=["*"])
+    """Names or patterns of functions; `reward-DOMAIN` where a domain has only a profile of its reward."""
+    cold_start_s: float | None = Field(default=None, ge=0)
+    """Seconds of a cold start."""
+    concurrency: int | None = Field(default=None, ge=1, le=10_000)
+    """Most workers at once."""
+    spread: float = Field(default=0.0, ge=0, le=3)
+    """Sigma of the logarithm of starts and calls."""
+    failed_start: Share = 0.0
+    """Probability that a start fails."""
+    throttled: Share = 0.0
+    """Probability that the provider throttles a call."""
+    crash: Share = 0.0
+    """Probability that a worker dies halfway."""
+    out_of_memory: Share = 0.0
+    """Probability that a worker is killed for its memory."""
+    timeout: Share = 0.0
+    """Probability that a call is never answered."""
+    unavailable: Share = 0.0
+    """Probability that the provider has no answer."""
 
 
 class FaultPlanSpec(SpecEntry):
     """The faults of a simulation (`rollart simulate --faults FILE`)."""
 
-    seed: int = Field(default=0, ge=0, description="Seed of all random draws, combined with the simulation's seed.")
-    hosts: int = Field(
-        default=1,
-        ge=1,
-        le=100_000,
-        description="Hosts of environments, `host-0` and so on, where the cluster has none of its own "
-        "(`environments.workers`).",
-    )
-    outages: list[OutageSpec] = Field(default_factory=list, description="Scheduled outages.")
-    rates: list[RateSpec] = Field(default_factory=list, description="Random outages.")
-    resets: ResetTroubleSpec | None = Field(default=None, description="Faults of resets.")
-    functions: list[FunctionTroubleSpec] = Field(
-        default_factory=list, description="Faults of functions; of several entries that match one, the first applies."
-    )
+    seed: int = Field(default=0, ge=0)
+    """Seed of all random draws, combined with the simulation's seed."""
+    hosts: int = Field(default=1, ge=1, le=100_000)
+    """Hosts of environments, `host-0` and so on, where the cluster has none of its own (`environments.workers`)."""
+    outages: list[OutageSpec] = Field(default_factory=list)
+    """Scheduled outages."""
+    rates: list[RateSpec] = Field(default_factory=list)
+    """Random outages."""
+    resets: ResetTroubleSpec | None = None
+    """Faults of resets."""
+    functions: list[FunctionTroubleSpec] = Field(default_factory=list)
+    """Faults of functions; of several entries that match one, the first applies."""
 
 
 def fault_problems(

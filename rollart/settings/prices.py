@@ -31,11 +31,16 @@ STALE_DAYS = 180
 class PriceEntry(SpecEntry):
     """The price of one unit, with its source and date."""
 
-    name: Name = Field(description="Device type (`cpu`, `H800`) or meter (`aws-lambda-x86`, `modal-cpu`).")
-    unit: Unit = Field(default="device-hour", description="The unit; `idle-...`: of workers that wait for calls.")
-    usd: float = Field(ge=0, le=1e6, description="Dollars per unit.")
-    source: str = Field(min_length=1, description="Source of the price.")
-    date: dt.date = Field(description="Date on which the source was read (YYYY-MM-DD).")
+    name: Name
+    """Device type (`cpu`, `H800`) or meter (`aws-lambda-x86`, `modal-cpu`)."""
+    unit: Unit = "device-hour"
+    """The unit; `idle-...`: of workers that wait for calls."""
+    usd: float = Field(ge=0, le=1e6)
+    """Dollars per unit."""
+    source: str = Field(min_length=1)
+    """Source of the price."""
+    date: dt.date
+    """Date on which the source was read (YYYY-MM-DD)."""
 
     def age_days(self, today: dt.date) -> int:
         return (today - self.date).days
@@ -44,5 +49,7 @@ class PriceEntry(SpecEntry):
 class PriceList(SpecEntry):
     """A dated price list. Prices move: every entry can be overridden in a cluster spec."""
 
-    currency: Literal["USD"] = Field(default="USD", description="Currency of every price.")
-    prices: list[PriceEntry] = Field(min_length=1, description="Prices by name and unit; names repeat across units.")
+    currency: Literal["USD"] = "USD"
+    """Currency of every price."""
+    prices: list[PriceEntry] = Field(min_length=1)
+    """Prices by name and unit; names repeat across units."""

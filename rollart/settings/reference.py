@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from rollart.settings.base import descriptions
 from rollart.settings.load import KINDS
 
 HEAD = """# Specs
@@ -37,8 +38,9 @@ def _section(model: type[BaseModel]) -> Iterator[str]:
     yield ""
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
+    texts = descriptions(model)
     for name, info in model.model_fields.items():
-        text = (info.description or "").replace("|", "\\|")
+        text = texts.get(name, "").replace("|", "\\|")
         yield f"| `{name}` | {_type(info)} | {_default(info)} | {text} |"
     yield ""
 

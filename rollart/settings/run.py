@@ -25,128 +25,103 @@ MAX_STALENESS = 8
 class ModelSpec(SpecEntry):
     """The policy: weights on disk or a configuration to initialise from. For a plan alone its `config` will do."""
 
-    path: str | None = Field(
-        default=None, description="Hugging Face directory (config.json, safetensors). Relative to the run file."
-    )
-    init: dict[str, Any] | ImportPath | None = Field(
-        default=None,
-        description="Hugging Face model configuration to initialise random weights from (seeded), or "
-        "`package.module:function` that returns one.",
-    )
-    config: str | dict[str, Any] | None = Field(
-        default=None,
-        description="Hugging Face config.json (file or mapping) that the plan is computed for; that of `path` or "
-        "`init` if not given.",
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        description="Directory with tokenizer.json, or `package.module:function` that writes one into a directory; the "
-        "model's own directory if not given.",
-    )
-    context: int = Field(
-        default=2048, ge=8, le=100_000_000, description="Longest trajectory in tokens, prompt included."
-    )
+    path: str | None = None
+    """Hugging Face directory (config.json, safetensors). Relative to the run file."""
+    init: dict[str, Any] | ImportPath | None = None
+    """Hugging Face model configuration to initialise random weights from (seeded), or `package.module:function` that
+    returns one."""
+    config: str | dict[str, Any] | None = None
+    """Hugging Face config.json (file or mapping) that the plan is computed for; that of `path` or `init` if not
+    given."""
+    tokenizer: str | None = None
+    """Directory with tokenizer.json, or `package.module:function` that writes one into a directory; the model's own
+    directory if not given."""
+    context: int = Field(default=2048, ge=8, le=100_000_000)
+    """Longest trajectory in tokens, prompt included."""
 
 
 class BatchSpec(SpecEntry):
     """The batch of one training step."""
 
-    trajectories: int = Field(default=128, ge=1, le=10_000_000, description="Trajectories per step, over all domains.")
-    tokens: int | None = Field(
-        default=None,
-        ge=1,
-        le=1_000_000_000_000,
-        description="Optional bound on the tokens of one batch; groups stay whole. With sampler fifo only under a "
-        "schedule with a window of groups.",
-    )
-    sampler: Literal["fifo", "token_budget", "deadline"] = Field(
-        default="fifo",
-        description="Selection from the complete groups, oldest version first. fifo: the batch; token_budget: "
-        "of the batch exactly `tokens` tokens, drawn sample by sample and cut at the edge; deadline: the batch, or "
-        "after `deadline_s` the groups that are complete by then.",
-    )
-    deadline_s: float | None = Field(
-        default=None, gt=0, le=1e6, description="Longest wait for a whole batch, seconds (deadline)."
-    )
-    least: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Share of every domain's part of the batch without which no step starts (deadline); default 0.5.",
-    )
-    age_decay: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Factor of a sample's weight in the loss for every version that it is behind when it is trained "
-        "(deadline), scaled to a mean of 1 within its domain; default 1.",
-    )
+    trajectories: int = Field(default=128, ge=1, le=10_000_000)
+    """Trajectories per step, over all domains."""
+    tokens: int | None = Field(default=None, ge=1, le=1_000_000_000_000)
+    """Optional bound on the tokens of one batch; groups stay whole. With sampler fifo only under a schedule with a
+    window of groups."""
+    sampler: Literal["fifo", "token_budget", "deadline"] = "fifo"
+    """Selection from the complete groups, oldest version first. fifo: the batch; token_budget: of the batch exactly
+    `tokens` tokens, drawn sample by sample and cut at the edge; deadline: the batch, or after `deadline_s` the groups
+    that are complete by then."""
+    deadline_s: float | None = Field(default=None, gt=0, le=1e6)
+    """Longest wait for a whole batch, seconds (deadline)."""
+    least: float | None = Field(default=None, gt=0, le=1)
+    """Share of every domain's part of the batch without which no step starts (deadline); default 0.5."""
+    age_decay: float | None = Field(default=None, gt=0, le=1)
+    """Factor of a sample's weight in the loss for every version that it is behind when it is trained (deadline), scaled
+    to a mean of 1 within its domain; default 1."""
 
 
 class RewardUse(SpecEntry):
     """A reward function's part in a domain's reward."""
 
-    function: Name = Field(description="Name of an entry of `functions`.")
-    weight: float = Field(default=1.0, description="Factor of its value in the sum.")
-    pays: Literal["last", "steps"] = Field(
-        default="last", description="last: at the last action token; steps: at the positions of its step_rewards."
-    )
+    function: Name
+    """Name of an entry of `functions`."""
+    weight: float = 1.0
+    """Factor of its value in the sum."""
+    pays: Literal["last", "steps"] = "last"
+    """last: at the last action token; steps: at the positions of its step_rewards."""
 
 
 class HarnessSpec(SpecEntry):
     """An agent program instead of an environment: it talks to the run's capture proxy (docs/proxy.md)."""
 
-    harness: ImportPath = Field(
-        description="`package.module:function`, a coroutine function that is called with `base_url`, `session`, `seed` "
-        "and the `environment_args`, and returns the episode's reward or a Step."
-    )
+    harness: ImportPath
+    """`package.module:function`, a coroutine function that is called with `base_url`, `session`, `seed` and the
+    `environment_args`, and returns the episode's reward or a Step."""
 
 
 class DomainSpec(SpecEntry):
     """A task: its environment, sampling and rewards."""
 
-    name: Name = Field(description="Name of the domain.")
-    tag: Name | None = Field(default=None, description="Key of the domain in `hw_affinity`; its name if not given.")
-    environment: ImportPath | HarnessSpec = Field(
-        description="Class or factory of the environment, `package.module:attribute`; or `harness`, an agent program."
-    )
-    environment_args: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment.")
-    weight: float = Field(
-        default=1.0, ge=1e-9, le=1e9, description="Share of the batch, relative to the other domains."
-    )
-    floor: float = Field(
-        default=0.0, ge=0, le=1, description="Least share of every batch, regardless of the weights (whole groups)."
-    )
-    cap: float = Field(default=1.0, gt=0, le=1, description="Largest share of every batch (whole groups).")
-    trajectories: int | None = Field(
-        default=None,
-        ge=1,
-        le=10_000_000,
-        description="Trajectories per step, instead of a share by `weight`: all domains or none.",
-    )
-    group_size: int = Field(
-        default=8, ge=1, le=10_000_000, description="Trajectories of one prompt (GRPO); 1 for single ones."
-    )
-    max_turns: int = Field(default=8, ge=1, le=1_000_000, description="Turns after which an episode ends.")
-    max_tokens: int = Field(default=256, ge=1, le=100_000_000, description="Generated tokens per turn.")
-    temperature: float = Field(
-        default=1.0,
-        gt=0,
-        description="Sampling temperature while training; the same in every domain, since the trainer has one.",
-    )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Nucleus sampling bound.")
-    stop: list[str] = Field(default_factory=list, description="Texts that end a turn; each must be one token.")
-    advantage: AdvantageSpec = Field(default_factory=AdvantageSpec, description="How rewards become advantages.")
-    rewards: list[RewardUse] = Field(default_factory=list, description="Reward functions and their weights.")
-    env_reward_weight: float = Field(default=1.0, description="Factor of the rewards that the environment pays.")
+    name: Name
+    """Name of the domain."""
+    tag: Name | None = None
+    """Key of the domain in `hw_affinity`; its name if not given."""
+    environment: ImportPath | HarnessSpec
+    """Class or factory of the environment, `package.module:attribute`; or `harness`, an agent program."""
+    environment_args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment."""
+    weight: float = Field(default=1.0, ge=1e-9, le=1e9)
+    """Share of the batch, relative to the other domains."""
+    floor: float = Field(default=0.0, ge=0, le=1)
+    """Least share of every batch, regardless of the weights (whole groups)."""
+    cap: float = Field(default=1.0, gt=0, le=1)
+    """Largest share of every batch (whole groups)."""
+    trajectories: int | None = Field(default=None, ge=1, le=10_000_000)
+    """Trajectories per step, instead of a share by `weight`: all domains or none."""
+    group_size: int = Field(default=8, ge=1, le=10_000_000)
+    """Trajectories of one prompt (GRPO); 1 for single ones."""
+    max_turns: int = Field(default=8, ge=1, le=1_000_000)
+    """Turns after which an episode ends."""
+    max_tokens: int = Field(default=256, ge=1, le=100_000_000)
+    """Generated tokens per turn."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature while training; the same in every domain, since the trainer has one."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus sampling bound."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a turn; each must be one token."""
+    advantage: AdvantageSpec = Field(default_factory=AdvantageSpec)
+    """How rewards become advantages."""
+    rewards: list[RewardUse] = Field(default_factory=list)
+    """Reward functions and their weights."""
+    env_reward_weight: float = 1.0
+    """Factor of the rewards that the environment pays."""
     loss_weight: LossWeight = 1.0
-    shape: Literal["swe", "frozenlake", "webshop", "gem_math", "gem_game", "math_14b", "production"] | None = Field(
-        default=None,
-        description="Published shape that `rollart simulate` draws trajectories from; from `profile` if not given.",
-    )
-    profile: ProfileSpec | None = Field(
-        default=None, description="Work of a trajectory, for the placer; measured or assumed from bounds if not given."
-    )
+    shape: Literal["swe", "frozenlake", "webshop", "gem_math", "gem_game", "math_14b", "production"] | None = None
+    """Published shape that `rollart simulate` draws trajectories from; from `profile` if not given."""
+    profile: ProfileSpec | None = None
+    """Work of a trajectory, for the placer; measured or assumed from bounds if not given."""
 
     @field_validator("weight", mode="before")
     @classmethod
@@ -161,266 +136,219 @@ class FunctionEntry(SpecEntry):
     given here come from its `@rollart.reward(...)`, else they have the default named below; `rollart launch --dry-run`
     shows the effective settings under `functions`."""
 
-    name: Name = Field(description="Name that domains refer to: up to 64 letters, digits, '_' and '-'.")
-    source: str = Field(min_length=1, description="Python file (relative to the run file) or module of the handler.")
-    handler: str = Field(description="Attribute of the source, made with @rollart.reward or a known signature.")
-    takes: Takes | None = Field(
-        default=None, description="How the handler is called; inferred from its parameters if not given (auto)."
-    )
-    memory_mb: int | None = Field(default=None, ge=128, le=32_768, description="Memory of one worker (512).")
-    cpu: float | None = Field(
-        default=None, ge=0, le=64, description="Cores of one worker; 0: as the provider allots with its memory (0)."
-    )
-    gpu: str | None = Field(
-        default=None,
-        pattern=r"^[A-Za-z0-9!+:-]{0,32}$",
-        description="GPU type of one worker as the provider names it, like L4 or H100:2 (none).",
-    )
-    trust: Trust | None = Field(
-        default=None, description="untrusted: it runs code that the policy wrote, so only in a sandbox (trusted)."
-    )
-    timeout_s: float | None = Field(default=None, gt=0, le=5400, description="Longest run of one invocation (10).")
-    timeout_floor: float | None = Field(
-        default=None, description="Reward of a sample that runs out of time, where that is the policy's doing (none)."
-    )
-    init_timeout_s: float | None = Field(default=None, gt=0, le=600, description="Longest start of a worker (10).")
-    concurrency: int | None = Field(default=None, ge=1, le=10_000, description="Largest number of workers (4).")
-    queue: int | None = Field(
-        default=None, ge=1, le=1_000_000_000, description="Most samples that wait for a worker (10000)."
-    )
-    warm: int | None = Field(default=None, ge=0, le=10_000, description="Workers that are kept ready (0).")
-    batch_items: int | None = Field(
-        default=None, ge=1, le=10_000, description="Largest number of samples per invocation (32)."
-    )
-    batch_wait_ms: float | None = Field(
-        default=None, ge=0, le=60_000, description="How long a sample waits for others to join (2)."
-    )
-    batch_bytes: int | None = Field(
-        default=None, ge=1_000, le=1_000_000_000, description="Largest event of one invocation (5000000)."
-    )
-    keep_alive_s: float | None = Field(
-        default=None, ge=0, le=1e6, description="Idle time after which a worker is stopped (60)."
-    )
-    deterministic: bool | None = Field(
-        default=None, description="Same sample, same reward: results may be cached (true)."
-    )
-    stateless: bool | None = Field(
-        default=None, description="Keeps nothing between calls, where the check of its source is not sure (false)."
-    )
-    needs: list[Literal["environment"]] | None = Field(
-        default=None, description="`environment`: it runs beside the environment, never as a function (nothing)."
-    )
-    requirements: list[str] | None = Field(
-        default=None, description="`name`, `name==1.2` or requirements files, relative to the run file (none)."
-    )
-    artefact: str | list[str] | None = Field(
-        default=None,
-        description="Files that the handler loads: paths relative to the run file, or one `package.module:producer` "
-        "called once before the run (those of its decorator).",
-    )
-    preload: list[str] | None = Field(default=None, description="Modules that a local worker imports at start (none).")
+    name: Name
+    """Name that domains refer to: up to 64 letters, digits, '_' and '-'."""
+    source: str = Field(min_length=1)
+    """Python file (relative to the run file) or module of the handler."""
+    handler: str
+    """Attribute of the source, made with @rollart.reward or a known signature."""
+    takes: Takes | None = None
+    """How the handler is called; inferred from its parameters if not given (auto)."""
+    memory_mb: int | None = Field(default=None, ge=128, le=32_768)
+    """Memory of one worker (512)."""
+    cpu: float | None = Field(default=None, ge=0, le=64)
+    """Cores of one worker; 0: as the provider allots with its memory (0)."""
+    gpu: str | None = Field(default=None, pattern=r"^[A-Za-z0-9!+:-]{0,32}$")
+    """GPU type of one worker as the provider names it, like L4 or H100:2 (none)."""
+    trust: Trust | None = None
+    """untrusted: it runs code that the policy wrote, so only in a sandbox (trusted)."""
+    timeout_s: float | None = Field(default=None, gt=0, le=5400)
+    """Longest run of one invocation (10)."""
+    timeout_floor: float | None = None
+    """Reward of a sample that runs out of time, where that is the policy's doing (none)."""
+    init_timeout_s: float | None = Field(default=None, gt=0, le=600)
+    """Longest start of a worker (10)."""
+    concurrency: int | None = Field(default=None, ge=1, le=10_000)
+    """Largest number of workers (4)."""
+    queue: int | None = Field(default=None, ge=1, le=1_000_000_000)
+    """Most samples that wait for a worker (10000)."""
+    warm: int | None = Field(default=None, ge=0, le=10_000)
+    """Workers that are kept ready (0)."""
+    batch_items: int | None = Field(default=None, ge=1, le=10_000)
+    """Largest number of samples per invocation (32)."""
+    batch_wait_ms: float | None = Field(default=None, ge=0, le=60_000)
+    """How long a sample waits for others to join (2)."""
+    batch_bytes: int | None = Field(default=None, ge=1_000, le=1_000_000_000)
+    """Largest event of one invocation (5000000)."""
+    keep_alive_s: float | None = Field(default=None, ge=0, le=1e6)
+    """Idle time after which a worker is stopped (60)."""
+    deterministic: bool | None = None
+    """Same sample, same reward: results may be cached (true)."""
+    stateless: bool | None = None
+    """Keeps nothing between calls, where the check of its source is not sure (false)."""
+    needs: list[Literal["environment"]] | None = None
+    """`environment`: it runs beside the environment, never as a function (nothing)."""
+    requirements: list[str] | None = None
+    """`name`, `name==1.2` or requirements files, relative to the run file (none)."""
+    artefact: str | list[str] | None = None
+    """Files that the handler loads: paths relative to the run file, or one `package.module:producer` called once before
+    the run (those of its decorator)."""
+    preload: list[str] | None = None
+    """Modules that a local worker imports at start (none)."""
 
 
 class WarmStartSpec(ImitationSpec):
     """Cross-entropy on worked examples of some domains, before the first step."""
 
-    domains: list[Name] = Field(min_length=1, description="Domains whose environments give worked examples.")
-    examples: int = Field(default=300, ge=1, description="Examples per domain.")
-    batches: int = Field(default=60, ge=1, description="Mini-batches of imitation.")
+    domains: list[Name] = Field(min_length=1)
+    """Domains whose environments give worked examples."""
+    examples: int = Field(default=300, ge=1)
+    """Examples per domain."""
+    batches: int = Field(default=60, ge=1)
+    """Mini-batches of imitation."""
 
 
 class EvaluationSpec(SpecEntry):
     """Greedy episodes on held-out seeds: their success is shown, they are never trained on."""
 
-    episodes: int = Field(default=0, ge=0, description="Episodes per domain and evaluation; 0 for none.")
-    at: tuple[Literal["start", "end"], ...] = Field(
-        default=("start", "end"), description="Evaluate before the first and after the last step."
-    )
+    episodes: int = Field(default=0, ge=0)
+    """Episodes per domain and evaluation; 0 for none."""
+    at: tuple[Literal["start", "end"], ...] = ("start", "end")
+    """Evaluate before the first and after the last step."""
 
 
 class LeasesSpec(SpecEntry):
     """Longest waits in seconds. Every expiry is recorded as an event and has a bounded action."""
 
-    generate_s: float = Field(default=120.0, gt=0, le=1e6, description="One turn's generation; then another engine.")
-    env_step_s: float = Field(default=60.0, gt=0, le=1e6, description="One reset or step of an environment.")
-    reward_s: float = Field(default=60.0, gt=0, le=1e6, description="Scoring of one trajectory, retries included.")
-    train_s: float = Field(default=600.0, gt=0, le=1e6, description="One training step.")
-    pace_s: float = Field(
-        default=1800.0,
-        gt=0,
-        le=1e6,
-        description="A batch's wait for groups at their staleness bound, under `paced`; then it goes without them.",
-    )
-    publish_s: float = Field(
-        default=120.0, gt=0, le=1e6, description="Writing a version and loading it into every engine."
-    )
-    handoff_s: float = Field(
-        default=10.0,
-        gt=0,
-        le=1e6,
-        description="Prefill on another engine and the transfer of its KV; then it is prefilled locally.",
-    )
-    engine_start_s: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = Field(
-        default="auto",
-        description="Start of an engine or trainer process. `auto`: 120, or 300 for a vLLM server, plus the time to "
-        "read 4 bytes per parameter at 0.5 GB/s; a vLLM server that keeps logging progress gets four times that.",
-    )
+    generate_s: float = Field(default=120.0, gt=0, le=1e6)
+    """One turn's generation; then another engine."""
+    env_step_s: float = Field(default=60.0, gt=0, le=1e6)
+    """One reset or step of an environment."""
+    reward_s: float = Field(default=60.0, gt=0, le=1e6)
+    """Scoring of one trajectory, retries included."""
+    train_s: float = Field(default=600.0, gt=0, le=1e6)
+    """One training step."""
+    pace_s: float = Field(default=1800.0, gt=0, le=1e6)
+    """A batch's wait for groups at their staleness bound, under `paced`; then it goes without them."""
+    publish_s: float = Field(default=120.0, gt=0, le=1e6)
+    """Writing a version and loading it into every engine."""
+    handoff_s: float = Field(default=10.0, gt=0, le=1e6)
+    """Prefill on another engine and the transfer of its KV; then it is prefilled locally."""
+    engine_start_s: Literal["auto"] | Annotated[float, Field(gt=0, le=1e6)] = "auto"
+    """Start of an engine or trainer process. `auto`: 120, or 300 for a vLLM server, plus the time to read 4 bytes per
+    parameter at 0.5 GB/s; a vLLM server that keeps logging progress gets four times that."""
 
 
 class FaultsSpec(SpecEntry):
     """Tolerance for infrastructure faults, beyond which a run stops with exit code 5."""
 
-    max_rate: float = Field(default=0.05, ge=0, le=1, description="Largest share of trajectories lost to faults.")
-    min_count: int = Field(default=10, ge=1, description="Faults before the rate is judged.")
-    max_attempts_per_group: int = Field(default=3, ge=1, description="Attempts after which a group is dropped.")
+    max_rate: float = Field(default=0.05, ge=0, le=1)
+    """Largest share of trajectories lost to faults."""
+    min_count: int = Field(default=10, ge=1)
+    """Faults before the rate is judged."""
+    max_attempts_per_group: int = Field(default=3, ge=1)
+    """Attempts after which a group is dropped."""
 
 
 class BudgetSpec(SpecEntry):
     """Bounds at which the run stops by itself (exit code 4 for money)."""
 
-    usd: float | None = Field(
-        default=None,
-        gt=0,
-        description="Largest bill in dollars: devices, and functions of providers that send one; none if not given.",
-    )
-    wall_s: float | None = Field(
-        default=None, gt=0, description="Longest run in seconds, over all of its lives; none if not given."
-    )
+    usd: float | None = Field(default=None, gt=0)
+    """Largest bill in dollars: devices, and functions of providers that send one; none if not given."""
+    wall_s: float | None = Field(default=None, gt=0)
+    """Longest run in seconds, over all of its lives; none if not given."""
 
 
 class WeightStoreSpec(SpecEntry):
     """A store between the trainer and the engines' hosts: a version is pushed once, in buckets, and pulled by each
     host."""
 
-    kind: Literal["files", "s3"] = Field(
-        description="`files`: a directory that the controller and the engines' hosts share; `s3`: an S3 bucket or "
-        "anything that speaks its protocol (extra `aws`; credentials, region and AWS_ENDPOINT_URL from each "
-        "host's environment; attached servers need none, they get signed URLs)."
-    )
-    url: str = Field(
-        min_length=1,
-        description="The directory (relative to the run file), or `s3://BUCKET/PREFIX`. Each run adds its own name.",
-    )
-    in_flight: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = Field(
-        default="auto",
-        description="Buckets in flight, at a push and at each host's pull; `auto`: as many as the "
-        "look-ahead rule derives from their transfer times, within 4 GiB.",
-    )
-    bucket_mb: int = Field(
-        default=256, ge=1, le=4096, description="Size of a bucket, MB. One that did not change is not sent again."
-    )
-    local: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Absolute directory of each engine's host that keeps pulled versions, at least two of them; "
-        "`pulled` in the run's directory if not given. Attached servers need it.",
-    )
+    kind: Literal["files", "s3"]
+    """`files`: a directory that the controller and the engines' hosts share; `s3`: an S3 bucket or anything that speaks
+    its protocol (extra `aws`; credentials, region and AWS_ENDPOINT_URL from each host's environment; attached servers
+    need none, they get signed URLs)."""
+    url: str = Field(min_length=1)
+    """The directory (relative to the run file), or `s3://BUCKET/PREFIX`. Each run adds its own name."""
+    in_flight: Literal["auto"] | Annotated[int, Field(ge=1, le=1024)] = "auto"
+    """Buckets in flight, at a push and at each host's pull; `auto`: as many as the look-ahead rule derives from their
+    transfer times, within 4 GiB."""
+    bucket_mb: int = Field(default=256, ge=1, le=4096)
+    """Size of a bucket, MB. One that did not change is not sent again."""
+    local: str | None = Field(default=None, min_length=1)
+    """Absolute directory of each engine's host that keeps pulled versions, at least two of them; `pulled` in the run's
+    directory if not given. Attached servers need it."""
 
 
 class CollectiveSpec(SpecEntry):
     """A broadcast from the trainer's ranks to all engines, concurrent with the write of the version and the rollout. An
     engine that misses it loads the version's files."""
 
-    backend: Literal["auto", "gloo", "nccl"] = Field(
-        default="auto",
-        description="`nccl` between GPUs, `gloo` by way of host memory; `auto`: nccl where the trainer and all engines "
-        "have GPUs.",
-    )
-    bucket_mb: int = Field(default=64, ge=1, le=4096, description="Size of a bucket, MB.")
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """`nccl` between GPUs, `gloo` by way of host memory; `auto`: nccl where the trainer and all engines have GPUs."""
+    bucket_mb: int = Field(default=64, ge=1, le=4096)
+    """Size of a bucket, MB."""
 
 
 class WeightsSpec(SpecEntry):
     """Transfer of a weight version from the trainer to the engines."""
 
-    overlap: bool = Field(
-        default=False,
-        description="Write a version, and push it to the engines' store, during the next training step; it is current "
-        "once it is complete and committed. Without effect under `sync` and `sync_plus`.",
-    )
-    store: WeightStoreSpec | None = Field(
-        default=None,
-        description="Engines load versions that their hosts pulled from here; without it from the run's directory.",
-    )
-    collective: CollectiveSpec | None = Field(
-        default=None,
-        description="Broadcast versions into the engines' memory; without it, or with `store`, engines load files.",
-    )
-    update: Literal["all", "delayed", "staggered", "on_divergence"] = Field(
-        default="all",
-        description="all: every engine pauses, loads and resumes; delayed: each engine first finishes its live "
-        "trajectories; staggered: some load while others serve; on_divergence: an engine loads once "
-        "the policy has moved by more than `threshold` from its version, or `staleness` requires it. Values other than "
-        "`all` need a schedule with a window of groups and `staleness` of at least 1, on_divergence of at least 2.",
-    )
-    longest_s: float | None = Field(
-        default=None,
-        ge=0,
-        le=1e6,
-        description="Longest delay of an engine's update, seconds; only with `delayed`, where it is 120.",
-    )
-    fraction: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Largest share of the engines that load at a time; only with `staggered`, where it is 0.25.",
-    )
-    threshold: float | None = Field(
-        default=None,
-        ge=0,
-        le=100,
-        description="KL from an engine's weights to the current ones, nats per token, beyond which it loads them; with "
-        "`on_divergence`, which needs it. The trainer measures it on samples of each batch.",
-    )
+    overlap: bool = False
+    """Write a version, and push it to the engines' store, during the next training step; it is current once it is
+    complete and committed. Without effect under `sync` and `sync_plus`."""
+    store: WeightStoreSpec | None = None
+    """Engines load versions that their hosts pulled from here; without it from the run's directory."""
+    collective: CollectiveSpec | None = None
+    """Broadcast versions into the engines' memory; without it, or with `store`, engines load files."""
+    update: Literal["all", "delayed", "staggered", "on_divergence"] = "all"
+    """all: every engine pauses, loads and resumes; delayed: each engine first finishes its live trajectories;
+    staggered: some load while others serve; on_divergence: an engine loads once the policy has moved by more than
+    `threshold` from its version, or `staleness` requires it. Values other than `all` need a schedule with a window of
+    groups and `staleness` of at least 1, on_divergence of at least 2."""
+    longest_s: float | None = Field(default=None, ge=0, le=1e6)
+    """Longest delay of an engine's update, seconds; only with `delayed`, where it is 120."""
+    fraction: float | None = Field(default=None, gt=0, le=1)
+    """Largest share of the engines that load at a time; only with `staggered`, where it is 0.25."""
+    threshold: float | None = Field(default=None, ge=0, le=100)
+    """KL from an engine's weights to the current ones, nats per token, beyond which it loads them; with
+    `on_divergence`, which needs it. The trainer measures it on samples of each batch."""
 
 
 class RunSpec(SpecEntry):
     """A training run. Only `name`, `model` and `domains` have no default."""
 
-    name: Name = Field(description="Name of the run; its directory under the runs directory is called after it.")
-    seed: int = Field(default=0, ge=0, description="Seed of every random stream, each derived by (seed, id).")
-    model: ModelSpec = Field(description="The policy.")
-    schedule: Literal["sync", "sync_plus", "one_off", "areal", "rollart", "paced", "roll_flash", "async"] = Field(
-        # Not `paced`: on the quickstart `sync_plus` reaches the same success in 20 s, `paced` in 29 s as `rollart` does
-        # (means of five seeds, docs/schedules.md).
-        default="async",
-        description="How rollout, training and weight updates overlap, and how stale trajectories are treated "
-        "(docs/schedules.md). async: rollart.",
-    )
-    staleness: int = Field(
-        default=1,
-        ge=0,
-        le=MAX_STALENESS,
-        description="Largest number of versions between a trajectory's first token and the step that trains on it "
-        "(α). 0 under `sync` and `sync_plus`, 1 under `one_off`.",
-    )
-    rollout: RolloutSpec = Field(
-        default_factory=RolloutSpec, description="Redundant environments and tail batching (docs/schedules.md)."
-    )
-    steps: int = Field(default=100, ge=0, description="Training steps; each publishes one policy version.")
-    batch: BatchSpec = Field(default_factory=BatchSpec, description="The batch of one training step.")
-    domains: list[DomainSpec] = Field(min_length=1, description="Tasks, each with its environment and rewards.")
-    functions: list[FunctionEntry] = Field(default_factory=list, description="Reward functions.")
-    hw_affinity: dict[str, str] = Field(
-        default_factory=dict,
-        description="Pool or device type that decodes a domain, by the domain's `tag`; `default` is for the others. "
-        "Left out, the placer decides.",
-    )
-    placement: PlacementSpec = Field(
-        default_factory=PlacementSpec, description="Objective and constraints of the plan."
-    )
-    training: TrainingSpec = Field(default_factory=TrainingSpec, description="Optimizer and loss.")
-    weights: WeightsSpec = Field(
-        default_factory=WeightsSpec, description="How new weights reach the engines (docs/schedules.md)."
-    )
-    warm_start: WarmStartSpec | None = Field(
-        default=None, description="Imitation of worked examples before the first step."
-    )
-    evaluation: EvaluationSpec = Field(
-        default_factory=EvaluationSpec, description="Episodes that are never trained on."
-    )
-    leases: LeasesSpec = Field(default_factory=LeasesSpec, description="Deadlines of all waits.")
-    faults: FaultsSpec = Field(default_factory=FaultsSpec, description="Tolerance for infrastructure faults.")
-    budget: BudgetSpec = Field(default_factory=BudgetSpec, description="Bounds at which the run stops by itself.")
+    name: Name
+    """Name of the run; its directory under the runs directory is called after it."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of every random stream, each derived by (seed, id)."""
+    model: ModelSpec
+    """The policy."""
+    # Not `paced`: on the quickstart `sync_plus` reaches the same success in 20 s, `paced` in 29 s as `rollart` does
+    # (means of five seeds, docs/schedules.md).
+    schedule: Literal["sync", "sync_plus", "one_off", "areal", "rollart", "paced", "roll_flash", "async"] = "async"
+    """How rollout, training and weight updates overlap, and how stale trajectories are treated (docs/schedules.md).
+    async: rollart."""
+    staleness: int = Field(default=1, ge=0, le=MAX_STALENESS)
+    """Largest number of versions between a trajectory's first token and the step that trains on it (α). 0 under `sync`
+    and `sync_plus`, 1 under `one_off`."""
+    rollout: RolloutSpec = Field(default_factory=RolloutSpec)
+    """Redundant environments and tail batching (docs/schedules.md)."""
+    steps: int = Field(default=100, ge=0)
+    """Training steps; each publishes one policy version."""
+    batch: BatchSpec = Field(default_factory=BatchSpec)
+    """The batch of one training step."""
+    domains: list[DomainSpec] = Field(min_length=1)
+    """Tasks, each with its environment and rewards."""
+    functions: list[FunctionEntry] = Field(default_factory=list)
+    """Reward functions."""
+    hw_affinity: dict[str, str] = Field(default_factory=dict)
+    """Pool or device type that decodes a domain, by the domain's `tag`; `default` is for the others. Left out, the
+    placer decides."""
+    placement: PlacementSpec = Field(default_factory=PlacementSpec)
+    """Objective and constraints of the plan."""
+    training: TrainingSpec = Field(default_factory=TrainingSpec)
+    """Optimizer and loss."""
+    weights: WeightsSpec = Field(default_factory=WeightsSpec)
+    """How new weights reach the engines (docs/schedules.md)."""
+    warm_start: WarmStartSpec | None = None
+    """Imitation of worked examples before the first step."""
+    evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
+    """Episodes that are never trained on."""
+    leases: LeasesSpec = Field(default_factory=LeasesSpec)
+    """Deadlines of all waits."""
+    faults: FaultsSpec = Field(default_factory=FaultsSpec)
+    """Tolerance for infrastructure faults."""
+    budget: BudgetSpec = Field(default_factory=BudgetSpec)
+    """Bounds at which the run stops by itself."""
 
     @model_validator(mode="before")
     @classmethod

@@ -17,20 +17,16 @@ from rollart.settings.base import SpecEntry
 class AdvantageSpec(SpecEntry):
     """How rewards become advantages. docs/training.md names the published algorithm of each combination."""
 
-    level: Literal["token", "turn", "trajectory"] = Field(
-        default="trajectory", description="The unit of a reward-to-go: a token, a turn, or the trajectory."
-    )
-    gamma: float = Field(default=1.0, ge=0, le=1, description="Discount per turn (or token, at that level).")
-    baseline: Literal["domain", "group", "none"] = Field(
-        default="group",
-        description="Mean that is subtracted: of the domain's batch, of the group, or nothing. At level turn or token "
-        "it is the mean of the other trajectories.",
-    )
-    normalize: Literal["group", "batch", "none"] = Field(
-        default="batch",
-        description="Sample standard deviation that the centred values are divided by: of the group (GRPO; with "
-        "`baseline: group`), of the domain's batch (REINFORCE++-baseline), or none (Dr. GRPO).",
-    )
+    level: Literal["token", "turn", "trajectory"] = "trajectory"
+    """The unit of a reward-to-go: a token, a turn, or the trajectory."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per turn (or token, at that level)."""
+    baseline: Literal["domain", "group", "none"] = "group"
+    """Mean that is subtracted: of the domain's batch, of the group, or nothing. At level turn or token it is the mean
+    of the other trajectories."""
+    normalize: Literal["group", "batch", "none"] = "batch"
+    """Sample standard deviation that the centred values are divided by: of the group (GRPO; with `baseline: group`), of
+    the domain's batch (REINFORCE++-baseline), or none (Dr. GRPO)."""
 
     @field_validator("normalize", mode="before")
     @classmethod
@@ -51,78 +47,78 @@ class AdvantageSpec(SpecEntry):
 class LossSpec(SpecEntry):
     """The policy loss. For its parts under staleness see docs/training.md."""
 
-    kind: Literal["pg", "ppo", "decoupled", "tis"] = Field(
-        default="ppo",
-        description="pg: plain policy gradient; ppo: clipped on behaviour log-probabilities; decoupled: proximal "
-        "and behaviour policies apart; tis: truncated importance sampling.",
-    )
-    clip_low: float = Field(default=0.2, gt=0, le=1, description="Ratio is clipped below 1 - clip_low.")
-    clip_high: float = Field(default=0.2, gt=0, description="Ratio is clipped above 1 + clip_high.")
-    cap: float = Field(default=2.0, gt=0, description="Largest importance weight (decoupled, tis).")
-    entropy: float = Field(default=0.0, ge=0, description="Factor of the entropy bonus.")
-    kl: float = Field(
-        default=0.0, ge=0, description="Factor of the KL penalty towards the run's first version (after a warm start)."
-    )
+    kind: Literal["pg", "ppo", "decoupled", "tis"] = "ppo"
+    """pg: plain policy gradient; ppo: clipped on behaviour log-probabilities; decoupled: proximal and behaviour
+    policies apart; tis: truncated importance sampling."""
+    clip_low: float = Field(default=0.2, gt=0, le=1)
+    """Ratio is clipped below 1 - clip_low."""
+    clip_high: float = Field(default=0.2, gt=0)
+    """Ratio is clipped above 1 + clip_high."""
+    cap: float = Field(default=2.0, gt=0)
+    """Largest importance weight (decoupled, tis)."""
+    entropy: float = Field(default=0.0, ge=0)
+    """Factor of the entropy bonus."""
+    kl: float = Field(default=0.0, ge=0)
+    """Factor of the KL penalty towards the run's first version (after a warm start)."""
 
 
 class LoraSpec(SpecEntry):
     """Low-rank adapters (extra `lora`). Engines never see them: they are merged into every version."""
 
-    rank: int = Field(default=16, ge=1, le=65536, description="Rank of an adapter.")
-    alpha: float = Field(default=32.0, gt=0, le=1e6, description="An adapter adds alpha / rank times its product.")
-    targets: list[str] = Field(
-        default_factory=lambda: ["all-linear"],
-        min_length=1,
-        description="Names of the linear modules with an adapter (`q_proj`); `all-linear`: all but the output head.",
-    )
+    rank: int = Field(default=16, ge=1, le=65536)
+    """Rank of an adapter."""
+    alpha: float = Field(default=32.0, gt=0, le=1e6)
+    """An adapter adds alpha / rank times its product."""
+    targets: list[str] = Field(default_factory=lambda: ["all-linear"], min_length=1)
+    """Names of the linear modules with an adapter (`q_proj`); `all-linear`: all but the output head."""
 
 
 class TrainingSpec(SpecEntry):
     """Optimizer, loss and how a batch is cut."""
 
-    lr: float = Field(default=1e-5, gt=0, description="Learning rate (AdamW).")
-    lr_schedule: Literal["constant", "linear"] = Field(
-        default="constant", description="linear: falls to a tenth of `lr` by the last step."
-    )
-    warmup: int = Field(
-        default=0, ge=0, le=1_000_000, description="Optimizer updates over which the learning rate rises linearly."
-    )
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), description="AdamW's decay rates.")
-    eps: float = Field(default=1e-8, gt=0, le=1, description="AdamW's term in the denominator.")
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
-    grad_clip: float = Field(default=1.0, ge=0, description="Largest norm of the gradient; 0: not clipped.")
-    loss: LossSpec = Field(default_factory=LossSpec, description="The policy loss.")
-    epochs: int = Field(default=1, ge=1, le=1000, description="Passes over a batch.")
-    minibatches: int = Field(default=1, ge=1, description="Optimizer steps per pass.")
-    max_tokens_per_microbatch: int = Field(default=16_384, ge=1, description="Padded tokens per forward pass.")
-    stream: bool = Field(
-        default=False,
-        description="Accumulate the gradient of finished groups while the rest of the batch is rolled out. Needs "
-        "`epochs` and `minibatches` 1, no advantage with `baseline: domain`, and one trainer rank in float32.",
-    )
-    lora: LoraSpec | None = Field(
-        default=None, description="Train low-rank adapters and leave the model's own weights as they are."
-    )
-    columns: list[Literal["ref_logprobs", "advantage"]] = Field(
-        default_factory=list,
-        description="Columns that are computed as samples and groups end, while the rest of the batch is rolled out, "
-        "instead of in the step; the step is the same. ref_logprobs: of the KL penalty; advantage: without "
-        "`baseline: domain`.",
-    )
-    domain_balance: Literal["tokens", "domains"] = Field(
-        default="tokens",
-        description="tokens: every token has the same weight; domains: every domain has the same total weight.",
-    )
+    lr: float = Field(default=1e-5, gt=0)
+    """Learning rate (AdamW)."""
+    lr_schedule: Literal["constant", "linear"] = "constant"
+    """linear: falls to a tenth of `lr` by the last step."""
+    warmup: int = Field(default=0, ge=0, le=1_000_000)
+    """Optimizer updates over which the learning rate rises linearly."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    eps: float = Field(default=1e-8, gt=0, le=1)
+    """AdamW's term in the denominator."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay."""
+    grad_clip: float = Field(default=1.0, ge=0)
+    """Largest norm of the gradient; 0: not clipped."""
+    loss: LossSpec = Field(default_factory=LossSpec)
+    """The policy loss."""
+    epochs: int = Field(default=1, ge=1, le=1000)
+    """Passes over a batch."""
+    minibatches: int = Field(default=1, ge=1)
+    """Optimizer steps per pass."""
+    max_tokens_per_microbatch: int = Field(default=16_384, ge=1)
+    """Padded tokens per forward pass."""
+    stream: bool = False
+    """Accumulate the gradient of finished groups while the rest of the batch is rolled out. Needs `epochs` and
+    `minibatches` 1, no advantage with `baseline: domain`, and one trainer rank in float32."""
+    lora: LoraSpec | None = None
+    """Train low-rank adapters and leave the model's own weights as they are."""
+    columns: list[Literal["ref_logprobs", "advantage"]] = Field(default_factory=list)
+    """Columns that are computed as samples and groups end, while the rest of the batch is rolled out, instead of in the
+    step; the step is the same. ref_logprobs: of the KL penalty; advantage: without `baseline: domain`."""
+    domain_balance: Literal["tokens", "domains"] = "tokens"
+    """tokens: every token has the same weight; domains: every domain has the same total weight."""
 
 
 class ImitationSpec(SpecEntry):
     """Cross-entropy on worked examples."""
 
-    lr: float = Field(default=1e-3, gt=0, description="Learning rate of the imitation.")
-    batch: int = Field(default=32, ge=1, description="Examples per mini-batch.")
-    stop_loss: float | None = Field(
-        default=None, gt=0, description="Stop early, once the mean loss of the last 5 mini-batches is below it."
-    )
+    lr: float = Field(default=1e-3, gt=0)
+    """Learning rate of the imitation."""
+    batch: int = Field(default=32, ge=1)
+    """Examples per mini-batch."""
+    stop_loss: float | None = Field(default=None, gt=0)
+    """Stop early, once the mean loss of the last 5 mini-batches is below it."""
 
 
 LossWeight = Annotated[float, Field(ge=1e-9, le=1e9, description="Weight of its mean in the loss, see domain_balance.")]

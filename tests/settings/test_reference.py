@@ -8,6 +8,7 @@ import pytest
 from pydantic import BaseModel
 
 from rollart.errors import UsageError
+from rollart.settings.base import descriptions
 from rollart.settings.load import KINDS, json_schema
 from rollart.settings.reference import _parts, reference
 
@@ -21,7 +22,7 @@ def test_every_key_is_described_and_nothing_else_is_allowed(kind: str) -> None:
     models: list[type[BaseModel]] = [KINDS[kind], *_parts(KINDS[kind], set())]
     for model in models:
         assert model.model_config["extra"] == "forbid"
-        assert all(info.description for info in model.model_fields.values()), model
+        assert all(descriptions(model).get(name) for name in model.model_fields), model
     assert json_schema(kind)["additionalProperties"] is False
 
 
