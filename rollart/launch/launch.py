@@ -124,7 +124,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             ending.callback(context.ledger.stopping)
             watchers = [
                 background.create_task(context.ledger.watch(), name="ledger"),
-                background.create_task(context.watchdog().run(), name="watchdog"),
+                background.create_task(context.watchdog(), name="watchdog"),
             ]
             if resolved.cluster.runtime.backend == "ray":
                 watchers.append(

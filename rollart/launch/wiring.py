@@ -78,7 +78,7 @@ from rollart.settings.rollout import RolloutSpec
 from rollart.settings.run import BatchSpec
 from rollart.strategies.prefetch import PrefetchSettings
 from rollart.strategies.redundancy import Redundancy
-from rollart.supervise.engines import EngineSupervisor, Watchdog
+from rollart.supervise.engines import EngineSupervisor, watch_progress
 from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
 from rollart.supervise.fleet import EngineFleet
 from rollart.supervise.function_hosts import FunctionHostSupervisor
@@ -335,18 +335,16 @@ class RunContext:
         """The run over the started parts."""
         return self.control.session(supervisor=self.supervisor, parts=self.site.parts)
 
-    def watchdog(self) -> Watchdog:
-        """Monitors the run from the first part's start on."""
-        budget = self.resolved.run.budget
-        return Watchdog(
+    async def watchdog(self) -> None:
+        """Monitor the run, from the first part's start on."""
+        await watch_progress(
             self.leases,
             self,
             progress=self._progress_count,
             stall_s=stall_limit_s(self.resolved),
             check=self._flush_clocks,
+            budget=self.resolved.run.budget,
             seconds=lambda: self.ledger.seconds,
-            budget_wall_s=budget.wall_s,
-            budget_usd=budget.usd,
             spent_usd=self._spent_usd,
         )
 

@@ -232,7 +232,7 @@ class ModelledRun:
             self.control.follow(self.nodes)
         parts = self.site.open(list(self.engines))
         for part, place in zip(parts, self.engines, strict=True):
-            await self.supervisor.start(part, place.seat)
+            await self.supervisor.bring_up(part, place.seat)
         return parts
 
     def _borrow(self, engines: Sequence[EngineId]) -> None:

@@ -88,7 +88,7 @@ class EngineFleet:
                 pool = seats[engine_id].pool
                 if self._site.free().get(pool, 0) < 0:
                     cause = f"pool '{pool}' has {devices.get(pool, 0)} devices left"
-                    if await self._supervisor.give_up(engine_id, cause):
+                    if await self._supervisor.abandon(engine_id, cause):
                         await self._site.clear(engine_id)
 
     def gone(self, engine_id: EngineId) -> None:
@@ -107,8 +107,8 @@ class EngineFleet:
         placed = await self._site.place(kind)
         engine_id = placed.part.id
         try:
-            await self._supervisor.start(placed.part, placed.seat)
-            self._supervisor.add(placed.part)
+            await self._supervisor.bring_up(placed.part, placed.seat)
+            self._supervisor.add(engine_id)
         except BaseException as error:
             await self._supervisor.release(engine_id)
             await self._site.clear(engine_id)

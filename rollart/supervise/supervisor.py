@@ -1,8 +1,9 @@
 """Supervision: the parts of a run are started, watched, restarted with back-off, given up or retired.
 
-`Supervisor` keeps single parts alive. `HostSupervisor` also keeps a number of hosts, each a process that serves a
-connection: hosts of environments (`environment_hosts`) and of function workers (`function_hosts`). A part type adds how
-its parts are started, what their loss means for its users, and which of them can be spared.
+`Supervisor` keeps single parts alive, such as engines (`engines`). `HostSupervisor` also keeps a number of hosts, each
+a process that serves a connection: hosts of environments (`environment_hosts`) and of function workers
+(`function_hosts`). A part type adds how its parts are started, what their loss means for its users, and which of them
+can be spared.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Supervisor(ABC, Generic[P]):
     """Keeps parts alive: `keep` starts a part, watches it and restarts it, until it retires or is given up.
 
     Bounds: after `max_restarts` consecutive restarts a part is given up if another one stays; the last part is tried
-    again as long as `patient`, then `keep` raises `PartDied`. Between two restarts lies a back-off.
+    again as long as `check_patience` allows.
     """
 
     failures: tuple[type[RollartError], ...] = (PartDied, LeaseExpired)
@@ -80,7 +81,7 @@ class Supervisor(ABC, Generic[P]):
                 cause = await self.watch(part)
                 failed, since = None, _now()
             except self.failures as error:
-                cause, failed = error.message.removeprefix(f"{self.name(part)}: "), error
+                cause, failed = self.cause(part, error), error
             if not cause:
                 break
             await self.lose(part, cause)
@@ -89,26 +90,20 @@ class Supervisor(ABC, Generic[P]):
                 if self.spare(part):
                     self.give_up(part, cause)
                     return
-                if not self.patient(failed, _now() - since):
-                    raise PartDied(
-                        self.name(part),
-                        f"{cause}, after {part.restarts - 1} restarts",
-                        remedy=f"rollart logs --role {self.name(part)}",
-                    )
-            if part.restarts > 1:
-                await asyncio.sleep(back_off_s(part.restarts))
+                self.check_patience(part, cause, failed, _now() - since)
         self.retired(part)
 
     @abstractmethod
-    def name(self, part: P) -> str: ...
-
-    @abstractmethod
     async def start(self, part: P, *, restart: bool) -> None:
-        """Start the part. Raises one of `failures` if that fails."""
+        """Start the part, after a back-off. Raises one of `failures` if that fails."""
 
     @abstractmethod
     async def watch(self, part: P) -> str:
         """Returns the cause to restart the part, as text; '' once it is retired and no longer used."""
+
+    @abstractmethod
+    def cause(self, part: P, error: RollartError) -> str:
+        """The cause of a failed start, as text."""
 
     @abstractmethod
     async def lose(self, part: P, cause: str) -> None:
@@ -119,14 +114,15 @@ class Supervisor(ABC, Generic[P]):
         """True if the run can do without the part."""
 
     @abstractmethod
-    def patient(self, failed: Exception | None, seconds: float) -> bool:
-        """True if the last part, down for `seconds` because its start failed with `failed`, is tried again."""
+    def check_patience(self, part: P, cause: str, failed: Exception | None, seconds: float) -> None:
+        """The last part is down for `seconds`, because its start failed with `failed` unless None. Raises `PartDied` if
+        it is not tried again."""
 
     @abstractmethod
     def give_up(self, part: P, cause: str) -> None: ...
 
-    @abstractmethod
-    def retired(self, part: P) -> None: ...
+    def retired(self, part: P) -> None:
+        """The part has been retired and is no longer used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,10 +356,9 @@ class HostSupervisor(Supervisor[H]):
         """The cause if the host's memory demands a restart, '' otherwise."""
         return ""
 
-    def name(self, part: H) -> str:
-        return part.id
-
     async def start(self, part: H, *, restart: bool) -> None:
+        if part.restarts > 1:
+            await asyncio.sleep(back_off_s(part.restarts))
         part.part.clock.enter(ResourceState.STARTUP, HOST_RESTART if restart else "")
         async with self._leases.hold(part.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
             part.link = part.life = await self.connect(part)
@@ -400,6 +395,9 @@ class HostSupervisor(Supervisor[H]):
                 watch.cancel()
         return next(causes[what] for what in ("emptied", "process", "health", "connection") if what in causes)
 
+    def cause(self, part: H, error: RollartError) -> str:
+        return error.message.removeprefix(f"{part.id}: ")
+
     async def lose(self, part: H, cause: str) -> None:
         part.part.clock.enter(ResourceState.DOWN, HOST_DOWN)
         link, part.link = part.link, None
@@ -410,8 +408,10 @@ class HostSupervisor(Supervisor[H]):
     def spare(self, part: H) -> bool:
         return any(other.link or not other.leaving for other in self._hosts.values() if other is not part)
 
-    def patient(self, failed: Exception | None, seconds: float) -> bool:
-        return isinstance(failed, NoPlace) and seconds < self._limits.patience_s
+    def check_patience(self, part: H, cause: str, failed: Exception | None, seconds: float) -> None:
+        if not isinstance(failed, NoPlace) or seconds >= self._limits.patience_s:
+            cause = f"{cause}, after {part.restarts - 1} restarts"
+            raise PartDied(part.id, cause, remedy=f"rollart logs --role {part.id}")
 
     def give_up(self, part: H, cause: str) -> None:
         self.emit("host_given_up", part.id, cause=cause, restarts=self._limits.max_restarts)

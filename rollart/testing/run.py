@@ -206,7 +206,7 @@ class SimulatedRun:
         parts: list[EnginePart] = []
         for kind in self.kinds:
             placed = await site.place(kind)
-            await self.supervisor.start(placed.part, placed.seat)
+            await self.supervisor.bring_up(placed.part, placed.seat)
             parts.append(placed.part)
         return parts
 

@@ -65,7 +65,7 @@ class TestSimulated(FleetContract):
             )
             fleet = EngineFleet(gateway, supervisor, site, recorder, drain_s=30.0)
             first = await site.place(HERE)
-            await supervisor.start(first.part, first.seat)
+            await supervisor.bring_up(first.part, first.seat)
 
             async def publish(told: Callable[[], None]) -> None:
                 await gateway.update(WeightsRef(gateway.version + 1, ""), lambda _: told())
@@ -140,7 +140,7 @@ class TestLocal(FleetContract):
         async def main() -> None:
             async with asyncio.timeout(300.0), _wired(self.directory) as parts:
                 parts.begin(self.version(0))
-                await parts.supervisor.start(parts.site.parts[0])
+                await parts.supervisor.bring_up(parts.site.parts[0])
                 async with asyncio.TaskGroup() as tasks:
                     watch = tasks.create_task(parts.supervisor.run(parts.site.parts))
                     await scenario(self.subject(parts))

@@ -157,9 +157,9 @@ def virtual(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 async def supervised(fleet: Fleet, part: FakePart, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    await fleet.supervisor.start(part)  # type: ignore[arg-type]
+    engine = await fleet.supervisor.bring_up(part)  # type: ignore[arg-type]
     async with asyncio.TaskGroup() as tasks:
-        watch = tasks.create_task(fleet.supervisor.watch(part))  # type: ignore[arg-type]
+        watch = tasks.create_task(fleet.supervisor.keep(engine))
         await body()
         watch.cancel()
 
@@ -399,13 +399,13 @@ def test_an_engine_lost_past_its_restarts_is_given_up_while_another_serves() -> 
     async def main() -> None:
         fleet = Fleet()
         gone: list[tuple[str, str]] = []
-        fleet.supervisor._on_gone = lambda engine, cause: gone.append((engine, cause))
+        fleet.supervisor.on_gone = lambda engine, cause: gone.append((engine, cause))
         part = Doomed(lambda w: FakeEngine("engine-0", w.version))
-        await fleet.supervisor.start(part)  # type: ignore[arg-type]
+        engine = await fleet.supervisor.bring_up(part)  # type: ignore[arg-type]
         fleet.join(FakeEngine("engine-1"))
         assert (await fleet.ask()).token_ids == (1,)
         part.end()
-        await fleet.supervisor.watch(part)  # type: ignore[arg-type]
+        await fleet.supervisor.keep(engine)
         assert (await fleet.ask()).token_ids == (1,), "its session goes on elsewhere"
         (event,) = [e for e in fleet.recorder.events if e.kind == "engine_given_up"]
         assert event.subject == "engine-0"
@@ -420,10 +420,10 @@ def test_the_last_engine_is_not_given_up() -> None:
     async def main() -> None:
         fleet = Fleet()
         part = Doomed(lambda w: FakeEngine("engine-0", w.version))
-        await fleet.supervisor.start(part)  # type: ignore[arg-type]
+        engine = await fleet.supervisor.bring_up(part)  # type: ignore[arg-type]
         part.end()
         with pytest.raises(PartDied, match="after 5 restarts"):
-            await fleet.supervisor.watch(part)  # type: ignore[arg-type]
+            await fleet.supervisor.keep(engine)
 
     virtual(main)
 
@@ -442,11 +442,11 @@ class Homeless(FakePart):
 def test_a_run_without_an_engine_waits_for_a_node() -> None:
     async def main() -> None:
         fleet = Fleet()
-        fleet.supervisor._patience_s = 600.0
+        fleet.supervisor.patience_s = 600.0
         part = Homeless(lambda w: FakeEngine("engine-0", w.version))
-        await fleet.supervisor.start(part)  # type: ignore[arg-type]
+        engine = await fleet.supervisor.bring_up(part)  # type: ignore[arg-type]
         async with asyncio.TaskGroup() as tasks:
-            watch = tasks.create_task(fleet.supervisor.watch(part))  # type: ignore[arg-type]
+            watch = tasks.create_task(fleet.supervisor.keep(engine))
             part.place = False
             part.end()
             turn = tasks.create_task(fleet.ask())
@@ -470,14 +470,14 @@ def test_a_run_without_an_engine_waits_for_a_node() -> None:
 def test_a_run_without_an_engine_waits_no_longer_than_it_may() -> None:
     async def main() -> None:
         fleet = Fleet()
-        fleet.supervisor._patience_s = 60.0
+        fleet.supervisor.patience_s = 60.0
         part = Homeless(lambda w: FakeEngine("engine-0", w.version))
-        await fleet.supervisor.start(part)  # type: ignore[arg-type]
+        engine = await fleet.supervisor.bring_up(part)  # type: ignore[arg-type]
         part.place = False
         part.end()
         began = asyncio.get_running_loop().time()
         with pytest.raises(PartDied, match=r"no engine is left, and no node came for one within 60 s.*--resume"):
-            await fleet.supervisor.watch(part)  # type: ignore[arg-type]
+            await fleet.supervisor.keep(engine)
         assert 60.0 <= asyncio.get_running_loop().time() - began <= 70.0
 
     virtual(main)
@@ -486,13 +486,13 @@ def test_a_run_without_an_engine_waits_no_longer_than_it_may() -> None:
 def test_a_run_without_an_engine_waits_for_hours_where_it_may() -> None:
     async def main() -> None:
         fleet = Fleet()
-        fleet.supervisor._patience_s = 7200.0
+        fleet.supervisor.patience_s = 7200.0
         part = Homeless(lambda w: FakeEngine("engine-0", w.version))
-        await fleet.supervisor.start(part)  # type: ignore[arg-type]
+        engine = await fleet.supervisor.bring_up(part)  # type: ignore[arg-type]
         part.place = False
         part.end()
         with pytest.raises(PartDied, match="no node came for one within 7200 s"):
-            await fleet.supervisor.watch(part)  # type: ignore[arg-type]
+            await fleet.supervisor.keep(engine)
 
     virtual(main)
 
