@@ -22,6 +22,7 @@ from rollart.control.scheduler import SchedulerSettings
 from rollart.control.training import StepDone
 from rollart.control.trajectory import WaitLimits
 from rollart.fleet import EnginePlacement, EngineRole
+from rollart.launch.strategies import StrategySettings
 from rollart.leases import Leases
 from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import Outcome, Scored, Trajectory, WeightsRef
@@ -225,7 +226,9 @@ def _settings(bed: Bed) -> ControlSettings:
             steps=bed.steps,
             rules=resolve(bed.schedule, bed.alpha),
             max_fault_rate=1.0,
-            tail=None if bed.tail is None else TailBatchingSpec(eta_prompts=bed.tail, eta_responses=bed.tail),
+        ),
+        options=StrategySettings(
+            tail=None if bed.tail is None else TailBatchingSpec(eta_prompts=bed.tail, eta_responses=bed.tail)
         ),
         token_budget=bed.token_budget,
         overlap=bed.overlap,

@@ -10,16 +10,18 @@ import asyncio
 import dataclasses
 import enum
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from rollart.control.pacing import BatchPace, PacedGroup, groups_to_wait_for, last_chance, may_join
+from rollart.control.groups import PacedGroup
+from rollart.control.pacing import BatchPace, groups_to_wait_for, last_chance, may_join
 from rollart.errors import RunFailed
 from rollart.model import Group, GroupId, TrainSample
 from rollart.policy.batching import ReadyGroup, select_batch
 from rollart.policy.sample_table import Deadline, Fifo, PickedRow, ReadyRows, Sampler, SampleRow, SampleTable, Selection
 from rollart.policy.staleness import StalenessBound
-from rollart.strategies.fairness import DomainShareTracker
 
 COLUMNS = ("trajectory", "reward")
 """Columns that are written before a sample enters the buffer; training reads both."""
@@ -55,6 +57,27 @@ class BatchDeadline:
     """Factor on a sample's weight in the loss for every version that it lags."""
 
 
+class BatchShares(Protocol):
+    """Shares of the domains in a batch, in place of quotas. Counts are in samples per domain; synchronous."""
+
+    ready: Mapping[str, int]
+    """The complete samples, a mapping that the buffer updates."""
+    growing: Counter[str]
+    """Groups per domain of the growing batch."""
+
+    def quotas(self, ready: Mapping[str, int]) -> dict[str, int] | None:
+        """The domains' parts of a batch drawn from `ready`; None while the batch waits."""
+        ...
+
+    def room(self, ready: Mapping[str, int], taken: Sequence[Group]) -> dict[str, int] | None:
+        """Samples that the growing batch `taken` may add now; None once it is whole."""
+        ...
+
+    def take(self, groups: Sequence[Group]) -> None:
+        """The groups are a batch."""
+        ...
+
+
 UNBOUNDED_STALENESS = 2**31
 """A bound that no group exceeds."""
 
@@ -79,7 +102,7 @@ class SampleBuffer:
         token_budget: int | None = None,
         due: BatchDeadline | None = None,
         measure: Callable[[Sequence[int]], int] = len,
-        shares: DomainShareTracker | None = None,
+        shares: BatchShares | None = None,
         columns: Sequence[SampleColumn] = (),
     ) -> None:
         """`enforced`: groups past `bound` are never trained; otherwise they are, and `on_excess` gets the version and
@@ -270,7 +293,7 @@ class SampleBuffer:
         chosen = {r.id for r in select_batch(ready, quotas, version=0, bound=StalenessBound(UNBOUNDED_STALENESS)) or ()}
         return [self.groups[r.id] for r in ready if r.id not in chosen]
 
-    async def _grow_fairly(self, shares: DomainShareTracker, version: int, taken: Sequence[Group]) -> tuple[Group, ...]:
+    async def _grow_fairly(self, shares: BatchShares, version: int, taken: Sequence[Group]) -> tuple[Group, ...]:
         while (room := shares.room(self._fresh(version), taken)) is not None:
             if any(room.values()):
                 chosen = self._fitting(version, room)

@@ -3,43 +3,93 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TypeVar
 
-from rollart.control.buffer import BatchDeadline, SampleBuffer, SampleColumn
+from rollart.control.admission import PromptAdmission
+from rollart.control.buffer import BatchDeadline, BatchShares, SampleBuffer, SampleColumn
 from rollart.control.domain import Domain
 from rollart.control.evaluation import Evaluation, EvaluationResult
-from rollart.control.pacing import BatchPace
+from rollart.control.groups import GroupRun
+from rollart.control.pacing import BatchPace, StartPace
 from rollart.control.publish import Publisher
 from rollart.control.rewarding import TrajectoryScorer
 from rollart.control.scheduler import Scheduler, SchedulerSettings
 from rollart.control.session import EvaluationPlan, RunSession
-from rollart.control.training import ColumnFiller, StepDone, Training
-from rollart.control.trajectory import FreeRunning, TrajectoryRunner, TurnBarrier, WaitLimits
+from rollart.control.strategy import RolloutStrategy
+from rollart.control.training import ColumnFiller, StepDone, Training, all_samples
+from rollart.control.trajectory import EnvironmentSource, FreeRunning, TrajectoryRunner, TurnBarrier, WaitLimits
 from rollart.fleet import EnginePlacement
 from rollart.leases import Leases
-from rollart.ledger.intervals import ResourceClock, ResourceState
-from rollart.model import EngineId, Group, PauseMode
+from rollart.ledger.intervals import ResourceClock
+from rollart.model import EngineId, Group, GroupId, PauseMode, TrainSample
 from rollart.policy.routing import RoutingPolicy
-from rollart.policy.schedules import Admission, InFlightHandling, Schedule, TurnSynchrony
+from rollart.policy.schedules import InFlightHandling, Schedule, TurnSynchrony
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, RunEvent, Tokenizer, Trainer, WeightStore
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.gateway import Gateway
 from rollart.serving.group_colocation import GroupColocation
 from rollart.serving.kv_admission import ConcurrencySettings
-from rollart.serving.weight_updates import AllAtOnceUpdates
-from rollart.strategies.fairness import DomainShareTracker
-from rollart.strategies.lending import DeviceLender, LendingSettings
-from rollart.strategies.prefetch import Prefetcher
-from rollart.strategies.rolling_update import RollingUpdater, UpdatePolicy, UpdateRule
-from rollart.strategies.token_budget import BatchTruncation, all_samples
-from rollart.strategies.tp_change import Resharder, ReshardSettings
+from rollart.serving.weight_updates import AllAtOnceUpdates, UpdateContext, WeightUpdates
 from rollart.supervise.engines import EnginePart, EngineSupervisor
 from rollart.supervise.nodes import NodeTracker
 from rollart.supervise.rebalance import Rebalancer, RebalanceSettings
+
+S = TypeVar("S", bound=RolloutStrategy)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutContext:
+    """The parts of a run that its options use."""
+
+    domains: Sequence[Domain]
+    schedule: SchedulerSettings
+    waits: WaitLimits
+    gateway: Gateway
+    leases: Leases
+    recorder: Recorder
+    trainer: ResourceClock
+    borrow: Callable[[Sequence[EngineId]], None] | None
+    """Sets the engines whose devices the trainer borrows. None: it cannot borrow devices."""
+    meter: Callable[[], WorkloadMeter]
+    """The measured workload of training trajectories, which is collected if this is called."""
+    round: Callable[[], str]
+    """The kind of the current round of admission."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOptions:
+    """The options of one run; the defaults are those of a run without options."""
+
+    strategies: Sequence[RolloutStrategy] = ()
+    admission: Callable[..., PromptAdmission] = PromptAdmission
+    shares: BatchShares | None = None
+    """Shares of domains in place of quotas."""
+    environments: EnvironmentSource | None = None
+    """Environments that are reset before their trajectories start."""
+
+
+def no_options(_: RolloutContext) -> RolloutOptions:
+    return RolloutOptions()
+
+
+class _Colocation(RolloutStrategy):
+    """Reports groups and their members to the gateway's colocation."""
+
+    def __init__(self, colocation: GroupColocation) -> None:
+        self._colocation = colocation
+
+    def started(self, run: GroupRun, members: Sequence[int]) -> None:
+        if members:
+            self._colocation.open(run.id, members)
+        for member in members:  # the callback is also called for a member cancelled before it begins
+            run.tasks[member].add_done_callback(partial(self._left, run.id, member))
+
+    def _left(self, group: GroupId, member: int, _: asyncio.Task[None]) -> None:
+        self._colocation.left(group, member)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +98,8 @@ class ControlSettings:
 
     schedule: SchedulerSettings
     token_budget: int | None = None
-    cut_tokens: int | None = None
-    """Tokens of a batch that are trained (`cutting.BatchTruncation`); None: all."""
+    samples: Callable[[Sequence[Group], int], list[TrainSample]] = all_samples
+    """The trained samples of a batch, given its groups and its step."""
     due: BatchDeadline | None = None
     columns: Sequence[SampleColumn] = ()
     """Columns that are filled once samples are complete, before training takes them."""
@@ -64,8 +114,9 @@ class ControlSettings:
     overlap: bool = False
     """Publish a version during the next training step, if the schedule lets that step start before the version is
     current."""
-    updates: UpdatePolicy | None = None
-    """Policy of rolling updates, if the schedule lets the versions of engines differ; None: all engines at once."""
+    updates: Callable[[int, UpdateContext], WeightUpdates] | None = None
+    """Weight updates that let the versions of engines differ by the given number, if the schedule does; None: all
+    engines at once."""
     evaluation: EvaluationPlan = field(default_factory=lambda: EvaluationPlan(0))
     router: RoutingPolicy = field(default_factory=RoutingPolicy)
     seats: Mapping[str, EnginePlacement] = field(default_factory=dict)
@@ -76,10 +127,8 @@ class ControlSettings:
     the barrier for trajectories that wait for admission."""
     together: bool = False
     """A group's members stay on one engine, and are admitted and released as one."""
-    lending: LendingSettings | None = None
-    """Engines lend their devices to training while a rollout ends, if the trainer can borrow devices."""
-    reshard: ReshardSettings | None = None
-    """Tensor parallelism follows preemption, if a fleet can start engines."""
+    options: Callable[[RolloutContext], RolloutOptions] = no_options
+    """Makes the options of the run (`launch.strategies`)."""
     measure: Callable[[Sequence[int]], int] = len
     """Number of tokens that a sequence of ids stands for: its length, except in a simulated world."""
 
@@ -92,7 +141,7 @@ class Hooks:
     suspect: Callable[[EngineId], None]
     versions_in_use: Callable[[], Iterable[int]] = tuple
     borrow: Callable[[Sequence[EngineId]], None] | None = None
-    """Sets the engines whose devices the trainer borrows. None: it cannot borrow devices."""
+    """See `RolloutContext`."""
     version: Callable[[int], None] = lambda _: None
     step: Callable[[StepDone], None] = lambda _: None
     evaluation: Callable[[str, Mapping[str, EvaluationResult]], None] = lambda *_: None
@@ -128,7 +177,33 @@ class ControlPlane:
         rules = settings.schedule.rules
         together = GroupColocation() if settings.together else None
         self.gateway = _gateway(leases, recorder, version, settings, hooks, together)
-        prefetch = _prefetch(domains, leases, recorder, settings)
+        self._meter: WorkloadMeter | None = None
+        options = settings.options(
+            RolloutContext(
+                domains,
+                settings.schedule,
+                settings.waits,
+                self.gateway,
+                leases,
+                recorder,
+                trainer_clock,
+                hooks.borrow,
+                meter=self._workload,
+                round=lambda: self.scheduler.round,
+            )
+        )
+        self.strategies = [*options.strategies]
+        if rules.paced:
+            self.strategies.append(StartPace(rules.alpha, recorder))
+        if together is not None:
+            self.strategies.append(_Colocation(together))
+        self.rebalancer = (
+            None  # the routes do not change
+            if planner is None
+            else Rebalancer(
+                self.gateway, planner, leases, recorder, self._workload(), settings=settings.rebalance, fleet=fleet
+            )
+        )
         runner = TrajectoryRunner(
             self.gateway,
             tokenizer,
@@ -136,14 +211,11 @@ class ControlPlane:
             limits=settings.waits,
             stale=_staleness_check(rules, self.gateway),
             barrier=TurnBarrier() if rules.turns is TurnSynchrony.LOCKSTEP else FreeRunning(),
+            meter=self._meter,
             measure=settings.measure,
-            prefetch=prefetch,
+            prefetch=options.environments,
         )
-        self.rebalancer = self._rebalancing(planner, fleet, runner, leases, recorder)
-        self.resharder = self._resharding(runner, leases, recorder)
-        self.lender = self._lending(recorder, trainer_clock)
-        shares = _shares(domains, recorder, settings.schedule)
-        buffer = _buffer(domains, leases, recorder, settings, shares)
+        buffer = _buffer(domains, leases, recorder, settings, options.shares)
         self.scheduler = Scheduler(
             domains,
             runner,
@@ -152,9 +224,8 @@ class ControlPlane:
             journal,
             recorder,
             settings=settings.schedule,
-            prefetch=prefetch,
-            shares=shares,
-            together=together,
+            strategies=self.strategies,
+            admission=options.admission,
         )
         publisher = Publisher(
             trainer,
@@ -164,7 +235,7 @@ class ControlPlane:
             leases,
             publish_s=settings.publish_s,
             on_version=self._published,
-            drained=self._drained,
+            drained=self.scheduler.drained,
             in_use=self._versions_in_use,
         )
         self._training = self._trains(trainer, buffer, publisher, leases, trainer_clock)
@@ -188,9 +259,7 @@ class ControlPlane:
             on_step=hooks.step,
             on_taken=self.scheduler.taken,
             on_refused=self.scheduler.refused,
-            samples=all_samples
-            if settings.cut_tokens is None
-            else BatchTruncation(settings.cut_tokens, settings.measure),
+            samples=settings.samples,
             overlap=settings.overlap and not settings.schedule.rules.training_blocks_rollout,
         )
 
@@ -201,6 +270,9 @@ class ControlPlane:
         parts: Sequence[EnginePart] = (),
     ) -> RunSession:
         """The run over this control plane, once its engines have joined the gateway."""
+        beside = {name: task for s in self.strategies for name, task in s.background().items()}
+        if self._settings.columns:
+            beside["columns"] = self._columns.run
         return RunSession(
             self.gateway,
             self.scheduler,
@@ -211,20 +283,8 @@ class ControlPlane:
             plan=self._settings.evaluation,
             on_evaluation=self._hooks.evaluation,
             rebalancer=self.rebalancer,
-            beside=self._beside(),
+            beside=beside,
         )
-
-    def _beside(self) -> dict[str, Callable[[], Coroutine[Any, Any, None]]]:
-        """Tasks that end with the run, by name."""
-        found: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
-        if self.resharder is not None:
-            found["parallelism"] = self.resharder.run
-        if self.lender is not None:
-            self.scheduler.rolling.watch = self.lender
-            found["lending"] = self.lender.run
-        if self._settings.columns:
-            found["columns"] = self._columns.run
-        return found
 
     def move_by(self, fleet: Fleet) -> None:
         """Set the fleet of the rebalancer, which starts and drains engines of this control plane's gateway."""
@@ -237,74 +297,32 @@ class ControlPlane:
             self.rebalancer.follow(nodes)
 
     def reshard_by(self, fleet: Fleet) -> None:
-        """Set the fleet of the resharder. In a run, only one of rebalancer and resharder changes tensor parallelism."""
-        if self.resharder is not None:
-            self.resharder.move_by(fleet)
+        """Set the fleet of the strategies. In a run, only one of rebalancer and strategies changes tensor
+        parallelism."""
+        for strategy in self.strategies:
+            strategy.move_by(fleet)
 
     def gone(self, engine: EngineId, cause: str) -> None:
         """Callback of the supervisor: an engine will not return, and the run continues without it."""
         if self.rebalancer is not None:
             self.rebalancer.notify(f"{engine} is gone: {cause}")
 
-    def _rebalancing(
-        self, planner: Planner | None, fleet: Fleet | None, runner: TrajectoryRunner, leases: Leases, recorder: Recorder
-    ) -> Rebalancer | None:
-        """None without a planner: the routes do not change, and no workload is measured."""
-        if planner is None:
-            return None
-        runner.meter = WorkloadMeter()
-        return Rebalancer(
-            self.gateway, planner, leases, recorder, runner.meter, settings=self._settings.rebalance, fleet=fleet
-        )
+    def strategy(self, kind: type[S]) -> S | None:
+        """The run's strategy of this kind, if it is on."""
+        return next((s for s in self.strategies if isinstance(s, kind)), None)
+
+    def _workload(self) -> WorkloadMeter:
+        if self._meter is None:
+            self._meter = WorkloadMeter()
+        return self._meter
 
     def _versions_in_use(self) -> Iterable[int]:
         first = (0,) if self._settings.reference else ()
         return [*self._hooks.versions_in_use(), *self.gateway.updates.loading(), *first]
 
-    def _lending(self, recorder: Recorder, trainer: ResourceClock) -> DeviceLender | None:
-        settings, borrow = self._settings.lending, self._hooks.borrow
-        if settings is None or borrow is None:
-            return None
-        lender = DeviceLender(
-            self.gateway, recorder, borrow, settings=settings, behind=lambda: trainer.state == ResourceState.BUSY
-        )
-        self.gateway.on_lost = lender.lost
-        return lender
-
-    async def _drained(self) -> None:
-        """Returns once weights may change: no trajectory runs, if the schedule requires that, and no engine is lent."""
-        await self.scheduler.drained()
-        if self.lender is not None:
-            self.lender.give_back()
-
-    def _resharding(self, runner: TrajectoryRunner, leases: Leases, recorder: Recorder) -> Resharder | None:
-        if (settings := self._settings.reshard) is None:
-            return None
-        runner.meter = runner.meter or WorkloadMeter()
-        round_ = lambda: self.scheduler.round  # noqa: E731
-        return Resharder(self.gateway, leases, recorder, runner.meter, settings=settings, round_=round_)
-
     def _published(self, version: int, consumed: Sequence[Group]) -> None:
-        if self.resharder is not None:
-            self.resharder.published()
-        if self.lender is not None:
-            self.lender.published()
         self.scheduler.published(version, consumed)
         self._hooks.version(version)
-
-
-def _shares(domains: Sequence[Domain], recorder: Recorder, settings: SchedulerSettings) -> DomainShareTracker | None:
-    if settings.fairness is None:
-        return None
-    rules = settings.rules
-    return DomainShareTracker(
-        domains,
-        settings.fairness,
-        recorder,
-        steps=settings.steps,
-        window=rules.alpha + 1 if rules.windowed else 1,
-        apart=rules.admission is Admission.NEXT_BATCH,
-    )
 
 
 def _buffer(
@@ -312,7 +330,7 @@ def _buffer(
     leases: Leases,
     recorder: Recorder,
     settings: ControlSettings,
-    shares: DomainShareTracker | None,
+    shares: BatchShares | None,
 ) -> SampleBuffer:
     rules = settings.schedule.rules
     quotas = {d.name: d.quota for d in domains}
@@ -335,15 +353,6 @@ def _buffer(
         shares=shares,
         columns=settings.columns,
     )
-
-
-def _prefetch(
-    domains: Sequence[Domain], leases: Leases, recorder: Recorder, settings: ControlSettings
-) -> Prefetcher | None:
-    wanted, waits = settings.schedule.prefetch, settings.waits
-    if wanted is None:
-        return None
-    return Prefetcher(domains, leases, recorder, settings=wanted, reset_s=waits.env_reset_s, close_s=waits.env_close_s)
 
 
 def _staleness_check(rules: Schedule, gateway: Gateway) -> Callable[[int | None], bool]:
@@ -373,7 +382,7 @@ def _gateway(
         router=settings.router,
         seats=settings.seats,
         concurrency=None if settings.schedule.rules.turns is TurnSynchrony.LOCKSTEP else settings.concurrency,
-        updates=partial(RollingUpdater, UpdateRule(updates, rules.alpha)) if updates and differ else AllAtOnceUpdates,
+        updates=partial(updates, rules.alpha) if updates and differ else AllAtOnceUpdates,
         pause=PauseMode.ABORT if settings.schedule.rules.in_flight is InFlightHandling.TURN_REDONE else PauseMode.KEEP,
         together=together,
     )

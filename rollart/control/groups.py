@@ -10,15 +10,14 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from rollart.control.domain import Domain
-from rollart.control.pacing import IncompleteGroup
 from rollart.control.trajectory import TrajectoryState
 from rollart.model import AbortReason, Group, GroupId, TrainSample, TrajectoryId
 from rollart.policy.host_slots import PlacementPriority, PlacementRequest
 from rollart.policy.schedules import StalenessCheck
 from rollart.policy.staleness import StalenessBound
+from rollart.ports import RELAUNCH_MARK
 
 STALE_RESTARTS = 4
 """Restarts for staleness, per member, before a group is given up."""
@@ -35,6 +34,63 @@ class TrajectorySnapshot:
     turns: int
     difficulty: float | None = None
     reward: float | None = None
+
+
+@dataclass(slots=True)
+class PendingPrompt:
+    """A prompt that is not trained yet. Its seed stays the same, however often it is launched."""
+
+    name: str
+    domain: Domain
+    seed: int
+    launch: int = 1
+
+    @classmethod
+    def of(cls, group: str, domain: Domain, seed: int) -> PendingPrompt:
+        """The prompt of a group id."""
+        name, _, launch = group.partition(RELAUNCH_MARK)
+        return cls(name, domain, seed, int(launch or 1))
+
+    @property
+    def group(self) -> GroupId:
+        return GroupId(self.name if self.launch == 1 else f"{self.name}{RELAUNCH_MARK}{self.launch}")
+
+    @property
+    def journal_domain(self) -> str:
+        return self.domain.name if self.launch == 1 else f"{self.domain.name}{RELAUNCH_MARK}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLaunch:
+    """A group to start now, with its number of members. `samples`: its samples that survived a crash."""
+
+    prompt: PendingPrompt
+    members: int
+    samples: tuple[TrainSample, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PacedGroup:
+    """A group of one domain that holds slots, complete or not. `v0` is that of its oldest sample."""
+
+    id: str
+    v0: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
+class IncompleteGroup:
+    """A group that holds slots and is not complete. `v0` is None while none of its members has sampled anything."""
+
+    id: str
+    v0: int | None
+    samples: int
+    domain: str
+
+    def at(self, version: int) -> PacedGroup:
+        """The group as a batch for `version` sees it: if it has not begun, it begins under that version at the
+        earliest."""
+        return PacedGroup(self.id, version if self.v0 is None else self.v0, self.samples)
 
 
 class GroupDecision(enum.Enum):
@@ -156,16 +212,6 @@ class GroupRun:
                 self.tasks[member].cancel()
 
 
-class RolloutObserver(Protocol):
-    """Callbacks for a trajectory that begins, ends its last turn, or leaves with any outcome. They must not wait."""
-
-    def began(self, live: TrajectoryState) -> None: ...
-
-    def rolled(self, live: TrajectoryState) -> None: ...
-
-    def left(self, live: TrajectoryState) -> None: ...
-
-
 class ActiveRollouts:
     """Trajectories in rollout that have not requested their reward yet: they are the next calls of functions.
 
@@ -176,24 +222,17 @@ class ActiveRollouts:
     def __init__(self) -> None:
         self._began: dict[str, dict[TrajectoryId, float]] = {}
         self._ended: deque[tuple[str, float]] = deque(maxlen=4096)
-        self.watch: RolloutObserver | None = None
 
     def begin(self, live: TrajectoryState) -> None:
-        if self.watch is not None:
-            self.watch.began(live)
         self._began.setdefault(live.domain.name, {})[live.id] = live.started
 
     def ask(self, live: TrajectoryState, now: float) -> None:
         """The trajectory requests its reward now."""
-        if self.watch is not None:
-            self.watch.rolled(live)
         self._ended.append((live.domain.name, now - live.started))
         self.leave(live)
 
     def leave(self, live: TrajectoryState) -> None:
         """The trajectory has ended its rollout, with any outcome. Idempotent."""
-        if self.watch is not None:
-            self.watch.left(live)
         self._began[live.domain.name].pop(live.id, None)
 
     def began(self) -> dict[str, list[float]]:

@@ -20,22 +20,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
+from rollart.control.groups import GroupRun, IncompleteGroup, PacedGroup, PendingPrompt
+from rollart.control.strategy import RolloutStrategy
 from rollart.errors import LeaseExpired
 from rollart.leases import Expiry, Leases
+from rollart.model import Group
 from rollart.policy.lengths import LengthRanker
 from rollart.ports import Recorder, RunEvent
-
-
-@dataclass(frozen=True, slots=True)
-class PacedGroup:
-    """A group of one domain that holds slots, complete or not. `v0` is that of its oldest sample."""
-
-    id: str
-    v0: int
-    samples: int
 
 
 def last_chance(v0: int, version: int, alpha: int) -> bool:
@@ -100,21 +94,6 @@ EARLY_STEP_SHARE = 0.1
 """Share of a step after a publish within which a start loses too little time for a deferral to pay."""
 
 
-@dataclass(frozen=True, slots=True)
-class IncompleteGroup:
-    """A group that holds slots and is not complete. `v0` is None while none of its members has sampled anything."""
-
-    id: str
-    v0: int | None
-    samples: int
-    domain: str
-
-    def at(self, version: int) -> PacedGroup:
-        """The group as a batch for `version` sees it: if it has not begun, it begins under that version at the
-        earliest."""
-        return PacedGroup(self.id, version if self.v0 is None else self.v0, self.samples)
-
-
 @dataclass(slots=True)
 class BatchPace:
     """Holds a batch back while it lacks groups for which it is the last batch within their bound. Owned by the buffer,
@@ -146,64 +125,66 @@ class BatchPace:
         self.recorder.event(RunEvent(loop.time(), "batch_paced", f"v{version}", fields))
 
 
-@dataclass(slots=True)
-class StartPace:
+class StartPace(RolloutStrategy):
     """Defers a prompt that would reach its bound unfinished if it started now. It starts at the next publish, where it
     has the most time, whatever its expected duration: a prompt is deferred at most once.
 
-    Synchronous; the scheduler reports batches, publishes and complete groups. Durations are estimated per prompt and
-    shrunk towards those of its domain (`LengthRanker`, in seconds).
+    Durations are estimated per prompt and shrunk towards those of its domain (`LengthRanker`, in seconds).
     """
 
-    alpha: int
-    recorder: Recorder
-    ranker: LengthRanker = field(default_factory=LengthRanker)
-    training: set[str] = field(default_factory=set)
-    """Groups of batches that were taken and are not yet published."""
-    _publishes: int = 0
-    _published: float = 0.0
-    _periods: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
-    _waits: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
-    _deferred: dict[str, int] = field(default_factory=dict)
-    """By group, the number of publishes before it was deferred."""
+    def __init__(self, alpha: int, recorder: Recorder) -> None:
+        self._alpha = alpha
+        self._recorder = recorder
+        self._ranker = LengthRanker()
+        self._training: set[str] = set()
+        """Groups of batches that were taken and are not yet published."""
+        self._publishes = 0
+        self._published = 0.0
+        self._periods: deque[float] = deque(maxlen=STEPS)
+        self._waits: deque[float] = deque(maxlen=STEPS)
+        self._deferred: dict[str, int] = {}
+        """By group, the number of publishes before it was deferred."""
 
-    def taken(self, groups: Iterable[str], now: float) -> None:
-        """A batch was taken for training."""
-        self.training.update(groups)
+    def taken(self, groups: Sequence[Group]) -> None:
+        self._training.update(g.id for g in groups)
         if self._publishes:
-            self._waits.append(now - self._published)
+            self._waits.append(asyncio.get_running_loop().time() - self._published)
 
-    def ended(self, groups: Iterable[str]) -> None:
-        """Groups left training: they were trained or refused."""
-        self.training.difference_update(groups)
+    def refused(self, groups: Sequence[Group]) -> None:
+        self._training.difference_update(g.id for g in groups)
 
-    def published(self, now: float) -> None:
+    def published(self, version: int, consumed: Sequence[Group]) -> None:
+        self._training.difference_update(g.id for g in consumed)
+        now = asyncio.get_running_loop().time()
         if self._publishes:
             self._periods.append(now - self._published)
         self._published = now
         self._publishes += 1
 
-    def completed(self, prompt: str, domain: str, seconds: float) -> None:
-        """A group has all its samples, `seconds` after it began."""
-        self.ranker.finished(prompt, domain, seconds)
+    def completed(self, run: GroupRun) -> None:
+        seconds = asyncio.get_running_loop().time() - run.opened
+        self._ranker.finished(str(run.seed), run.domain.name, seconds)
 
-    def starts(self, group: str, prompt: str, domain: str, now: float) -> bool:
-        """False if the group should start at the next publish. Called only while a publish is sure to come."""
-        if (deferred := self._deferred.get(group)) is not None:
-            return deferred < self._publishes
-        expected, left = self.ranker.estimate(prompt, domain), 0.0
-        if self.alpha > 0 or not self.training:  # with alpha 0, a new group is too late for that batch
+    def defers(self, prompt: PendingPrompt, *, whole: bool) -> bool:
+        """Needs a publish that is sure to come: a batch is in training, or every domain has a `whole` batch."""
+        if not self._training and not whole:
+            return False
+        if (deferred := self._deferred.get(prompt.group)) is not None:
+            return deferred >= self._publishes
+        now = asyncio.get_running_loop().time()
+        expected, left = self._ranker.estimate(str(prompt.seed), prompt.domain.name), 0.0
+        if self._alpha > 0 or not self._training:  # with alpha 0, a new group is too late for that batch
             if not self._periods or not self._waits or expected.known < MIN_FINISHED_GROUPS:
-                return True
+                return False
             step, since = median(self._periods), now - self._published
-            left = self.alpha * step + median(self._waits) - since
+            left = self._alpha * step + median(self._waits) - since
             if since <= EARLY_STEP_SHARE * step or expected.p90 <= left:
-                return True
-        self._deferred[group] = self._publishes
+                return False
+        self._deferred[prompt.group] = self._publishes
         fields: dict[str, str | int | float | bool | None] = {
-            "domain": domain,
+            "domain": prompt.domain.name,
             "expected_s": expected.p90,
             "left_s": left,
         }
-        self.recorder.event(RunEvent(now, "admission_deferred", group, fields))
-        return False
+        self._recorder.event(RunEvent(now, "admission_deferred", prompt.group, fields))
+        return True

@@ -1,167 +1,29 @@
 """The scheduler: admits groups, runs their trajectories, hands complete groups to the buffer, and follows publishes.
 
 `PromptAdmission` gives slots to prompts, `AttemptRunner` runs each group member until it is scored, and `FaultMeter`
-stops a run that loses too many attempts to infrastructure instead of training on the remainder.
+stops a run that loses too many attempts to infrastructure instead of training on the remainder. Options of a run take
+part as `RolloutStrategy`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
+from rollart.control.admission import PromptAdmission
 from rollart.control.buffer import SampleBuffer
-from rollart.control.domain import Domain, training_seed
-from rollart.control.groups import ActiveRollouts, GroupRun, GroupTable
-from rollart.control.pacing import StartPace
+from rollart.control.domain import Domain
+from rollart.control.groups import ActiveRollouts, GroupLaunch, GroupRun, GroupTable, PendingPrompt
 from rollart.control.rewarding import TrajectoryScorer
+from rollart.control.strategy import RolloutStrategy
 from rollart.control.trajectory import FreeRunning, TrajectoryAborted, TrajectoryRunner, TrajectoryState, TurnBarrier
 from rollart.errors import FaultRateExceeded, SpecError
 from rollart.model import AbortReason, Group, GroupId, Purpose, TrainSample, TrajectoryId
-from rollart.policy.admission import AdmissionWindow, DomainQuota
 from rollart.policy.incidents import IncidentWindow
-from rollart.policy.release import SlotLedger
 from rollart.policy.schedules import Admission, Schedule
 from rollart.policy.schedules import RewardTiming as RewardStage
 from rollart.ports import FINISHED, RELAUNCH_MARK, Charge, Journal, Recorder, Recovered, RunEvent
-from rollart.serving.group_colocation import GroupColocation
-from rollart.settings.rollout import FilterSpec, TailBatchingSpec
-from rollart.strategies.fairness import DomainShareTracker, FairnessSettings
-from rollart.strategies.filtering import GroupFilter, additional_prompts
-from rollart.strategies.prefetch import Prefetcher, PrefetchSettings
-from rollart.strategies.redundancy import Redundancy, RedundancyController, SelectionBiasReport
-from rollart.strategies.tail_batching import GroupLaunch, PendingPrompt, TailBatchRounds
-
-
-class PromptAdmission:
-    """Owns the slots and the order of prompts. Synchronous; the scheduler calls it between two awaits.
-
-    `drawn` and `consumed` count per domain and survive a resume, which counts whole batches. `short`, a view of the
-    buffer's count, is the number of samples that batches since then lacked. Invariant: samples that hold a slot never
-    exceed (alpha + 1) x batch, plus the samples of redundant groups (I4).
-    """
-
-    def __init__(
-        self,
-        domains: Sequence[Domain],
-        rules: Schedule,
-        recorder: Recorder,
-        *,
-        seed: int,
-        steps: int,
-        redundancy: Redundancy,
-        additional: Mapping[str, int],
-        tail: TailBatchingSpec | None,
-        shares: DomainShareTracker | None = None,
-        pace: StartPace | None = None,
-    ) -> None:
-        self._domains = {d.name: d for d in domains}
-        self._rules = rules
-        self._recorder = recorder
-        self._seed = seed
-        self._steps = steps
-        quotas = tuple(DomainQuota(d.name, d.quota, d.group_size) for d in domains)
-        self._window = AdmissionWindow(quotas, rules.alpha if rules.windowed else 0)
-        self._shares = shares
-        self._pace = pace if shares is None else None
-        self.slots = SlotLedger()
-        self.redundant = RedundancyController(domains, redundancy, additional)
-        self.rounds = None if tail is None else TailBatchRounds(self._domains, tail, self.draw)
-        self.drawn = dict.fromkeys(self._domains, 0)
-        self.consumed = dict.fromkeys(self._domains, 0)
-        self.short: Mapping[str, int] = dict.fromkeys(self._domains, 0)
-
-    def reserve(self) -> list[GroupLaunch]:
-        """Take slots for every group that may start now."""
-        if self.rounds is not None:
-            return self._next_round(self.rounds)
-        fresh: list[GroupLaunch] = []
-        deferring: set[str] = set()
-        while (name := self._next_domain(deferring)) is not None:
-            domain = self._domains[name]
-            if self._defers(domain):
-                deferring.add(name)
-                continue
-            (prompt,) = self.draw(domain, 1)
-            self.slots.admit(prompt.group, name, domain.group_size)
-            fresh.append(GroupLaunch(prompt, self.members(domain)))
-        return fresh
-
-    def _defers(self, domain: Domain) -> bool:
-        """True if the domain's next prompt waits for the next publish. That publish must be certain: a batch is in
-        training, or every domain has a whole batch outstanding."""
-        if self._pace is None:
-            return False
-        outstanding = self.slots.outstanding
-        if not self._pace.training and any(outstanding[d.name] < d.quota for d in self._domains.values()):
-            return False
-        (prompt,) = self.next(domain, 1)
-        now = asyncio.get_running_loop().time()
-        return not self._pace.starts(prompt.group, str(prompt.seed), domain.name, now)
-
-    def _next_domain(self, deferring: Collection[str] = ()) -> str | None:
-        batches = not self._rules.windowed
-        if self._shares is not None:
-            full = batches and self._shares.quotas(self._shares.ready) is not None
-            extra = {} if full else self.redundant.slots({}, self._domains, batches=False)
-            return self._shares.next_domain(self.slots.outstanding, extra)
-        extra = self.redundant.slots(self.slots.ready, self._domains, batches=batches)
-        left = {name: 0 if name in deferring else count for name, count in self.remaining(extra).items()}
-        return self._window.next_domain(self.slots.ahead, left, extra)
-
-    def members(self, domain: Domain) -> int:
-        """Members that a group of the domain starts with."""
-        return domain.group_size + self.redundant.extra(domain).members
-
-    def full(self, domain: Domain) -> Sequence[Domain]:
-        """Domains whose batch needs no more groups, now that a group of `domain` is complete. A window of groups has no
-        surplus."""
-        if self._rules.windowed:
-            return ()
-        if self._shares is not None:
-            return () if self._shares.quotas(self._shares.ready) is None else tuple(self._domains.values())
-        return (domain,) if self.slots.ready[domain.name] >= domain.quota else ()
-
-    def remaining(self, extra: Mapping[str, int]) -> dict[str, int]:
-        """Samples per domain that the run may still start: the last step needs only its batch and the redundant samples
-        (`extra`)."""
-        if self._shares is not None:
-            return self._shares.remaining(self.slots.outstanding)
-        found = dict.fromkeys(self._domains, 0)
-        for name, domain in self._domains.items():
-            needed = self._steps * domain.quota - self.consumed[name] - self.short[name]
-            if needed > 0:
-                found[name] = needed + extra.get(name, 0) - self.slots.outstanding.get(name, 0)
-        return found
-
-    def draw(self, domain: Domain, count: int) -> list[PendingPrompt]:
-        """Draw the domain's next prompts."""
-        prompts = self.next(domain, count)
-        self.drawn[domain.name] += count
-        return prompts
-
-    def next(self, domain: Domain, count: int) -> list[PendingPrompt]:
-        """The prompts that `draw` would return."""
-        first = self.drawn[domain.name]
-        return [
-            PendingPrompt(f"{domain.name}-{i}", domain, training_seed(self._seed, domain.name, i))
-            for i in range(first, first + count)
-        ]
-
-    def _next_round(self, rounds: TailBatchRounds) -> list[GroupLaunch]:
-        """The next round of tail batching once the last batch is trained; before that, replacements of dropped ones."""
-        fresh, rounds.replacements = rounds.replacements, []
-        left = {n: v // self._domains[n].group_size for n, v in self.remaining({}).items()}
-        if not fresh and any(left.values()) and not any(self.slots.outstanding.values()):
-            fresh = rounds.begin(left)
-            fields = {"number": rounds.number, "prompts": len(fresh), "deferred": rounds.deferred()}
-            self._recorder.event(RunEvent(asyncio.get_running_loop().time(), "tail_round", rounds.kind, fields))
-        for launch in fresh:
-            domain = launch.prompt.domain
-            self.slots.admit(launch.prompt.group, domain.name, domain.group_size)
-        return fresh
-
 
 MIN_INCIDENTS = 3
 """Minimum number of incidents whose losses can stop a run: two at about the same time are ordinary machine failures."""
@@ -248,11 +110,8 @@ class AttemptRunner:
         seed: int,
         stage: FreeRunning,
         faults: FaultMeter,
-        redundant: RedundancyController,
-        cancellations: SelectionBiasReport,
-        shares: DomainShareTracker | None = None,
+        strategies: Sequence[RolloutStrategy] = (),
     ) -> None:
-        self._shares = shares
         self._groups = groups
         self._runner = runner
         self._rewarding = rewarding
@@ -261,8 +120,7 @@ class AttemptRunner:
         self._seed = seed
         self._stage = stage
         self._faults = faults
-        self._redundant = redundant
-        self._cancellations = cancellations
+        self._strategies = strategies
         self.rolling = ActiveRollouts()
         self.quiet = asyncio.Event()
         self.closed = False
@@ -301,9 +159,9 @@ class AttemptRunner:
         reason, detail = ended.reason, ended.detail
         if reason in (AbortReason.REDUNDANT, AbortReason.DEFERRED):
             if reason is AbortReason.REDUNDANT:
-                self._cancellations.cancelled(run, live)
+                self._cancelled(run, live, None)
             return False
-        self._redundant.ended(run.domain, reason)
+        self._ended(run.domain, reason)
         self._faults.ended(reason, detail, incident=ended.incident)
         if reason is AbortReason.INFRA_FAULT:
             named = {"host": ended.host} if ended.host else {}
@@ -315,13 +173,19 @@ class AttemptRunner:
 
     async def _attempt(self, live: TrajectoryState) -> TrainSample:
         self._stage.join()
+        for strategy in self._strategies:
+            strategy.began(live)
         self.rolling.begin(live)
         try:
             trajectory = await self._runner.run(live)
             await self._stage.turn()
+            for strategy in self._strategies:
+                strategy.rolled(live)
             self.rolling.ask(live, asyncio.get_running_loop().time())
             return await self._rewarding.score(trajectory)
         finally:
+            for strategy in self._strategies:
+                strategy.left(live)
             self.rolling.leave(live)
             self._stage.leave()
             self.quiet.set()
@@ -329,10 +193,10 @@ class AttemptRunner:
     async def _keep(self, run: GroupRun, member: int, sample: TrainSample, live: TrajectoryState) -> None:
         """Journal the sample, unless its group has enough samples."""
         self._faults.ended(None)
-        self._redundant.ended(run.domain, None)
+        self._ended(run.domain, None)
         if run.enough:
             self._recorder.charge(self._charge(live, str(AbortReason.REDUNDANT), sample))
-            self._cancellations.cancelled(run, live, sample)
+            self._cancelled(run, live, sample)
             return
         outcome = FINISHED if self._groups.holds(run) else str(run.ended or AbortReason.GROUP_DROPPED)
         run.writing[member] = sample.v0
@@ -346,13 +210,22 @@ class AttemptRunner:
         """Count a durable sample, unless its group was dropped or a publish made the sample stale meanwhile."""
         if not self._groups.holds(run):
             if run.ended is AbortReason.REDUNDANT:
-                self._cancellations.cancelled(run, live, sample)
+                self._cancelled(run, live, sample)
             return
         if self._runner.stale(sample.v0):
             await self._journal.outdate(sample.id)
             raise TrajectoryAborted(AbortReason.STALE, "scored after its bound")
-        self._cancellations.ended(run, live, sample)
+        for strategy in self._strategies:
+            strategy.sampled(run, live, sample)
         self._groups.finish(run, member, sample)
+
+    def _ended(self, domain: Domain, reason: AbortReason | None) -> None:
+        for strategy in self._strategies:
+            strategy.attempt_ended(domain, reason)
+
+    def _cancelled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample | None) -> None:
+        for strategy in self._strategies:
+            strategy.cancelled(run, live, sample)
 
     def _live(self, run: GroupRun, member: int, attempt: int) -> TrajectoryState:
         suffix = "" if attempt == 1 else f"r{attempt}"
@@ -371,8 +244,8 @@ class AttemptRunner:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
 
     def _charge(self, live: TrajectoryState, outcome: str, sample: TrainSample | None) -> Charge:
-        if self._shares is not None:
-            self._shares.spent(live.domain, live.engine_seconds)
+        for strategy in self._strategies:
+            strategy.charged(live)
         if sample is None:
             return trajectory_charge(live, outcome, None, None)
         return trajectory_charge(live, outcome, sample.score, sample.success)
@@ -422,14 +295,6 @@ class SchedulerSettings:
     max_attempts: int = 3
     max_fault_rate: float = 0.05
     min_faults: int = 20
-    redundancy: Redundancy = field(default_factory=Redundancy)
-    tail: TailBatchingSpec | None = None
-    """Tail batching, under a schedule of one batch at a time."""
-    filter: FilterSpec = field(default_factory=FilterSpec)
-    fairness: FairnessSettings | None = None
-    """Shares of domains instead of quotas."""
-    prefetch: PrefetchSettings | None = None
-    """Prefetch: environments are reset before their trajectories are admitted."""
 
 
 class Scheduler:
@@ -451,34 +316,21 @@ class Scheduler:
         recorder: Recorder,
         *,
         settings: SchedulerSettings,
-        prefetch: Prefetcher | None = None,
-        shares: DomainShareTracker | None = None,
-        together: GroupColocation | None = None,
+        strategies: Sequence[RolloutStrategy] = (),
+        admission: type[PromptAdmission] | Callable[..., PromptAdmission] = PromptAdmission,
     ) -> None:
-        self._shares = shares
-        self._together = together
+        self._strategies = strategies
         self._domains = {d.name: d for d in domains}
         self.buffer = buffer
         self._journal = journal
         self._recorder = recorder
-        self._settings = settings
         self._rules = settings.rules
         self._bound = settings.rules.bound
-        self._pace = StartPace(settings.rules.alpha, recorder) if settings.rules.paced else None
-        self._admitting = PromptAdmission(
-            domains,
-            settings.rules,
-            recorder,
-            seed=settings.seed,
-            steps=settings.steps,
-            redundancy=settings.redundancy,
-            additional=additional_prompts(domains, settings.filter.max_additional_running_prompts),
-            tail=settings.tail,
-            shares=shares,
-            pace=self._pace,
+        self._admitting = admission(
+            domains, settings.rules, recorder, seed=settings.seed, steps=settings.steps, strategies=strategies
         )
         self._admitting.short = buffer.short
-        self._slots, self._rounds = self._admitting.slots, self._admitting.rounds
+        self._slots = self._admitting.slots
         # Rewards that are a separate stage wait until every trajectory of the batch has ended.
         stage = TurnBarrier() if self._rules.rewarding is RewardStage.INLINE else FreeRunning()
         self.groups = GroupTable(
@@ -492,16 +344,11 @@ class Scheduler:
         if buffer.pace is not None:
             buffer.pace.unfinished = self.groups.unfinished
         self._freed = asyncio.Event()
-        self.prefetch = prefetch
-        if prefetch is not None:
-            prefetch.on_known = self._freed.set
+        for strategy in strategies:
+            strategy.wake = self._freed.set
         self._drops: list[tuple[GroupId, str]] = []
         self._again: list[tuple[GroupId, str, int]] = []
         """New groups of deferred prompts: they are journaled before the old groups are dropped."""
-        self._redundant = self._admitting.redundant
-        speculates = settings.redundancy.any or settings.tail is not None or settings.filter.zero_variance
-        self._cancellations = SelectionBiasReport(recorder, on=speculates)
-        self._filter = GroupFilter(domains, settings.filter, recorder)
         window = max(WINDOW, FAULT_WINDOW_BATCHES * sum(d.quota for d in domains))
         self.faults = FaultMeter(settings.max_fault_rate, settings.min_faults, window)
         self._attempts = AttemptRunner(
@@ -513,9 +360,7 @@ class Scheduler:
             seed=settings.seed,
             stage=stage,
             faults=self.faults,
-            redundant=self._redundant,
-            cancellations=self._cancellations,
-            shares=shares,
+            strategies=strategies,
         )
         self.rolling = self._attempts.rolling
 
@@ -535,14 +380,16 @@ class Scheduler:
                     self._open(tasks, fresh, version())
                 elif not self._attempts.closed and not self._drops:
                     # There is no await since the checks: neither a close nor a drop can come between.
-                    self._look_ahead(tasks)
+                    for strategy in self._strategies:
+                        strategy.look_ahead(tasks, self._admitting.remaining({}), self._admitting.next)
                     self._freed.clear()
                     await self._freed.wait()
             self._end_surplus()  # after a resume without a step left, `close` preceded its groups
             self.groups.cancel_all(AbortReason.SHUTDOWN)
-            if self.prefetch is not None:
-                self.prefetch.close()
-        self._cancellations.report(version())
+            for strategy in self._strategies:
+                strategy.close()
+        for strategy in self._strategies:
+            strategy.ended(version())
         await self._write_drops()
 
     def close(self) -> None:
@@ -561,36 +408,25 @@ class Scheduler:
         for group in consumed:
             self._admitting.consumed[group.domain] += len(group.samples)
             self._slots.release(group.id)
-        if self._shares is not None:
-            self._shares.published(version, consumed)
-        if self._pace is not None:
-            self._pace.ended(g.id for g in consumed)
-            self._pace.published(asyncio.get_running_loop().time())
         self.groups.published(version, self._rules.judged)
         self._evict(version)
         self.buffer.changed()
-        if self.prefetch is not None:
-            self.prefetch.published(version)
-        self._cancellations.report(version)
-        self._filter.trained(consumed, version)
+        for strategy in self._strategies:
+            strategy.published(version, consumed)
         self._freed.set()
 
     def refused(self, groups: Sequence[Group], detail: str) -> None:
         """The trainer refused these groups: drop them and free their slots."""
         self.buffer.refused(groups)
-        if self._shares is not None:
-            self._shares.refused(groups)
-        if self._pace is not None:
-            self._pace.ended(g.id for g in groups)
+        for strategy in self._strategies:
+            strategy.refused(groups)
         for group in groups:
             self._drop_event(group.id, self._domains[group.domain], AbortReason.REFUSED, detail)
 
     def taken(self, groups: Sequence[Group]) -> None:
         """The groups are in training: under a schedule of whole batches, the next batch may start."""
-        if self._shares is not None:
-            self._shares.told()
-        if self._pace is not None:
-            self._pace.taken((g.id for g in groups), asyncio.get_running_loop().time())
+        for strategy in self._strategies:
+            strategy.taken(groups)
         if self._rules.admission is Admission.NEXT_BATCH:
             for group in groups:
                 self._slots.train(group.id)
@@ -602,6 +438,8 @@ class Scheduler:
         while not self._rules.may_publish(running=self.groups.live()):
             self._attempts.quiet.clear()
             await self._attempts.quiet.wait()
+        for strategy in self._strategies:
+            strategy.before_publish()
 
     def outstanding(self) -> Mapping[str, int]:
         """Samples per domain that hold a slot: running, waiting in the buffer, or in training."""
@@ -613,7 +451,7 @@ class Scheduler:
     @property
     def round(self) -> str:
         """The kind of the current round of tail batching; '' without tail batching."""
-        return "" if self._rounds is None else self._rounds.kind
+        return self._admitting.round
 
     def _evict(self, version: int) -> None:
         if not self._rules.drops_stale:
@@ -622,16 +460,6 @@ class Scheduler:
             self.buffer.discard(group.id)
             domain = self._domains[group.domain]
             self._drop_event(group.id, domain, AbortReason.STALE, f"waited in the buffer past v{version}")
-
-    def _look_ahead(self, tasks: asyncio.TaskGroup) -> None:
-        """Prefetch environments for the prompts that are drawn next, at most as many as the run will still start."""
-        if self.prefetch is None:
-            return
-        left = self._admitting.remaining({})
-        for name, domain in self._domains.items():
-            most = min(left[name], self.prefetch.wanted(name))
-            prompts = self._admitting.next(domain, -(-max(most, 0) // domain.group_size))
-            self.prefetch.fill(tasks, domain, [(p.group, p.seed) for p in prompts], most)
 
     def _open(self, tasks: asyncio.TaskGroup, launches: Sequence[GroupLaunch], version: int) -> None:
         """Run the groups that still hold slots: a group may have lost them while it was journaled, or because samples
@@ -656,13 +484,10 @@ class Scheduler:
     async def _readmit(self, tasks: asyncio.TaskGroup, recovered: Recovered, version: int) -> None:
         """Continue a crashed run: complete groups go to the buffer, incomplete ones run their missing members."""
         self._admitting.drawn.update({k: v for k, v in recovered.seeds_drawn.items() if k in self._domains})
-        if self._shares is not None:
-            self._shares.resume(recovered.step, recovered.consumed)
+        for strategy in self._strategies:
+            strategy.resume(recovered)
         for name, domain in self._domains.items():
             self._admitting.consumed[name] = recovered.step * domain.quota
-        by_group: dict[str, list[TrainSample]] = {}
-        for sample in recovered.samples:
-            by_group.setdefault(sample.group, []).append(sample)
         pending = []
         for group_id, counted, seed in recovered.pending:
             name = counted.removesuffix(RELAUNCH_MARK)
@@ -671,52 +496,34 @@ class Scheduler:
                     f"the run to resume has unfinished groups of domain '{name}', which the spec no longer has",
                     remedy="resume without renaming or removing domains",
                 )
-            pending.append((group_id, self._domains[name], seed))
-        if self._rounds is not None:
-            self._drops += [(g, str(AbortReason.DEFERRED)) for g in self._rounds.resume(pending, recovered.samples)]
-            return
-        launches = []
-        for group_id, domain, seed in pending:
-            self._slots.admit(group_id, domain.name, domain.group_size)
-            members = self._admitting.members(domain)
-            launches.append(
-                GroupLaunch(PendingPrompt(group_id, domain, seed), members, tuple(by_group.get(group_id, ())))
-            )
+            pending.append(PendingPrompt.of(group_id, self._domains[name], seed))
+        launches, replaced = self._admitting.readmit(pending, recovered.samples)
+        self._drops += [(g, str(AbortReason.DEFERRED)) for g in replaced]
         self._open(tasks, launches, version)
 
     def _start(self, tasks: asyncio.TaskGroup, run: GroupRun, members: Sequence[int]) -> None:
         run.trying.update(members)
-        if self._together is not None and members:
-            self._together.open(run.id, members)
         for member in members:
             name = f"{run.id}.{member}"
-            task = run.tasks[member] = tasks.create_task(self._attempts.member(run, member), name=name)
-            if self._together is not None:  # also called for a member cancelled before it begins
-                task.add_done_callback(partial(self._member_left, self._together, run.id, member))
-
-    @staticmethod
-    def _member_left(together: GroupColocation, group: GroupId, member: int, _: asyncio.Task[None]) -> None:
-        together.left(group, member)
+            run.tasks[member] = tasks.create_task(self._attempts.member(run, member), name=name)
+        for strategy in self._strategies:
+            strategy.started(run, members)
 
     def _completed(self, run: GroupRun) -> None:
-        """Filter a complete group or add it to the buffer. In a schedule of whole batches, end groups that became
-        surplus."""
-        if self._pace is not None:
-            seconds = asyncio.get_running_loop().time() - run.opened
-            self._pace.completed(str(run.seed), run.domain.name, seconds)
-        if self._filter.leaves_out(run):
+        """Add a complete group to the buffer, unless a strategy refuses it. End groups that became surplus."""
+        for strategy in self._strategies:
+            strategy.completed(run)
+        if not all(strategy.accepts(run) for strategy in self._strategies):
             self._release(run.id, AbortReason.FILTERED)
-            self._replace(run)
+            self._defer(self._admitting.dropped(run))
             self._attempts.quiet.set()
             return
         self.buffer.add(run.whole())
         self._slots.complete(run.id)
-        self._cancellations.kept(run)
-        if self.prefetch is not None:
-            self.prefetch.forget(run.id)
-        if self._rounds is not None:
-            self._defer(self._rounds, self._rounds.completed(self._rounds.prompt(run.id)))
-        elif (self._redundant.by_groups or self._shares is not None) and (full := self._admitting.full(run.domain)):
+        for strategy in self._strategies:
+            strategy.kept(run)
+        self._defer(self._admitting.completed(run))
+        if full := self._admitting.full(run.domain):
             for domain in full:
                 for group_id in self._slots.incomplete(domain.name):
                     self._surplus(GroupId(group_id), domain)
@@ -729,18 +536,19 @@ class Scheduler:
         """End a group that the full batch does not need."""
         if (run := self.groups.get(group_id)) is not None:
             self.groups.dismiss(run, AbortReason.REDUNDANT)
-            self._cancellations.dropped(run)
+            for strategy in self._strategies:
+                strategy.surplus(run)
         self._release(group_id, AbortReason.REDUNDANT)
         self._event("group_redundant", group_id, domain=domain.name)
 
-    def _defer(self, rounds: TailBatchRounds, prompts: Sequence[PendingPrompt]) -> None:
+    def _defer(self, prompts: Sequence[PendingPrompt]) -> None:
         """End the launch of these prompts. They wait for a later round, each as a new group."""
         for prompt in prompts:
             old = prompt.group
             if (run := self.groups.get(old)) is not None:
                 self.groups.dismiss(run, AbortReason.DEFERRED)
             if old not in self._slots.held:  # a replacement of a dropped prompt that has not begun
-                rounds.replacements = [r for r in rounds.replacements if r.prompt is not prompt]
+                self._admitting.withdraw(prompt)
                 self._again.append((old, prompt.journal_domain, prompt.seed))
                 self._slots.admit(old, prompt.domain.name, prompt.domain.group_size)
             prompt.launch += 1
@@ -750,20 +558,15 @@ class Scheduler:
 
     def _dropped(self, run: GroupRun, reason: AbortReason, detail: str) -> None:
         self._drop_event(run.id, run.domain, reason, detail)
-        self._replace(run)
-
-    def _replace(self, run: GroupRun) -> None:
-        """Replace the prompt of a group that released its slots; admission does so if there is no tail batching."""
-        if self._rounds is not None:
-            self._defer(self._rounds, self._rounds.dropped(self._rounds.prompt(run.id)))
+        self._defer(self._admitting.dropped(run))
 
     def _drop_event(self, group_id: GroupId, domain: Domain, reason: AbortReason, detail: str) -> None:
         self._release(group_id, reason)
         self._event("group_dropped", group_id, domain=domain.name, reason=str(reason), detail=detail)
 
     def _release(self, group_id: GroupId, reason: AbortReason) -> None:
-        if self.prefetch is not None:
-            self.prefetch.forget(group_id)
+        for strategy in self._strategies:
+            strategy.released(group_id)
         self.buffer.withdraw(group_id)
         self._slots.release(group_id)
         self._drops.append((group_id, str(reason)))

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from placement.problem import kept_for_next_turn
 from rollart.control.domain import Domain, derive_seed
@@ -38,7 +38,6 @@ from rollart.policy.host_slots import PlacementRequest
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Environment, HarnessEpisode, HarnessFactory, HarnessRequest, Tokenizer
 from rollart.serving.gateway import Gateway
-from rollart.strategies.prefetch import PrefetchedEnvironment, Prefetcher
 from rollart.supervise.environment_hosts import host_of, prepare_environment
 from rollart.user_code import UserCodeGuard, checked_observation, checked_step, require_awaitable
 
@@ -266,6 +265,32 @@ class TrajectoryState:
         self.engine_seconds += seconds
 
 
+class StartedEnvironment(Protocol):
+    """An environment whose reset began before its trajectory."""
+
+    environment: Environment | None
+    seconds: float
+    """Duration of its reset, once `observed` has returned."""
+
+    async def prepared(self) -> None:
+        """Wait until its host is ready for the reset, or failed to be."""
+
+    async def observed(self) -> Observation:
+        """The first observation. Raises the error of the reset."""
+        ...
+
+
+class EnvironmentSource(Protocol):
+    """Resets environments before their trajectories start. Synchronous."""
+
+    def take(self, domain: str, trajectory: TrajectoryId) -> StartedEnvironment | None:
+        """The trajectory's environment, which the caller now owns and closes; None if there is none."""
+        ...
+
+    def reset(self, domain: str, seconds: float) -> None:
+        """Record the duration of a reset."""
+
+
 class TrajectoryRunner:
     """Runs episodes. Any number of tasks may call `run` at once; each owns its `TrajectoryState` and its environment.
 
@@ -284,7 +309,7 @@ class TrajectoryRunner:
         barrier: FreeRunning,
         meter: WorkloadMeter | None = None,
         measure: Callable[[Sequence[int]], int] = len,
-        prefetch: Prefetcher | None = None,
+        prefetch: EnvironmentSource | None = None,
     ) -> None:
         """`measure`: number of tokens that a sequence of ids stands for: its length, except in a simulated world, where
         one id may stand for many tokens. `prefetch`: environments that are reset before their trajectories start."""
@@ -516,7 +541,7 @@ class TrajectoryRunner:
         )
 
     async def _reset(
-        self, live: TrajectoryState, environment: Environment, ahead: PrefetchedEnvironment | None
+        self, live: TrajectoryState, environment: Environment, ahead: StartedEnvironment | None
     ) -> Observation:
         """The first observation, from a reset made here or from a prefetched environment."""
         try:

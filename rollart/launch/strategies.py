@@ -1,28 +1,37 @@
-"""Options of a run, as settings of the control plane: domain shares, update policies of engines, changes of tensor
-parallelism (the sizes of each pool, and the engines that may start) and lent devices; and the longest waits that
-follow from them.
+"""Options of a run: the one factory that makes rollout strategies, their settings from the specs, and the longest waits
+that follow from them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from placement.roofline import RooflinePerformance
 from placement.types import Pool
+from rollart.control.admission import PromptAdmission
+from rollart.control.control_plane import RolloutContext, RolloutOptions
+from rollart.control.strategy import RolloutStrategy
 from rollart.errors import SpecError
 from rollart.fleet import EngineKind
 from rollart.launch.plan import rebalance_settings
 from rollart.launch.routing import SERVING_ROLES
 from rollart.launch.start_limits import engine_start_limits
+from rollart.ledger.intervals import ResourceState
+from rollart.policy.schedules import Admission
 from rollart.settings.resolve import Resolved
-from rollart.settings.rollout import FairnessSpec, ParallelismSpec
+from rollart.settings.rollout import FairnessSpec, FilterSpec, ParallelismSpec, TailBatchingSpec
 from rollart.settings.run import RunSpec
-from rollart.strategies.fairness import FairnessSettings
-from rollart.strategies.lending import LendingSettings
+from rollart.strategies.fairness import DomainShareTracker, FairAdmission, FairnessSettings
+from rollart.strategies.filtering import GroupFilter, additional_prompts
+from rollart.strategies.lending import DeviceLender, LendingSettings
+from rollart.strategies.prefetch import Prefetcher, PrefetchSettings
+from rollart.strategies.redundancy import Redundancy, RedundancyController, SelectionBiasReport
 from rollart.strategies.rolling_update import Delayed, OnDivergence, Staggered, UpdatePolicy, VersionProbe
-from rollart.strategies.tp_change import ReshardSettings, TensorParallelRule
+from rollart.strategies.tail_batching import TailBatchAdmission
+from rollart.strategies.tp_change import Resharder, ReshardSettings, TensorParallelRule
 
 DEFAULT_SIZES = (1, 2, 4, 8)
 
@@ -31,6 +40,108 @@ STALL_S = 600.0
 
 DELAYED_UPDATE_S = 120.0
 """Default limit of a turn's generation: most iterations end before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class StrategySettings:
+    """The options of a run's rollout; with the defaults there are none. A call makes them for one run."""
+
+    redundancy: Redundancy = field(default_factory=Redundancy)
+    tail: TailBatchingSpec | None = None
+    """Tail batching, under a schedule of one batch at a time."""
+    filter: FilterSpec = field(default_factory=FilterSpec)
+    fairness: FairnessSettings | None = None
+    """Shares of domains instead of quotas."""
+    prefetch: PrefetchSettings | None = None
+    lending: LendingSettings | None = None
+    """Engines lend their devices to training while a rollout ends, if the trainer can borrow devices."""
+    reshard: ReshardSettings | None = None
+    """Tensor parallelism follows preemption, if a fleet can start engines."""
+
+    def __call__(self, run: RolloutContext) -> RolloutOptions:
+        shares = None if self.fairness is None else _share_tracker(self.fairness, run)
+        prefetcher = None if self.prefetch is None else _prefetcher(self.prefetch, run)
+        admission: Callable[..., PromptAdmission] = PromptAdmission
+        if self.tail is not None:
+            admission = partial(TailBatchAdmission, settings=self.tail)
+        elif shares is not None:
+            admission = partial(FairAdmission, shares=shares)
+        strategies: list[RolloutStrategy | None] = [
+            shares,
+            *self._speculation(run),
+            prefetcher,
+            self._resharder(run),
+            self._lender(run),
+        ]
+        return RolloutOptions([s for s in strategies if s is not None], admission, shares, prefetcher)
+
+    def _speculation(self, run: RolloutContext) -> Iterator[RolloutStrategy]:
+        """Redundancy and filtering, and the report on the trajectories that are lost by them or by tail batching."""
+        additional = self.filter.max_additional_running_prompts
+        if self.redundancy.any or additional:
+            yield RedundancyController(run.domains, self.redundancy, additional_prompts(run.domains, additional))
+        if self.redundancy.any or self.tail is not None or self.filter.zero_variance:
+            yield SelectionBiasReport(run.recorder)
+        if self.filter.zero_variance:
+            yield GroupFilter(run.domains, self.filter, run.recorder)
+
+    def _resharder(self, run: RolloutContext) -> Resharder | None:
+        if self.reshard is None:
+            return None
+        return Resharder(run.gateway, run.leases, run.recorder, run.meter(), settings=self.reshard, round_=run.round)
+
+    def _lender(self, run: RolloutContext) -> DeviceLender | None:
+        if self.lending is None or run.borrow is None:
+            return None
+        lender = DeviceLender(
+            run.gateway,
+            run.recorder,
+            run.borrow,
+            settings=self.lending,
+            behind=lambda: run.trainer.state == ResourceState.BUSY,
+        )
+        run.gateway.on_lost = lender.lost
+        return lender
+
+
+def _share_tracker(settings: FairnessSettings, run: RolloutContext) -> DomainShareTracker:
+    rules = run.schedule.rules
+    return DomainShareTracker(
+        run.domains,
+        settings,
+        run.recorder,
+        steps=run.schedule.steps,
+        window=rules.alpha + 1 if rules.windowed else 1,
+        apart=rules.admission is Admission.NEXT_BATCH,
+    )
+
+
+def _prefetcher(settings: PrefetchSettings, run: RolloutContext) -> Prefetcher:
+    waits = run.waits
+    return Prefetcher(
+        run.domains,
+        run.leases,
+        run.recorder,
+        settings=settings,
+        reset_s=waits.env_reset_s,
+        close_s=waits.env_close_s,
+    )
+
+
+def strategy_settings(resolved: Resolved, reshard: ReshardSettings | None) -> StrategySettings:
+    """The options that the run spec asks for; `reshard` depends on the kind of engines."""
+    rollout = resolved.run.rollout
+    return StrategySettings(
+        redundancy=Redundancy(**rollout.redundancy.model_dump()),
+        tail=rollout.tail_batching,
+        filter=rollout.filter,
+        fairness=fairness_settings(resolved.run),
+        prefetch=None
+        if rollout.prefetch == 0
+        else PrefetchSettings(None if rollout.prefetch == "auto" else rollout.prefetch),
+        lending=lending_settings(resolved),
+        reshard=reshard,
+    )
 
 
 def fairness_settings(run: RunSpec) -> FairnessSettings | None:

@@ -23,7 +23,7 @@ from rollart.control.domain import Domain
 from rollart.control.evaluation import EvaluationResult
 from rollart.control.scheduler import SchedulerSettings
 from rollart.control.session import EvaluationPlan, RunSession
-from rollart.control.training import StepDone
+from rollart.control.training import StepDone, all_samples
 from rollart.control.trajectory import WaitLimits
 from rollart.controller_loop import ControllerLoop
 from rollart.fleet import EngineRole
@@ -55,11 +55,10 @@ from rollart.launch.servers import open_harnesses
 from rollart.launch.start_limits import engine_start_limits, trainer_start_s
 from rollart.launch.strategies import (
     engine_wait_s,
-    fairness_settings,
     launch_reshard_settings,
-    lending_settings,
     node_wait_s,
     stall_limit_s,
+    strategy_settings,
     update_policy,
 )
 from rollart.launch.trainer import place_trainer
@@ -74,10 +73,10 @@ from rollart.policy.schedules import resolve as schedule
 from rollart.ports import Charge, RunEvent, Runtime
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.settings.resolve import Resolved
-from rollart.settings.rollout import RolloutSpec
 from rollart.settings.run import BatchSpec
-from rollart.strategies.prefetch import PrefetchSettings
-from rollart.strategies.redundancy import Redundancy
+from rollart.strategies.rolling_update import RollingUpdater
+from rollart.strategies.token_budget import BatchTruncation
+from rollart.strategies.tp_change import ReshardSettings
 from rollart.supervise.engines import EngineSupervisor, watch_progress
 from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
 from rollart.supervise.fleet import EngineFleet
@@ -251,7 +250,12 @@ class RunContext:
             leases=self.leases,
             trainer_clock=self.trainer_clock,
             version=weights.version,
-            settings=control_settings(self.resolved, self.roles, self.weights.vocab(weights.version)),
+            settings=control_settings(
+                self.resolved,
+                self.roles,
+                self.weights.vocab(weights.version),
+                reshard=launch_reshard_settings(self.resolved),
+            ),
             planner=elastic_planner(self.wanted, self.resolved),
             hooks=Hooks(
                 recover_trainer=self.trainer.recover,
@@ -410,10 +414,16 @@ class RunContext:
 
 
 def control_settings(
-    resolved: Resolved, roles: Mapping[str, EngineRole] | None = None, vocab: int | None = None
+    resolved: Resolved,
+    roles: Mapping[str, EngineRole] | None = None,
+    vocab: int | None = None,
+    *,
+    reshard: ReshardSettings | None,
+    measure: Callable[[Sequence[int]], int] = len,
 ) -> ControlSettings:
-    """The run spec as control plane settings. `roles`: see `engine_placements`; `vocab`: see `GatewayLimits`."""
-    run, leases = resolved.run, resolved.run.leases
+    """The run spec as control plane settings. `roles`: see `engine_placements`; `vocab`: see `GatewayLimits`;
+    `measure`: see `ControlSettings`."""
+    run, leases, updates = resolved.run, resolved.run.leases, update_policy(resolved)
     return ControlSettings(
         SchedulerSettings(
             seed=run.seed,
@@ -422,14 +432,11 @@ def control_settings(
             max_attempts=run.faults.max_attempts_per_group,
             max_fault_rate=run.faults.max_rate,
             min_faults=run.faults.min_count,
-            redundancy=Redundancy(**run.rollout.redundancy.model_dump()),
-            tail=run.rollout.tail_batching,
-            filter=run.rollout.filter,
-            fairness=fairness_settings(run),
-            prefetch=prefetch_settings(run.rollout),
         ),
         token_budget=run.batch.tokens if run.batch.sampler == "fifo" else None,
-        cut_tokens=run.batch.tokens if run.batch.sampler == "token_budget" else None,
+        samples=all_samples
+        if run.batch.tokens is None or run.batch.sampler != "token_budget"
+        else BatchTruncation(run.batch.tokens, measure),
         due=batch_deadline(run.batch),
         columns=[SampleColumn(name) for name in run.training.columns],
         reference=run.training.loss.kl > 0,
@@ -452,7 +459,7 @@ def control_settings(
         pace_s=leases.pace_s,
         publish_s=leases.publish_s,
         overlap=run.weights.overlap,
-        updates=update_policy(resolved),
+        updates=None if updates is None else functools.partial(RollingUpdater, updates),
         evaluation=EvaluationPlan(
             run.evaluation.episodes, start="start" in run.evaluation.at, end="end" in run.evaluation.at
         ),
@@ -460,9 +467,9 @@ def control_settings(
         seats=engine_placements(resolved, roles),
         rebalance=rebalance_settings(resolved),
         concurrency=concurrency_settings(resolved),
-        reshard=launch_reshard_settings(resolved),
-        lending=lending_settings(resolved),
+        options=strategy_settings(resolved, reshard),
         together=not run.rollout.replication,
+        measure=measure,
     )
 
 
@@ -470,12 +477,6 @@ def batch_deadline(batch: BatchSpec) -> BatchDeadline | None:
     if batch.deadline_s is None:
         return None
     return BatchDeadline(batch.deadline_s, batch.least or 0.5, batch.age_decay or 1.0)
-
-
-def prefetch_settings(rollout: RolloutSpec) -> PrefetchSettings | None:
-    if rollout.prefetch == 0:
-        return None
-    return PrefetchSettings(None if rollout.prefetch == "auto" else rollout.prefetch)
 
 
 @contextlib.asynccontextmanager

@@ -12,13 +12,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rollart.control.admission import PromptAdmission
 from rollart.control.domain import Domain
+from rollart.control.strategy import RolloutStrategy
+from rollart.control.trajectory import TrajectoryState
 from rollart.ledger.intervals import DOMAIN_SHARE
 from rollart.model import Group
-from rollart.ports import Recorder, RunEvent
+from rollart.policy.schedules import Schedule
+from rollart.ports import Recorder, Recovered, RunEvent
 from rollart.settings.rollout import FollowSpec
 from rollart.shares import DomainShare, bounded_shares
 
@@ -299,9 +303,9 @@ class _BatchInTraining:
 
 
 @dataclass(slots=True)
-class DomainShareTracker:
-    """Owns the debt to each domain. Synchronous: the buffer asks for the quotas of a batch and reports the batch; the
-    scheduler asks which domain starts a group, and reports published and refused groups and engine time.
+class DomainShareTracker(RolloutStrategy):
+    """Owns the debt to each domain. The buffer asks for the quotas of a batch and reports the batch; admission asks
+    which domain starts a group.
 
     Counts are in groups, which all have the same size. Invariants: those of `strategies.fairness.FairBatches`. A batch
     counts from its selection, and its count is reversed if the trainer refuses it.
@@ -363,8 +367,8 @@ class DomainShareTracker:
         self.growing = Counter()
         self._move()
 
-    def told(self) -> None:
-        """Record that the scheduler was notified of the last batch."""
+    def taken(self, groups: Sequence[Group]) -> None:
+        """The scheduler knows of the last batch."""
         self._told += 1
 
     def refused(self, groups: Sequence[Group]) -> None:
@@ -390,9 +394,10 @@ class DomainShareTracker:
             self._observe(self._quota, consumed)
         self._report(version)
 
-    def spent(self, domain: Domain, seconds: float) -> None:
+    def charged(self, live: TrajectoryState) -> None:
         """Add the engine seconds of an attempt with any outcome: lost attempts raise the cost of a domain's samples."""
-        self._spent[domain.name] = self._spent.get(domain.name, 0.0) + seconds
+        domain = live.domain.name
+        self._spent[domain] = self._spent.get(domain, 0.0) + live.engine_seconds
 
     def next_domain(self, outstanding: Mapping[str, int], extra: Mapping[str, int]) -> str | None:
         """The domain that should start a group now. `outstanding`: samples that hold a slot; `extra`: samples of
@@ -411,11 +416,12 @@ class DomainShareTracker:
         plan, ahead = self._fair.planned(max(self.steps - self._batches, 0)), self._ahead(outstanding)
         return {n: max(plan[n] - ahead.get(n, 0), 0) * self._size for n in plan}
 
-    def resume(self, step: int, served: Mapping[str, int]) -> None:
+    def resume(self, recovered: Recovered) -> None:
         """Continue from the journal's count of trained groups per domain. The debt at that moment can be computed only
         for constant weights, so impossible debts are forgiven."""
-        fair, total = self._fair, sum(served.values())
-        self._batches = step
+        fair, served = self._fair, recovered.consumed
+        total = sum(served.values())
+        self._batches = recovered.step
         fair.served.update({n: served.get(n, 0) for n in fair.served})
         fair.due.update({n: fair.shares[n] * total for n in fair.due})
         most = (fair.slack + 1) * len(fair.due)
@@ -464,6 +470,40 @@ class DomainShareTracker:
                 "worst": self._fair.worst[n],
             }
             self.recorder.event(RunEvent(now, DOMAIN_SHARE, n, fields))
+
+
+class FairAdmission(PromptAdmission):
+    """Starts the domain whose share of the batches to come is used least, in place of windows per domain."""
+
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        rules: Schedule,
+        recorder: Recorder,
+        *,
+        shares: DomainShareTracker,
+        seed: int,
+        steps: int,
+        strategies: Sequence[RolloutStrategy] = (),
+    ) -> None:
+        super().__init__(domains, rules, recorder, seed=seed, steps=steps, strategies=strategies)
+        self._shares = shares
+
+    def full(self, domain: Domain) -> Sequence[Domain]:
+        return tuple(self._domains.values()) if self._batch_is_full() else ()
+
+    def remaining(self, extra: Mapping[str, int]) -> dict[str, int]:
+        return self._shares.remaining(self.slots.outstanding)
+
+    def _next_domain(self, deferring: Collection[str]) -> str | None:
+        extra = {} if self._batch_is_full() else self._extra({}, batches=False)
+        return self._shares.next_domain(self.slots.outstanding, extra)
+
+    def _batch_is_full(self) -> bool:
+        return not self._rules.windowed and self._shares.quotas(self._shares.ready) is not None
+
+    def _defers(self, domain: Domain) -> bool:
+        return False
 
 
 def _mean_absolute_advantage(group: Group) -> float:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import asyncio
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollart.control.domain import Domain
 from rollart.control.groups import GroupRun
+from rollart.control.strategy import RolloutStrategy
 from rollart.errors import RunFailed
 from rollart.ledger.intervals import FILTERED_AGAINST_KEPT
 from rollart.model import Group
@@ -74,8 +75,8 @@ class RefillBudget:
         self.filtered = self.qualified = 0
 
 
-class GroupFilter:
-    """Classifies every group once, when it is complete. Synchronous; called only by the scheduler.
+class GroupFilter(RolloutStrategy):
+    """Classifies every group once, when it is complete. Its report needs the snapshots of `SelectionBiasReport`.
 
     A group that was complete at a crash is classified again on resume, with the same verdict, because the verdict
     depends on the rewards alone.
@@ -87,32 +88,30 @@ class GroupFilter:
         self._refills = {
             d.name: RefillBudget(math.floor(settings.max_refills * d.quota / d.group_size + 1e-9)) for d in domains
         }
-        self._against = SelectionBiasReport(recorder, FILTERED_AGAINST_KEPT, on=settings.zero_variance)
+        self._against = SelectionBiasReport(recorder, FILTERED_AGAINST_KEPT)
         self._said: set[str] = set()
 
-    def leaves_out(self, run: GroupRun) -> bool:
-        """True if the group is excluded from training. `RunFailed` if the refill budget of its domain is exhausted,
+    def accepts(self, run: GroupRun) -> bool:
+        """False if the group is excluded from training. `RunFailed` if the refill budget of its domain is exhausted,
         unless further groups are kept."""
-        if not self._settings.zero_variance:
-            return False
         refills = self._refills[run.domain.name]
         rewards = [sample.score for sample in run.samples.values()]
         verdict = classify_rewards(rewards)
         if refills.judged(verdict):
-            self._against.dropped(run)
+            self._against.surplus(run)
             self._event("group_filtered", run.id, domain=run.domain.name, reward=math.fsum(rewards) / len(rewards))
-            return True
+            return False
         if verdict is GroupVerdict.ALIKE:
             self._exhausted(run.domain.name, refills)
         self._against.kept(run)
-        return False
+        return True
 
-    def trained(self, consumed: Iterable[Group], version: int) -> None:
-        """These groups were trained: reset the refill budgets of their domains."""
+    def published(self, version: int, consumed: Sequence[Group]) -> None:
+        """Reset the refill budgets of the trained domains."""
         for domain in {group.domain for group in consumed}:
             self._refills[domain].trained()
             self._said.discard(domain)
-        self._against.report(version)
+        self._against.published(version, consumed)
 
     def _exhausted(self, domain: str, refills: RefillBudget) -> None:
         seen = refills.filtered + refills.qualified

@@ -12,13 +12,15 @@ import enum
 import heapq
 from bisect import insort
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from rollart.control.strategy import RolloutStrategy
 from rollart.control.trajectory import TrajectoryState
 from rollart.errors import EngineError, LeaseExpired
 from rollart.fleet import EngineRole
-from rollart.model import EngineId, EngineStats, Purpose, TrajectoryId
+from rollart.model import EngineId, EngineStats, Group, Purpose, TrajectoryId
 from rollart.policy.lengths import conditional_quantile
 from rollart.ports import Recorder, RunEvent
 from rollart.serving.gateway import Gateway
@@ -247,7 +249,7 @@ class LendingSettings:
     """KV bytes per token."""
 
 
-class DeviceLender:
+class DeviceLender(RolloutStrategy):
     """A task of the run: `run` never returns. It waits for trajectories to finish (`rolled`, unblocked by any), for the
     counters of engines, and for turns to leave a lent engine. Any task may call `give_back` at any time, and it takes
     effect at once: a publish calls it before weights move, and so does the loss of an engine, since the remaining
@@ -287,7 +289,6 @@ class DeviceLender:
             self._live[live.id] = live
 
     def rolled(self, live: TrajectoryState) -> None:
-        """Record the length of a trajectory after its last turn."""
         self._live.pop(live.id, None)
         self._done += 1
         name, length = live.domain.name, float(live.length)
@@ -295,7 +296,6 @@ class DeviceLender:
         self._stirred.set()
 
     def left(self, live: TrajectoryState) -> None:
-        """Forget a trajectory that ended with any outcome."""
         self._live.pop(live.id, None)
 
     def lost(self, engine: EngineId) -> None:
@@ -312,7 +312,13 @@ class DeviceLender:
                 self._gateway.take_back(engine)
             self._event("engines_returned", why, engines=" ".join(lent))
 
-    def published(self) -> None:
+    def before_publish(self) -> None:
+        self.give_back()
+
+    def background(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
+        return {"lending": self.run}
+
+    def published(self, version: int, consumed: Sequence[Group]) -> None:
         """The next rollout begins. Lengths enter the history only now: during a rollout, the ended trajectories are the
         short ones."""
         self._done = self._checked = 0

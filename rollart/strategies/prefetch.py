@@ -9,12 +9,14 @@ import asyncio
 import contextlib
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollart.control.domain import Domain
+from rollart.control.groups import GroupRun, PendingPrompt
+from rollart.control.strategy import RolloutStrategy
 from rollart.leases import Expiry, Leases
-from rollart.model import Observation, TrajectoryId
+from rollart.model import Group, GroupId, Observation, TrajectoryId
 from rollart.policy.host_slots import PlacementPriority, PlacementRequest
 from rollart.policy.pipeline import prefetched_environments
 from rollart.ports import Environment, Recorder, RunEvent
@@ -117,9 +119,8 @@ class PrefetchedEnvironment:
             await self.task
 
 
-class Prefetcher:
-    """Owns environments from the start of their reset until a trajectory takes them; called by the scheduler (`fill`,
-    `forget`, `published`, `close`) and by trajectories (`take`, `reset`). None of these calls waits.
+class Prefetcher(RolloutStrategy):
+    """Owns environments from the start of their reset until a trajectory takes them (`take`, `reset`).
 
     Each reset is a task of the scheduler under a lease in the name of its trajectory. A failed reset counts as a fault
     of the trajectory that takes it, as if that trajectory had made the call. Invariant: at most `PrefetchDepth.wanted`
@@ -138,13 +139,12 @@ class Prefetcher:
         reset_s: float,
         close_s: float,
     ) -> None:
+        self._domains = domains
         self._rules = {d.name: PrefetchDepth(settings.fixed, d.quota) for d in domains}
         self._leases = leases
         self._recorder = recorder
         self._reset_s, self._close_s = reset_s, close_s
         self._held: dict[str, dict[TrajectoryId, PrefetchedEnvironment]] = {d.name: {} for d in domains}
-        self.on_known: Callable[[], None] = lambda: None
-        """Called when prefetching becomes possible: the first duration of a reset is known."""
         self.begun = self.used = self.unused = 0
 
     def wanted(self, domain: str) -> int:
@@ -153,18 +153,33 @@ class Prefetcher:
     def held(self, domain: str) -> int:
         return len(self._held[domain])
 
-    def fill(self, tasks: asyncio.TaskGroup, domain: Domain, prompts: Sequence[tuple[str, int]], most: int) -> None:
-        """Begin resets for the domain's next prompts (group, seed), in order, until `most` are held for them."""
-        held, room = self._held[domain.name], min(most, self.wanted(domain.name))
-        for group, seed in prompts:
+    def look_ahead(
+        self,
+        tasks: asyncio.TaskGroup,
+        left: Mapping[str, int],
+        upcoming: Callable[[Domain, int], Sequence[PendingPrompt]],
+    ) -> None:
+        for domain in self._domains:
+            self._fill(tasks, domain, max(min(left[domain.name], self.wanted(domain.name)), 0), upcoming)
+
+    def _fill(
+        self,
+        tasks: asyncio.TaskGroup,
+        domain: Domain,
+        room: int,
+        upcoming: Callable[[Domain, int], Sequence[PendingPrompt]],
+    ) -> None:
+        """Begin resets for the members of the domain's next prompts, in order, until `room` are held for them."""
+        held = self._held[domain.name]
+        for prompt in upcoming(domain, math.ceil(room / domain.group_size)):
             for member in range(domain.group_size):
-                name = TrajectoryId(f"{group}.{member}")
+                name = TrajectoryId(f"{prompt.group}.{member}")
                 if name in held:
                     continue
                 if len(held) >= room:
                     return
                 ahead = held[name] = PrefetchedEnvironment(asyncio.get_running_loop().create_future())
-                ahead.task = tasks.create_task(self._hold(domain, name, seed, ahead), name=f"reset for {name}")
+                ahead.task = tasks.create_task(self._hold(domain, name, prompt.seed, ahead), name=f"reset for {name}")
 
     def take(self, domain: str, trajectory: TrajectoryId) -> PrefetchedEnvironment | None:
         """The trajectory's prefetched environment, which the caller now owns and closes; None if there is none."""
@@ -184,16 +199,19 @@ class Prefetcher:
         rule = self._rules[domain]
         first = not rule.resets_s
         rule.reset(seconds)
-        if first:
-            self.on_known()
+        if first:  # prefetching becomes possible
+            self.wake()
 
-    def forget(self, group: str) -> None:
-        """The group is over: close its unused environments."""
+    def kept(self, run: GroupRun) -> None:
+        self.released(run.id)
+
+    def released(self, group: GroupId) -> None:
+        """Close the unused environments of the group."""
         for held in self._held.values():
             for name in [n for n in held if n.rpartition(".")[0] == group]:
                 self._give_up(held.pop(name))
 
-    def published(self, version: int) -> None:
+    def published(self, version: int, consumed: Sequence[Group]) -> None:
         now = asyncio.get_running_loop().time()
         for rule in self._rules.values():
             rule.published(now)

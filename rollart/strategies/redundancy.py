@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 
 from rollart.control.domain import Domain
 from rollart.control.groups import GroupRun, TrajectorySnapshot
+from rollart.control.strategy import RolloutStrategy
 from rollart.control.trajectory import TrajectoryState
 from rollart.ledger.intervals import CANCELLED_AGAINST_KEPT
-from rollart.model import AbortReason, TrainSample
+from rollart.model import AbortReason, Group, TrainSample
 from rollart.ports import Recorder, RunEvent
 
 NOTABLE = 0.33
@@ -257,8 +258,8 @@ UNKNOWN_HOST = ""
 """Environments do not report the host that they ran on."""
 
 
-class RedundancyController:
-    """The extra groups and members to launch. Synchronous; called by the scheduler alone.
+class RedundancyController(RolloutStrategy):
+    """The extra groups and members to launch.
 
     Health counts attempts that met an infrastructure fault. Attempts cancelled by redundancy itself do not count:
     otherwise redundancy would sustain itself.
@@ -274,8 +275,7 @@ class RedundancyController:
         self._now = {d.name: self._sized(d) for d in domains}
         self._ends = dict.fromkeys(self._now, 0)
 
-    def ended(self, domain: Domain, reason: AbortReason | None) -> None:
-        """Count the end of an attempt: with a sample (None), or without one for `reason`."""
+    def attempt_ended(self, domain: Domain, reason: AbortReason | None) -> None:
         if not self._settings.health:
             return
         if reason is None or reason is AbortReason.INFRA_FAULT:
@@ -286,19 +286,11 @@ class RedundancyController:
             if self._ends[domain.name] % RESIZE_ENDS == 0:
                 self._now[domain.name] = self._sized(domain)
 
-    def extra(self, domain: Domain) -> RedundantLaunch:
-        """Groups beyond a batch, and members beyond a group's size, that are worth starting now."""
-        return self._now[domain.name]
+    def extra_groups(self, domain: Domain) -> int:
+        return self._now[domain.name].groups
 
-    def slots(self, ready: Mapping[str, int], domains: Mapping[str, Domain], *, batches: bool) -> dict[str, int]:
-        """Samples per domain by which its window is wider now. With whole `batches` the number is 0 once a batch is
-        ready: a group started then would be dropped."""
-        if not self.by_groups:
-            return {}
-        return {
-            name: 0 if batches and ready.get(name, 0) >= d.quota else self.extra(d).groups * d.group_size
-            for name, d in domains.items()
-        }
+    def extra_members(self, domain: Domain) -> int:
+        return self._now[domain.name].members
 
     @property
     def by_groups(self) -> bool:
@@ -310,37 +302,34 @@ class RedundancyController:
         return dataclasses.replace(extra, groups=extra.groups + self._additional.get(domain.name, 0))
 
 
-class SelectionBiasReport:
+class SelectionBiasReport(RolloutStrategy):
     """Compares recent cancelled or filtered trajectories (`kind`: the event) with recent kept ones."""
 
-    def __init__(self, recorder: Recorder, kind: str = CANCELLED_AGAINST_KEPT, *, on: bool) -> None:
+    def __init__(self, recorder: Recorder, kind: str = CANCELLED_AGAINST_KEPT) -> None:
         self._recorder = recorder
         self._kind = kind
-        self._on = on
         self._kept: deque[TrajectorySnapshot] = deque(maxlen=REMEMBERED_TRAJECTORIES)
         self._cancelled: deque[TrajectorySnapshot] = deque(maxlen=REMEMBERED_TRAJECTORIES)
         self._changed = False
 
     def kept(self, run: GroupRun) -> None:
-        """Record the members of a complete group."""
-        if self._on:
-            self._kept.extend(_with_group_difficulty(run, seen) for seen in run.seen)
+        self._kept.extend(_with_group_difficulty(run, seen) for seen in run.seen)
 
-    def ended(self, run: GroupRun, live: TrajectoryState, sample: TrainSample) -> None:
-        """Record a member whose sample its group may use."""
-        if self._on:
-            run.seen.append(trajectory_snapshot(live, sample))
+    def sampled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample) -> None:
+        run.seen.append(trajectory_snapshot(live, sample))
 
-    def dropped(self, run: GroupRun) -> None:
-        """Record a surplus group: the work of its finished members is lost."""
+    def surplus(self, run: GroupRun) -> None:
+        """The work of its finished members is lost."""
         for seen in run.seen:
             self._cancel(_with_group_difficulty(run, seen))
 
     def cancelled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample | None = None) -> None:
-        """Record a member that was cancelled while it ran, or dropped once it was scored."""
         self._cancel(_with_group_difficulty(run, trajectory_snapshot(live, sample)))
 
-    def report(self, version: int) -> None:
+    def published(self, version: int, consumed: Sequence[Group]) -> None:
+        self.ended(version)
+
+    def ended(self, version: int) -> None:
         """Emit one event per feature, if any trajectory was cancelled since the last report."""
         if not self._changed:
             return

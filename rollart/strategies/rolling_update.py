@@ -250,14 +250,6 @@ class _Lag:
         return self.too_old | updating | update.keys()
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateRule:
-    """The update policy, and the permitted lag of engines in publishes."""
-
-    policy: UpdatePolicy
-    alpha: int
-
-
 @dataclass(slots=True)
 class _Iteration:
     """The sessions of each engine when the version became current: a delayed update waits for their end."""
@@ -283,11 +275,12 @@ class RollingUpdater(WeightUpdates):
     trajectory's first token. One task at a time updates an engine, and an engine joins only while none does.
     """
 
-    def __init__(self, rule: UpdateRule, context: UpdateContext) -> None:
+    def __init__(self, policy: UpdatePolicy, alpha: int, context: UpdateContext) -> None:
+        """`alpha`: the permitted lag of engines in publishes."""
         super().__init__(context)
-        self._policy = rule.policy
-        self._alpha = rule.alpha
-        self.probes = isinstance(rule.policy, OnDivergence)
+        self._policy = policy
+        self._alpha = alpha
+        self.probes = isinstance(policy, OnDivergence)
         self._measured = VersionProbe(-1, "", {})
         """The probe of the next version; the policy has the probe of the current one."""
         self._weights: WeightsRef | None = None

@@ -12,21 +12,26 @@ Domains. Each round trains exactly P0 prompts of each domain. The extra prompts 
 proportion to P0 with carried debt; a long round takes a domain's deferred prompts first and fresh ones for the rest.
 When a domain has no fresh prompts left to speculate with, rounds are long until its queue is empty.
 
-`TailBatching` is the pure state machine; `TailBatchRounds` maps it to the groups of a run.
+`TailBatching` is the pure state machine; `TailBatchAdmission` maps it to the groups of a run.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollart.control.admission import PromptAdmission
 from rollart.control.domain import Domain
+from rollart.control.groups import GroupLaunch, GroupRun, PendingPrompt
+from rollart.control.strategy import RolloutStrategy
 from rollart.model import GroupId, TrainSample
-from rollart.ports import RELAUNCH_MARK
+from rollart.policy.schedules import Schedule
+from rollart.ports import RELAUNCH_MARK, Recorder, RunEvent
 from rollart.settings.rollout import TailBatchingSpec
 from rollart.shares import DomainShare
 from rollart.strategies.fairness import Apportionment
@@ -349,105 +354,61 @@ def _floor(value: float) -> int:
     return math.floor(value + 1e-9)
 
 
-@dataclass(slots=True)
-class PendingPrompt:
-    """A prompt that is not trained yet. Its seed stays the same, however often it is launched."""
+class TailBatchAdmission(PromptAdmission):
+    """Starts the prompts of a round together, once the last round is trained. Owns the prompts of a run from draw to
+    training.
 
-    name: str
-    domain: Domain
-    seed: int
-    launch: int = 1
-
-    @property
-    def group(self) -> GroupId:
-        return GroupId(self.name if self.launch == 1 else f"{self.name}{RELAUNCH_MARK}{self.launch}")
-
-    @property
-    def journal_domain(self) -> str:
-        return self.domain.name if self.launch == 1 else f"{self.domain.name}{RELAUNCH_MARK}"
-
-
-@dataclass(frozen=True, slots=True)
-class GroupLaunch:
-    """A group to start now, with its number of members. `samples`: its samples that survived a crash."""
-
-    prompt: PendingPrompt
-    members: int
-    samples: tuple[TrainSample, ...] = ()
-
-
-@dataclass(slots=True)
-class TailBatchRounds:
-    """Owns the prompts of a run from draw to training. Synchronous; the scheduler calls it between two awaits.
-
-    `draw` makes a domain's next fresh prompts. Invariant: each drawn prompt is waiting, deferred, active, trained or
-    dropped (`TailBatching`). The state need not be stored: of the prompts that the journal holds as admitted, first
-    launches are waiting and repeated launches are deferred. So a resume begins its round again and loses no prompt.
+    Invariant: each drawn prompt is waiting, deferred, active, trained or dropped (`TailBatching`). The state need not
+    be stored: of the prompts that the journal holds as admitted, first launches are waiting and repeated launches are
+    deferred. So a resume begins its round again and loses no prompt.
     """
 
-    domains: Mapping[str, Domain]
-    settings: TailBatchingSpec
-    draw: Callable[[Domain, int], list[PendingPrompt]]
-    replacements: list[GroupLaunch] = field(default_factory=list)
-    """Prompts that replace dropped prompts in the round."""
-    number: int = 0
-    kind: str = ""
-    _prompts: dict[str, PendingPrompt] = field(default_factory=dict)
-    _survived: dict[str, list[TrainSample]] = field(default_factory=dict)
-    _tail: TailBatching = field(init=False)
+    def __init__(
+        self,
+        domains: Sequence[Domain],
+        rules: Schedule,
+        recorder: Recorder,
+        *,
+        settings: TailBatchingSpec,
+        seed: int,
+        steps: int,
+        strategies: Sequence[RolloutStrategy] = (),
+    ) -> None:
+        super().__init__(domains, rules, recorder, seed=seed, steps=steps, strategies=strategies)
+        self._tail = TailBatching(
+            [TailDomain(d.name, d.quota // d.group_size, d.group_size) for d in domains],
+            eta_prompts=settings.eta_prompts,
+            eta_responses=settings.eta_responses,
+        )
+        self._replacements: list[GroupLaunch] = []
+        """Prompts that replace dropped prompts in the round."""
+        self._prompts: dict[str, PendingPrompt] = {}
+        self._survived: dict[str, list[TrainSample]] = {}
+        self._number = 0
 
-    def __post_init__(self) -> None:
-        self._tail = self._fresh()
+    def reserve(self) -> list[GroupLaunch]:
+        """The next round once the last batch is trained; before that, replacements of dropped prompts."""
+        fresh, self._replacements = self._replacements, []
+        left = {n: v // self._domains[n].group_size for n, v in self.remaining({}).items()}
+        if not fresh and any(left.values()) and not any(self.slots.outstanding.values()):
+            fresh = self._begin(left)
+        for launch in fresh:
+            domain = launch.prompt.domain
+            self.slots.admit(launch.prompt.group, domain.name, domain.group_size)
+        return fresh
 
-    def deferred(self) -> int:
-        """The number of deferred prompts."""
-        return sum(map(len, self._tail.deferred().values()))
-
-    def begin(self, left: Mapping[str, int]) -> list[GroupLaunch]:
-        """The next round. `left`: prompts per domain that the run still trains, an upper bound on the drawn prompts."""
-        held = {d: len(q) + len(self._tail.waiting()[d]) for d, q in self._tail.deferred().items()}
-        fresh = {
-            name: self._draw(name, min(n, max(left[name] - held[name], 0))) for name, n in self._tail.demand().items()
-        }
-        started = self._tail.next_round(fresh)
-        if started is None:
-            return []
-        self.number, self.kind = started.number, str(started.kind)
-        return self._launches(started.launch)
-
-    def completed(self, prompt: PendingPrompt) -> list[PendingPrompt]:
-        """Mark a prompt complete. Returns the prompts that are deferred thereby, to a later launch."""
-        effect, launch = RoundEffect(), self._tail.launch_of(prompt.name)
-        for index in range(prompt.domain.group_size):
-            effect = self._tail.finished(Response(prompt.name, launch, index))
-        del self._prompts[prompt.name]
-        return [self._prompts[name] for name in effect.deferred]
-
-    def dropped(self, prompt: PendingPrompt) -> list[PendingPrompt]:
-        """Mark a prompt dropped and add another to `replacements`. Returns the prompts that are deferred thereby."""
-        name = prompt.domain.name
-        kept = self._tail.deferred()[name] or self._tail.waiting()[name]
-        effect = self._tail.dropped(prompt.name, () if kept else self._draw(name, 1))
-        del self._prompts[prompt.name]
-        self.replacements += self._launches(effect.launch)
-        return [self._prompts[name] for name in effect.deferred]
-
-    def prompt(self, group_id: str) -> PendingPrompt:
-        """The prompt of a group."""
-        return self._prompts[group_id.partition(RELAUNCH_MARK)[0]]
-
-    def resume(self, pending: Iterable[tuple[str, Domain, int]], samples: Sequence[TrainSample]) -> list[GroupId]:
-        """Restore the prompts that were admitted at a crash, given in the order of admission. Returns groups replaced
-        by a later launch of the same prompt: the caller must drop them."""
+    def readmit(
+        self, pending: Sequence[PendingPrompt], samples: Sequence[TrainSample]
+    ) -> tuple[list[GroupLaunch], list[GroupId]]:
+        """Restore the prompts; none starts before its round. The groups that the caller must drop are those replaced by
+        a later launch of the same prompt."""
         replaced: list[GroupId] = []
-        for group_id, domain, seed in pending:
-            name, _, launch = group_id.partition(RELAUNCH_MARK)
-            prompt = PendingPrompt(name, domain, seed, int(launch or 1))
-            known = self._prompts.pop(name, prompt)
+        for prompt in pending:
+            known = self._prompts.pop(prompt.name, prompt)
             older, newer = sorted((known, prompt), key=lambda p: p.launch)
             if older is not newer:
                 replaced.append(older.group)
-            self._prompts[name] = newer
+            self._prompts[prompt.name] = newer
         groups = {p.group for p in self._prompts.values()}
         for sample in samples:
             if sample.group in groups:
@@ -459,17 +420,51 @@ class TailBatchRounds:
             if prompt.launch > 1:
                 state["launches"][prompt.name] = prompt.launch - 1
         self._tail.restore(state)
-        return replaced
+        return [], replaced
 
-    def _fresh(self) -> TailBatching:
-        return TailBatching(
-            [TailDomain(d.name, d.quota // d.group_size, d.group_size) for d in self.domains.values()],
-            eta_prompts=self.settings.eta_prompts,
-            eta_responses=self.settings.eta_responses,
-        )
+    def completed(self, run: GroupRun) -> Sequence[PendingPrompt]:
+        prompt = self._prompt(run.id)
+        effect, launch = RoundEffect(), self._tail.launch_of(prompt.name)
+        for index in range(prompt.domain.group_size):
+            effect = self._tail.finished(Response(prompt.name, launch, index))
+        del self._prompts[prompt.name]
+        return [self._prompts[name] for name in effect.deferred]
+
+    def dropped(self, run: GroupRun) -> Sequence[PendingPrompt]:
+        prompt, name = self._prompt(run.id), run.domain.name
+        kept = self._tail.deferred()[name] or self._tail.waiting()[name]
+        effect = self._tail.dropped(prompt.name, () if kept else self._draw(name, 1))
+        del self._prompts[prompt.name]
+        self._replacements += self._launches(effect.launch)
+        return [self._prompts[name] for name in effect.deferred]
+
+    def withdraw(self, prompt: PendingPrompt) -> None:
+        self._replacements = [r for r in self._replacements if r.prompt is not prompt]
+
+    def full(self, domain: Domain) -> Sequence[Domain]:
+        return ()
+
+    def _begin(self, left: Mapping[str, int]) -> list[GroupLaunch]:
+        """The next round. `left`: prompts per domain that the run still trains, an upper bound on the drawn prompts."""
+        held = {d: len(q) + len(self._tail.waiting()[d]) for d, q in self._tail.deferred().items()}
+        fresh = {
+            name: self._draw(name, min(n, max(left[name] - held[name], 0))) for name, n in self._tail.demand().items()
+        }
+        started = self._tail.next_round(fresh)
+        launches: list[GroupLaunch] = []
+        if started is not None:
+            self.round, self._number = str(started.kind), started.number
+            launches = self._launches(started.launch)
+        deferred = sum(map(len, self._tail.deferred().values()))
+        fields = {"number": self._number, "prompts": len(launches), "deferred": deferred}
+        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), "tail_round", self.round, fields))
+        return launches
+
+    def _prompt(self, group: GroupId) -> PendingPrompt:
+        return self._prompts[group.partition(RELAUNCH_MARK)[0]]
 
     def _draw(self, domain: str, count: int) -> list[str]:
-        drawn = self.draw(self.domains[domain], count)
+        drawn = self.draw(self._domains[domain], count)
         self._prompts.update({p.name: p for p in drawn})
         return [p.name for p in drawn]
 

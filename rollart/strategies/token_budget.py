@@ -5,13 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from rollart.control.training import all_samples
 from rollart.model import Group, TrainSample
 from rollart.policy.sample_table import ReadyRows, SampleRow, TokenBudget
-
-
-def all_samples(groups: Sequence[Group], step: int) -> list[TrainSample]:
-    """All samples, unchanged."""
-    return [s for g in groups for s in g.samples]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

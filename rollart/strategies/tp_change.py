@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
+from rollart.control.strategy import RolloutStrategy
 from rollart.errors import RollartError
 from rollart.fleet import EngineKind, EngineRole, FleetMove, FleetMoveKind
 from rollart.leases import Expiry, Leases
 from rollart.ledger.intervals import PLAN_ADOPTED
-from rollart.model import EngineId
+from rollart.model import EngineId, Group
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
@@ -214,7 +216,7 @@ class _ReshardState:
         return state if state.tp == tp else replace(state, tp=tp, preemptions=None, quiet=0)
 
 
-class Resharder:
+class Resharder(RolloutStrategy):
     """A task of the run: `run` never returns. It waits for a publish (`published`), for the engines' counters, and for
     the fleet; no other task waits for it. Its settings give the possible sizes. `move_by` sets the fleet; without a
     fleet the task does nothing.
@@ -252,7 +254,10 @@ class Resharder:
     def move_by(self, fleet: Fleet) -> None:
         self._fleet = fleet
 
-    def published(self) -> None:
+    def background(self) -> Mapping[str, Callable[[], Coroutine[Any, Any, None]]]:
+        return {"parallelism": self.run}
+
+    def published(self, version: int, consumed: Sequence[Group]) -> None:
         """Signal the end of a step, which belongs to the current round."""
         self._ended = asyncio.get_running_loop().time(), self._round()
         self._stepped.set()

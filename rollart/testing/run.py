@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,9 +14,10 @@ from rollart.control.buffer import BatchDeadline, SampleColumn
 from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
 from rollart.control.domain import Domain
 from rollart.control.scheduler import SchedulerSettings
-from rollart.control.training import StepDone
+from rollart.control.training import StepDone, all_samples
 from rollart.control.trajectory import WaitLimits
 from rollart.fleet import EngineKind, EnginePlacement
+from rollart.launch.strategies import StrategySettings
 from rollart.leases import Leases
 from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import EngineId, WeightsRef
@@ -31,7 +33,8 @@ from rollart.strategies.fairness import FairnessSettings
 from rollart.strategies.lending import LendingSettings
 from rollart.strategies.prefetch import PrefetchSettings
 from rollart.strategies.redundancy import Redundancy
-from rollart.strategies.rolling_update import UpdatePolicy
+from rollart.strategies.rolling_update import RollingUpdater, UpdatePolicy
+from rollart.strategies.token_budget import BatchTruncation
 from rollart.strategies.tp_change import ReshardSettings
 from rollart.supervise.engines import EnginePart, EngineSupervisor
 from rollart.supervise.fleet import EngineFleet
@@ -162,28 +165,30 @@ class SimulatedRun:
             rules=SCHEDULES[self.schedule](self.alpha),
             max_attempts=self.max_attempts,
             max_fault_rate=self.max_fault_rate,
-            redundancy=self.redundancy,
-            tail=self.tail,
-            filter=self.filter,
-            fairness=self.fairness,
-            prefetch=self.prefetch,
         )
         return ControlSettings(
             schedule,
             token_budget=self.token_budget,
-            cut_tokens=self.cut_tokens,
+            samples=all_samples if self.cut_tokens is None else BatchTruncation(self.cut_tokens),
             due=self.due,
             columns=self.columns,
             overlap=self.overlap,
             pace_s=self.pace_s,
-            updates=self.updates,
+            updates=None if self.updates is None else partial(RollingUpdater, self.updates),
             waits=self.waits,
             gateway=self.limits,
             router=self.router,
             seats=self.seats,
             rebalance=self.rebalance,
-            reshard=self.reshard,
-            lending=self.lending,
+            options=StrategySettings(
+                redundancy=self.redundancy,
+                tail=self.tail,
+                filter=self.filter,
+                fairness=self.fairness,
+                prefetch=self.prefetch,
+                lending=self.lending,
+                reshard=self.reshard,
+            ),
             together=self.together,
             concurrency=self.concurrency,
         )

@@ -127,12 +127,10 @@ def simulate(
     rules = schedule_named(name, run.staleness if name == run.schedule else None)
     if name != run.schedule and rules.windowed:
         rules = schedule_named(name, max(run.staleness, 1))
-    settings = control_settings(resolved)
+    settings = control_settings(resolved, reshard=reshard_settings(resolved), measure=mass_of)
     settings = replace(
         settings,
         schedule=replace(settings.schedule, rules=rules, seed=seed, steps=run.steps if steps is None else steps),
-        measure=mass_of,
-        reshard=reshard_settings(resolved),
         evaluation=EvaluationPlan(0),
     )
     return virtual.run(_main(resolved, directory, settings, name, seed, replay, faults, on_step, on_time), seed=fuzz)

@@ -22,7 +22,7 @@ from rollart.sim.environments import SimulatedDomain
 from rollart.sim.loop import run
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.workload import PRESETS, GeneratedWorkload, MassTokenizer
-from rollart.strategies.lending import LendingSettings
+from rollart.strategies.lending import DeviceLender, LendingSettings
 from rollart.testing.laws import find_tiling_errors
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.run import SimulatedRun, make_simulated_run
@@ -85,8 +85,9 @@ class Lent:
         assert Counter(self.recorder.gone.values())["trained"] == made.steps * 24
         assert not made.leases.book.open
         assert self.lent == (), "everything was given back"
-        assert made.control.lender is not None
-        assert made.control.lender.lent == ()
+        lender = made.control.strategy(DeviceLender)
+        assert lender is not None
+        assert lender.lent == ()
         assert not any(m.away or m.draining for m in made.control.gateway.registry.members.values())
         assert find_tiling_errors(self.recorder.intervals) == []
         by_device: dict[str, float] = defaultdict(float)
@@ -164,7 +165,7 @@ def test_what_is_taken_back_while_its_turns_leave_loses_none_of_them(asked: bool
 
         async def aborted(requests: Sequence[str], abort=engine.abort) -> None:  # type: ignore[no-untyped-def]
             nonlocal given
-            lender = world.run.control.lender
+            lender = world.run.control.strategy(DeviceLender)
             assert lender is not None
             back = requests and lender.lent and given < 3
             given += bool(back)

@@ -21,7 +21,7 @@ from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.sim import loop
 from rollart.sim.environments import ModelledHosts, SimulatedHost
 from rollart.sim.faults import FaultPlan, FaultRate, host_target
-from rollart.strategies.prefetch import PrefetchSettings
+from rollart.strategies.prefetch import Prefetcher, PrefetchSettings
 from rollart.strategies.redundancy import Redundancy
 from rollart.supervise.supervisor import HostLimits
 from rollart.testing.parts import SimulatedEnvironment
@@ -143,7 +143,7 @@ def over(small: Small) -> None:
     assert all(not life.episodes for life in lives)
     assert all(h.live == 0 for h in fleet._hosts.values())
     assert not run.leases.book.open
-    if (ahead := run.control.scheduler.prefetch) is not None:
+    if (ahead := run.control.strategy(Prefetcher)) is not None:
         assert ahead.used + ahead.unused == ahead.begun
     samples = [s.id for _, batch in run.trainer.batches for s in batch]
     assert len(samples) == len(set(samples)), "none is trained twice"
@@ -199,7 +199,7 @@ def test_what_is_ahead_of_need_gives_way_to_those_that_run() -> None:
     """While a batch trains, prefetched environments of a domain take all slots; later the other domain goes first."""
     small, told = few(3, 3, a=(2, 2), b=(2, 2))
     assert told["ahead"]["given_up"] > 0
-    ahead = small.run.control.scheduler.prefetch
+    ahead = small.run.control.strategy(Prefetcher)
     assert ahead is not None
     assert ahead.used > 0
     assert ahead.unused >= told["ahead"]["given_up"]

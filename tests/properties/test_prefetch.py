@@ -102,7 +102,7 @@ def watched(world: SimulatedRun) -> list[tuple[int, int]]:
 
     class Watched(MemoryRecorder):
         def charge(self, charge: Any) -> None:
-            ahead: Prefetcher = world.control.scheduler.prefetch  # type: ignore[assignment]
+            ahead: Prefetcher = world.control.strategy(Prefetcher)  # type: ignore[assignment]
             for domain in world.domains:
                 seen.append((ahead.held(domain.name), max(ahead.wanted(domain.name), 4 * domain.quota)))
                 if (fixed := ahead._rules[domain.name].fixed) is not None:
@@ -125,7 +125,7 @@ def test_no_more_than_asked_for_and_each_is_closed_and_of_its_seed(
     census: Census = world.census  # type: ignore[attr-defined]
     assert all(held <= bound for held, bound in seen)
     assert census.closed == census.made, "each is closed, used or not"
-    ahead = world.control.scheduler.prefetch
+    ahead = world.control.strategy(Prefetcher)
     assert ahead is not None
     assert ahead.used + ahead.unused == ahead.begun
     assert not world.leases.book.open

@@ -19,7 +19,6 @@ from rollart.strategies.rolling_update import (
     RollingUpdater,
     Staggered,
     UpdatePolicy,
-    UpdateRule,
     VersionProbe,
 )
 from rollart.testing.ledger import MemoryRecorder
@@ -41,9 +40,7 @@ class Fleet:
             version=0,
             on_suspect=lambda _: None,
             recorder=self.recorder,
-            updates=AllAtOnceUpdates
-            if updates is None
-            else functools.partial(RollingUpdater, UpdateRule(updates, alpha)),
+            updates=AllAtOnceUpdates if updates is None else functools.partial(RollingUpdater, updates, alpha),
         )
         self.clocks = [
             ResourceClock(role="rollout", resource=e.id, recorder=self.recorder, clock=now) for e in self.engines
