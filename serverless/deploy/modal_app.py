@@ -24,7 +24,7 @@ from typing import Any
 from serverless.deploy.modal_entry import VERSION
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, PackageError, ServerlessError, SpecInvalid
-from serverless.meter import MeterSink, NullMeter, billed_seconds
+from serverless.meter import MeterSink, NullMeter
 from serverless.providers import modal_client
 from serverless.providers.base import DeployedFunction, DeploymentChange, LogLine
 from serverless.providers.modal_client import (
@@ -38,7 +38,7 @@ from serverless.providers.modal_client import (
     pin,
 )
 from serverless.spec import FunctionSpec
-from serverless.types import Cause, FaultKind, InfraFault, Invocation
+from serverless.types import Cause, FaultKind, InfraFault
 
 _ENTRY = "serverless.deploy.modal_entry"
 
@@ -242,33 +242,15 @@ class ModalDeployer:
                 async with asyncio.timeout(limit):
                     answer = await call_pinned(target, [], "smoke")
         finally:
-            self._bill(target, answer, t0, loop.time())
+            self._meter.invocation(
+                modal_client.bill(target, answer, t0, loop.time(), limit_s=limit, items=0, cause=Cause.SMOKE)
+            )
         what = answer.fault.detail if answer.fault else f"it answered {answer.body!r:.80}"
         if answer.fault is not None or not isinstance(answer.body, list):
             raise BackendFailed(
                 f"the new version of {target.name} failed its trial: {what}",
                 remedy="the version before it stays; `rollart rewards test` runs it here",
             )
-
-    def _bill(self, target: PinnedFunction, answer: ModalReply, t0: float, t1: float) -> None:
-        run_s = answer.run_s if answer.worker else t1 - t0
-        status = str(answer.fault.kind) if answer.fault else "ok"
-        self._meter.invocation(
-            Invocation(
-                function=target.name,
-                provider=self.provider,
-                worker=answer.worker,
-                t0=t0,
-                t1=t1,
-                cold_start_s=answer.init_s,
-                billed_s=billed_seconds(run_s + answer.init_s),
-                memory_mb=target.memory_mb,
-                items=0,
-                status=status,
-                cause=Cause.SMOKE,
-                provider_id=answer.call,
-            )
-        )
 
     async def _point(self, name: str, app: Any, deployments: DeploymentTags, number: int) -> DeploymentTags:
         """Make a kept version live, with the container bounds of the previous one."""
@@ -277,8 +259,9 @@ class ModalDeployer:
         warm = (await self._set(name, deployments.live)).get("min_containers", 0)
         await self.namespace.function(name, number).autoscaler.update.aio(min_containers=warm)
         await self._cool(name, deployments.live)
-        await app.set_tags.aio(deployments.pointed(number).tags(), client=self.namespace.client)
-        return deployments.pointed(number)
+        pointed = replace(deployments, live=number)
+        await app.set_tags.aio(pointed.tags(), client=self.namespace.client)
+        return pointed
 
     async def _set(self, name: str, number: int) -> dict[str, int]:
         """The current container bounds of a version."""

@@ -8,28 +8,24 @@ protection against pickles.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from serverless.deploy.modal_app import ModalDeployer
 from serverless.deploy.package import Package
-from serverless.errors import BackendFailed, UnknownFunction
-from serverless.meter import MeterSink, NullMeter, billed_seconds
+from serverless.meter import MeterSink, NullMeter
 from serverless.providers import modal_client
 from serverless.providers.base import Reply, WorkerLoad
 from serverless.providers.modal_client import (
     PROVIDER,
-    DeploymentTags,
-    ModalNamespace,
     ModalReply,
     ModalSettings,
     PinnedFunction,
     call_pinned,
     pin,
 )
-from serverless.types import Cause, FaultKind, InfraFault, Invocation
+from serverless.types import Cause, FaultKind, InfraFault
 
 _UNREACHED = frozenset({FaultKind.THROTTLED, FaultKind.ENVIRONMENT, FaultKind.UNAVAILABLE})
 """Faults after which no container is known to have run the call."""
@@ -43,9 +39,8 @@ class ModalBackend:
     them.
 
     A call is executed at most once as far as a caller can know: no retry is requested from Modal, but Modal itself may
-    rerun an input that it lost with a preempted container. With `cancellable`, a call that is cancelled or past its
-    deadline ends on Modal too; this costs an upload for every event over 8 KiB. Without it, the call runs to its end or
-    its time limit, ignored and billed.
+    rerun an input that it lost with a preempted container. A call that is cancelled or past its deadline runs to its
+    end or its time limit, ignored and billed.
 
     `Invocation.billed_s` is the container's own measurement of the run, plus its start if the call caused one; for a
     call that no container answered, the elapsed time. Idle time of containers is billed by Modal and not visible here.
@@ -56,23 +51,12 @@ class ModalBackend:
     """A container is billed by its seconds, busy or idle."""
 
     def __init__(
-        self,
-        settings: ModalSettings | None = None,
-        *,
-        versions: Mapping[str, str] | None = None,
-        cancellable: bool = False,
-        meter: MeterSink | None = None,
-        current: bool = True,
+        self, settings: ModalSettings | None = None, *, meter: MeterSink | None = None, current: bool = True
     ) -> None:
-        """`versions` pins functions to digests (or their prefixes) that are kept on Modal: these are called and not
-        deployed. `current`: a deployment from here becomes current."""
+        """`current`: a deployment from here becomes current."""
         self._current = current
-        self._versions = dict(versions or {})
-        self._cancellable = cancellable
         self._meter = meter or NullMeter()
         self._deployer = ModalDeployer(settings, meter=meter)
-        self._namespace: ModalNamespace | None = None
-        self._stack = contextlib.AsyncExitStack()
         self._pinned: dict[str, PinnedFunction] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._ids = itertools.count(1)
@@ -81,15 +65,11 @@ class ModalBackend:
     async def deploy(self, package: Package) -> None:
         """Deploy the package; only a look-up if the live version already is this one. Raises as a `Deployer` does."""
         name = package.spec.name
-        self._open()
-        if name in self._versions:
-            await self._target(name)
-            return
         deployed = await self._deployer.deploy(package, current=self._current)
         number, known = int(deployed.provider_version), self._pinned.get(name)
         if known is None or known.number != number:
             with modal_client.translate_errors():
-                self._pinned[name] = await pin(self._open(), name, number, package.version)
+                self._pinned[name] = await pin(self._deployer.namespace, name, number, package.version)
 
     async def attach(self, function: str) -> None:
         """See `AttachableBackend`."""
@@ -109,15 +89,20 @@ class ModalBackend:
             try:
                 async with asyncio.timeout(deadline_s):
                     target = await self._target(function)
-                    answer = await call_pinned(target, event, f"{number:012d}", cancellable=self._cancellable)
+                    answer = await call_pinned(target, event, f"{number:012d}")
             except TimeoutError:
                 detail = f"no answer of {function} in {deadline_s:.3f} s"
                 answer = ModalReply(fault=InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
         finally:
             self._running[function] -= 1
-            bill = self._bill(target, answer, t0, now(), len(event), cause) if target else None
+            reached = answer is None or answer.fault is None or answer.fault.kind not in _UNREACHED
+            bill = None
+            if target is not None and reached:
+                limit_s = target.timeout_s
+                bill = modal_client.bill(target, answer, t0, now(), limit_s=limit_s, items=len(event), cause=cause)
+                self._meter.invocation(bill)
         assert answer is not None
-        return Reply(answer.body if answer.fault is None else None, answer.fault, bill)
+        return Reply(answer.body, answer.fault, bill)
 
     def load(self, function: str) -> WorkerLoad:
         return WorkerLoad(busy=self._running.get(function, 0))
@@ -135,65 +120,20 @@ class ModalBackend:
             await target.handle.autoscaler.update.aio(min_containers=workers)
 
     async def __aenter__(self) -> ModalBackend:
-        deployer = await self._stack.enter_async_context(self._deployer)
-        self._namespace = deployer.namespace
+        await self._deployer.__aenter__()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._namespace = None
         self._pinned.clear()
-        await self._stack.aclose()
-
-    def _open(self) -> ModalNamespace:
-        if self._namespace is None:
-            raise BackendFailed("the modal backend is not open", remedy="use `async with`")
-        return self._namespace
+        await self._deployer.__aexit__()
 
     async def _target(self, function: str) -> PinnedFunction:
-        namespace = self._open()
         if (known := self._pinned.get(function)) is not None:
             return known
         async with self._locks.setdefault(function, asyncio.Lock()):
             if function not in self._pinned:
+                namespace = self._deployer.namespace
                 with modal_client.translate_errors():
                     _, tags = await namespace.get(function)
-                    number = self._number(function, tags)
-                    self._pinned[function] = await pin(namespace, function, number, tags.versions[number])
+                    self._pinned[function] = await pin(namespace, function, tags.live, tags.versions[tags.live])
             return self._pinned[function]
-
-    def _number(self, function: str, tags: DeploymentTags) -> int:
-        wanted = self._versions.get(function)
-        if not wanted:
-            return tags.live
-        found = [n for n, digest in tags.versions.items() if digest.startswith(wanted)]
-        if not found:
-            known = ", ".join(digest[:12] for digest in tags.versions.values())
-            raise UnknownFunction(f"{function!r} has no version {wanted!r} on Modal", remedy=f"it has {known}")
-        return max(found)
-
-    def _bill(
-        self, target: PinnedFunction, answer: ModalReply | None, t0: float, t1: float, items: int, cause: Cause
-    ) -> Invocation | None:
-        """Report the call to the meter; None if no container was reached."""
-        fault = answer.fault if answer else None
-        if fault is not None and fault.kind in _UNREACHED:
-            return None
-        measured = answer is not None and answer.worker != ""
-        run_s = answer.run_s if answer is not None and measured else min(t1 - t0, target.timeout_s)
-        init_s = answer.init_s if answer is not None else 0.0
-        bill = Invocation(
-            function=target.name,
-            provider=self.provider,
-            worker=answer.worker if answer is not None else "",
-            t0=t0,
-            t1=t1,
-            cold_start_s=init_s,
-            billed_s=billed_seconds(run_s + init_s),
-            memory_mb=target.memory_mb,
-            items=items,
-            status="cancelled" if answer is None else str(fault.kind) if fault else "ok",
-            cause=cause,
-            provider_id=answer.call if answer is not None else "",
-        )
-        self._meter.invocation(bill)
-        return bill

@@ -34,14 +34,15 @@ import json
 import os
 import pickle
 import re
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict
 
 from serverless.errors import BackendFailed, CredentialsMissing, ExtraMissing, SpecInvalid, UnknownFunction
-from serverless.types import FaultKind, InfraFault, Throttle
+from serverless.meter import billed_seconds
+from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
 if TYPE_CHECKING:
     import modal
@@ -83,31 +84,25 @@ async def open_client() -> AsyncIterator[modal.Client]:
 
     Raises `CredentialsMissing` if there are none or the server rejects them, `BackendFailed` if it does not answer.
     """
+    modal, client = modal_library(), None
     with _no_pickles():
-        client = await _client()
         try:
+            with translate_errors():
+                async with asyncio.timeout(_CONNECT_S) as limit:
+                    client = await _connect(modal)
+                    await client.hello.aio()
             yield client
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise BackendFailed(
+                f"Modal does not answer within {_CONNECT_S:g} s", remedy="check the network and MODAL_SERVER_URL"
+            ) from None
         finally:
-            await _close(client)
-
-
-async def _client() -> Any:
-    modal = modal_library()
-    client = None
-    try:
-        with translate_errors():
-            async with asyncio.timeout(_CONNECT_S):
-                client = await _connect(modal)
-                await client.hello.aio()
-        return client
-    except TimeoutError:
-        await _close(client)
-        raise BackendFailed(
-            f"Modal does not answer within {_CONNECT_S:g} s", remedy="check the network and MODAL_SERVER_URL"
-        ) from None
-    except BaseException:
-        await _close(client)
-        raise
+            if client is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_CLOSE_S):
+                        await client.close.aio()
 
 
 @contextlib.contextmanager
@@ -212,18 +207,11 @@ async def _connect(modal: Any) -> Any:
     raise CredentialsMissing("Modal knows no token", remedy=_REMEDY)
 
 
-async def _close(client: Any) -> None:
-    if client is not None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_S):
-                await client.close.aio()
-
-
 class _OpenClients:
-    """The number of open clients, and the unpickler to restore after the last."""
+    """The number of open clients, and the guard that is closed after the last."""
 
     depth = 0
-    before: tuple[Any, dict[str, str | None]] | None = None
+    guard = contextlib.ExitStack()
 
 
 class _RefusingUnpickler:
@@ -239,46 +227,45 @@ class _RefusingUnpickler:
 @contextlib.contextmanager
 def _no_pickles() -> Iterator[None]:
     if _OpenClients.depth == 0:
-        _install()
+        _OpenClients.guard.enter_context(_refused_pickles())
     _OpenClients.depth += 1
     try:
         yield
     finally:
         _OpenClients.depth -= 1
         if _OpenClients.depth == 0:
-            _uninstall()
+            _OpenClients.guard.close()
 
 
-def _install() -> None:
+@contextlib.contextmanager
+def _refused_pickles() -> Iterator[None]:
     version = getattr(modal_library(), "__version__", "?")
     failed = BackendFailed(
         f"modal {version} cannot be kept from loading pickles of containers", remedy="pip install 'modal~=1.6.4'"
     )
+    before = {name: os.environ.get(name) for name in _SETTINGS}
     try:
         inside: Any = importlib.import_module("modal._serialization")
-        _OpenClients.before = (inside.Unpickler, {name: os.environ.get(name) for name in _SETTINGS})
-        inside.Unpickler = _RefusingUnpickler
+        unpickler, inside.Unpickler = inside.Unpickler, _RefusingUnpickler
     except (ImportError, AttributeError):
         raise failed from None
     os.environ.update(_SETTINGS)
     try:
-        inside.deserialize(pickle.dumps("a harmless one"), None)
-    except Exception as error:
-        if _find_pickle_refusal(error):
-            return
-    _uninstall()
-    raise failed
-
-
-def _uninstall() -> None:
-    inside: Any = importlib.import_module("modal._serialization")
-    assert _OpenClients.before is not None
-    inside.Unpickler, settings = _OpenClients.before
-    for name, value in settings.items():
-        if value is None:
-            os.environ.pop(name, None)
+        try:
+            inside.deserialize(pickle.dumps("a harmless one"), None)
+        except Exception as error:
+            if not _find_pickle_refusal(error):
+                raise failed from None
         else:
-            os.environ[name] = value
+            raise failed
+        yield
+    finally:
+        inside.Unpickler = unpickler
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 PROVIDER = "modal"
@@ -332,9 +319,6 @@ class DeploymentTags:
         tags |= {f"rollart-v{n}": _base64(digest) for n, digest in self.versions.items()}
         tags |= {f"rollart-t{n}": str(t) for n, t in self.times.items() if n in self.versions}
         return tags | ({"rollart-live": str(self.live)} if self.live else {})
-
-    def pointed(self, number: int) -> DeploymentTags:
-        return DeploymentTags(number, self.versions, self.times, self.other)
 
     def added(self, number: int, digest: str, t: float, *, keep: int) -> DeploymentTags:
         """The tags with a new live version and the newest `keep` of the older ones."""
@@ -417,10 +401,6 @@ def _hex(tag: str) -> str:
         return ""
 
 
-_CANCEL_S = 5.0
-"""Maximum seconds that a cancelled call waits for its cancellation to be acknowledged."""
-
-
 @dataclass(frozen=True, slots=True)
 class PinnedFunction:
     """One pinned deployment of a function. `version` is the package's digest."""
@@ -454,9 +434,31 @@ async def pin(namespace: ModalNamespace, function: str, number: int, version: st
     return PinnedFunction(function, number, version, handle, size, float(info.timeout))
 
 
-async def call_pinned(
-    target: PinnedFunction, event: Sequence[dict[str, Any]], request: str, *, cancellable: bool = False
-) -> ModalReply:
+def bill(
+    target: PinnedFunction, answer: ModalReply | None, t0: float, t1: float, *, limit_s: float, items: int, cause: Cause
+) -> Invocation:
+    """The bill of a call, of a cancelled one without an answer. `limit_s`: the longest run if no container measured
+    it."""
+    status = "cancelled" if answer is None else str(answer.fault.kind) if answer.fault else "ok"
+    answer = answer or ModalReply()
+    run_s = answer.run_s if answer.worker else min(t1 - t0, limit_s)
+    return Invocation(
+        function=target.name,
+        provider=PROVIDER,
+        worker=answer.worker,
+        t0=t0,
+        t1=t1,
+        cold_start_s=answer.init_s,
+        billed_s=billed_seconds(run_s + answer.init_s),
+        memory_mb=target.memory_mb,
+        items=items,
+        status=status,
+        cause=cause,
+        provider_id=answer.call,
+    )
+
+
+async def call_pinned(target: PinnedFunction, event: Sequence[dict[str, Any]], request: str) -> ModalReply:
     """One call, limited by its caller's wait. Faults are values. Raises `UnknownFunction`, `CredentialsMissing` and
     `BackendFailed`."""
     asked = {
@@ -473,7 +475,7 @@ async def call_pinned(
         detail = f"the event has no wire form: {error}"[:500]
         return ModalReply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
     try:
-        given = await (_cancellable(target.handle, payload) if cancellable else target.handle.remote.aio(payload))
+        given = await target.handle.remote.aio(payload)
     except modal_library().exception.NotFoundError as error:
         raise UnknownFunction(f"{target.name!r} is gone from Modal: {error}", remedy="deploy it again") from None
     except TimeoutError:
@@ -481,31 +483,6 @@ async def call_pinned(
     except Exception as error:
         return ModalReply(fault=fault_of(error))
     return _read(given, target)
-
-
-async def _cancellable(handle: Any, payload: bytes) -> object:
-    """A call that is cancelled on Modal together with its caller, even while it is being submitted."""
-    async with asyncio.TaskGroup() as group:
-        spawning = group.create_task(_settled(handle.spawn.aio(payload)))
-        try:
-            call = await asyncio.shield(spawning)
-            given = call if isinstance(call, Exception) else await _settled(call.get.aio())
-        except asyncio.CancelledError:
-            with contextlib.suppress(Exception):
-                async with asyncio.timeout(_CANCEL_S):
-                    await (await spawning).cancel.aio()
-            raise
-    if isinstance(given, Exception):
-        raise given
-    return given
-
-
-async def _settled(work: Awaitable[Any]) -> Any:
-    """The result or exception as a value: a task group would wrap the exception."""
-    try:
-        return await work
-    except Exception as error:
-        return error
 
 
 def _read(given: object, target: PinnedFunction) -> ModalReply:

@@ -8,7 +8,6 @@ import os
 import pathlib
 import signal
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -290,26 +289,6 @@ def test_past_its_deadline_a_call_is_given_up(plane: PlaneProcess) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("by", ["cancel", "deadline"])
-def test_a_cancellable_call_ends_on_modal_too(plane: PlaneProcess, by: str) -> None:
-    async def main() -> None:
-        one = acts(concurrency=1, timeout_s=1000)
-        async with deployed(plane, one, cancellable=True) as case:
-            assert done(await case.call(do="first", text="x" * 20_000)) == "first"
-            limit = 3.0 if by == "deadline" else LONG_S
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(case.call(do="sleep", seconds=900, deadline_s=limit))
-                await until(case.running, LONG_S)
-                if by == "cancel":
-                    task.cancel()
-            await until(lambda: not case.running(), LONG_S)
-            assert done(await case.call(do="after")) == "after"
-            status = "cancelled" if by == "cancel" else "deadline"
-            assert [i.status for i in case.books.invocations] == ["ok", status, "ok"]
-
-    asyncio.run(main())
-
-
 def test_a_cancelled_call_is_billed_and_the_backend_goes_on(plane: PlaneProcess) -> None:
     async def main() -> None:
         async with deployed(plane, acts(concurrency=2, timeout_s=30)) as case:
@@ -366,35 +345,3 @@ def test_a_plane_that_dies_makes_calls_unavailable() -> None:
                 await until(lambda: not any(map(alive, pids)), LONG_S)
 
         asyncio.run(main())
-
-
-def test_a_call_cancelled_while_it_is_handed_over_ends_too(plane: PlaneProcess) -> None:
-    """The input is with Modal before its id is here: the real handle, with an answer that is held back."""
-    held, told = asyncio.Event(), asyncio.Event()
-
-    class Slow:
-        def __init__(self, handle: Any) -> None:
-            self.spawn = self
-            self.handle = handle
-
-        async def aio(self, payload: bytes) -> Any:
-            call = await self.handle.spawn.aio(payload)
-            told.set()
-            await held.wait()
-            return call
-
-    async def main() -> None:
-        async with deployed(plane, acts(concurrency=1, timeout_s=1000), cancellable=True) as case:
-            done(await case.call())
-            real = case.backend._pinned["acts"]
-            case.backend._pinned["acts"] = replace(real, handle=Slow(real.handle))
-            async with asyncio.TaskGroup() as group:
-                task = group.create_task(case.call(do="sleep", seconds=900))
-                await told.wait()
-                task.cancel()
-                await asyncio.sleep(0)
-                held.set()
-            case.backend._pinned["acts"] = real
-            assert done(await case.call(do="after")) == "after"
-
-    asyncio.run(main())
