@@ -101,22 +101,16 @@ class LambdaControl:
 
     def versions(self, name: str) -> list[LambdaVersion]:
         """Published versions, newest first; none if there is no such function."""
-        listed = self._read(
-            f"listing versions of {name}",
-            lambda: self._listed("lambda", "list_versions_by_function", "Versions", FunctionName=name),
+        listed = self._listed(
+            f"listing versions of {name}", "lambda", "list_versions_by_function", "Versions", FunctionName=name
         )
-        found = (_version(one) for one in listed or [] if one["Version"] != "$LATEST")
+        found = (_version(one) for one in listed if one["Version"] != "$LATEST")
         return sorted((v for v in found if v.digest), key=lambda v: -int(v.number))
 
     def aliases(self, name: str) -> list[LambdaAlias]:
         """The aliases of a function, none if it does not exist."""
-        found = self._read(
-            f"listing aliases of {name}", lambda: self._listed("lambda", "list_aliases", "Aliases", FunctionName=name)
-        )
-        return [
-            LambdaAlias(one["Name"], str(one["FunctionVersion"]), str(one.get("Description", "")))
-            for one in found or []
-        ]
+        found = self._listed(f"listing aliases of {name}", "lambda", "list_aliases", "Aliases", FunctionName=name)
+        return [LambdaAlias(one["Name"], str(one["FunctionVersion"]), str(one.get("Description", ""))) for one in found]
 
     def deployed(self, name: str) -> list[str]:
         """Numbers of the versions that have been current, oldest first; of all versions if the alias does not record
@@ -128,9 +122,8 @@ class LambdaControl:
 
     def names(self) -> list[str]:
         """Lambda functions with the prefix."""
-        with translate_errors("listing functions"):
-            found = [one["FunctionName"] for one in self._listed("lambda", "list_functions", "Functions")]
-        return sorted(name for name in found if name.startswith(self._settings.prefix))
+        found = self._listed("listing functions", "lambda", "list_functions", "Functions")
+        return sorted(one["FunctionName"] for one in found if one["FunctionName"].startswith(self._settings.prefix))
 
     def ours(self, name: str) -> bool:
         """True if a function exists. Raises `BackendFailed` if it does and is not rollart's."""
@@ -177,12 +170,12 @@ class LambdaControl:
         function, name = self._lambda, wanted.name
         role = self.role()
         where, forget = self._place(name, wanted.archive)
-        described = {"Description": wanted.description, **wanted.configuration, "Role": role}
-        architectures = [self._settings.architecture]
+        properties = wanted.properties({"Code": where}, role)
+        code = {"FunctionName": name, "Architectures": properties["Architectures"], **where}
+        configuration = {"FunctionName": name, "Description": wanted.description, **wanted.configuration, "Role": role}
         try:
             with translate_errors(f"uploading {name}"):
                 if create:
-                    properties = wanted.properties({"Code": where}, role)
                     try:
                         self._assumable(lambda: function.create_function(**properties))
                     except function.exceptions.ResourceConflictException:
@@ -190,14 +183,10 @@ class LambdaControl:
                     self._wait("function_active_v2", FunctionName=name)
                     return
                 self._wait("function_updated_v2", FunctionName=name)
-                self._unconflicted(
-                    lambda: function.update_function_code(FunctionName=name, Architectures=architectures, **where)
-                )
+                self._unconflicted(lambda: function.update_function_code(**code))
                 self._wait("function_updated_v2", FunctionName=name)
                 self._unconflicted(
-                    lambda: self._assumable(
-                        lambda: function.update_function_configuration(FunctionName=name, **described)
-                    )
+                    lambda: self._assumable(lambda: function.update_function_configuration(**configuration))
                 )
                 self._wait("function_updated_v2", FunctionName=name)
         finally:
@@ -296,10 +285,7 @@ class LambdaControl:
 
     def log_events(self, name: str, since_ms: int) -> list[dict[str, Any]]:
         chosen = {"logGroupName": log_group(name), "startTime": since_ms}
-        found = self._read(
-            f"reading logs of {name}", lambda: self._listed("logs", "filter_log_events", "events", **chosen)
-        )
-        return found or []
+        return self._listed(f"reading logs of {name}", "logs", "filter_log_events", "events", **chosen)
 
     def warm(self, name: str, alias: str = ALIAS) -> int:
         """Provisioned concurrency of an alias."""
@@ -347,10 +333,14 @@ class LambdaControl:
     def _lambda(self) -> Any:
         return self._clients.of("lambda")
 
-    def _listed(self, service: str, operation: str, key: str, **chosen: Any) -> list[dict[str, Any]]:
-        """The entries of all pages of a listing."""
-        pages = self._clients.of(service).get_paginator(operation).paginate(**chosen)
-        return [one for page in pages for one in page[key]]
+    def _listed(self, doing: str, service: str, operation: str, key: str, **chosen: Any) -> list[dict[str, Any]]:
+        """The entries of all pages of a listing; none if AWS has no such thing."""
+
+        def read() -> list[dict[str, Any]]:
+            pages = self._clients.of(service).get_paginator(operation).paginate(**chosen)
+            return [one for page in pages for one in page[key]]
+
+        return self._read(doing, read) or []
 
     def _read(self, doing: str, call: Callable[[], T], *, missing: str = "ResourceNotFoundException") -> T | None:
         """The result of a call; None if AWS has no such thing."""

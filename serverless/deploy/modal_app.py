@@ -26,7 +26,7 @@ from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, PackageError, ServerlessError, SpecInvalid
 from serverless.meter import MeterSink, NullMeter
 from serverless.providers import modal_client
-from serverless.providers.base import DeployedFunction, DeploymentChange, LogLine
+from serverless.providers.base import DeployedFunction, DeploymentChange, LogLine, rollback_number
 from serverless.providers.modal_client import (
     PROVIDER,
     DeploymentTags,
@@ -125,7 +125,8 @@ class ModalDeployer:
         async with self._turn:
             with modal_client.translate_errors():
                 app, deployments = await self.namespace.get(function)
-                number = _rollback_deployment(function, deployments, version)
+                former = [n for n in deployments.versions if n < deployments.live]
+                number = rollback_number(function, deployments.versions, former, version, noun="deployment")
                 return await self._deployed(function, await self._point(function, app, deployments, number), number)
 
     async def scale(
@@ -371,20 +372,3 @@ def check_pinned(package: Package) -> None:
             f"function {package.spec.name} requires {', '.join(unpinned)}, in no exact version",
             remedy="install it here before packing, or pin it with ==",
         )
-
-
-def _rollback_deployment(function: str, deployments: DeploymentTags, wanted: str) -> int:
-    """The deployment for a rollback: the newest one before the live one, or the one with the given digest prefix."""
-    known = ", ".join(
-        f"{deployments.versions[n][:12]} (deployment {n})" for n in sorted(deployments.versions, reverse=True)
-    )
-    if wanted:
-        found = {digest: n for n, digest in sorted(deployments.versions.items()) if digest.startswith(wanted)}
-        if len(found) != 1:
-            what = "no" if not found else "more than one"
-            raise BackendFailed(f"{function} has {what} version {wanted!r}", remedy=f"it has {known}")
-        return next(iter(found.values()))
-    older = [n for n in deployments.versions if n < deployments.live]
-    if not older:
-        raise BackendFailed(f"{function} has no version before the current one", remedy=f"it has {known}")
-    return max(older)

@@ -14,15 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from serverless.deploy.aws import LEASE_S, PROVIDER, AwsDeployer, PinnedVersion
+from serverless.deploy.aws import LEASE_S, PROVIDER, AwsDeployer, PinnedVersion, lambda_bill
 from serverless.deploy.aws_function import AwsSettings
 from serverless.deploy.aws_session import library, translate_error
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, CredentialsMissing, ServerlessError, UnknownFunction
-from serverless.meter import MeterSink, NullMeter, billed_seconds
+from serverless.meter import MeterSink, NullMeter
 from serverless.providers.base import Reply, WorkerLoad
 from serverless.providers.faults import LambdaReport, function_fault, parse_report, service_fault
-from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
+from serverless.types import Cause, FaultKind, InfraFault, Throttle
 
 _MAX_BYTES = 6_291_456
 """Lambda's limit of a synchronous request, 6 MiB."""
@@ -297,7 +297,20 @@ class AwsLambdaBackend:
                 moved, found = True, (_version_changed_fault(pin, ""), False)
             fault, taken = found
         finally:
-            bill = self._bill(call, t0, now(), lambda_report, version, fault) if taken else None
+            bill = None
+            if taken:
+                bill = lambda_bill(
+                    gate.name,
+                    lambda_report,
+                    t0,
+                    now(),
+                    memory_mb=gate.memory_mb,
+                    items=call.items,
+                    status=call.left or (str(fault.kind) if fault else "ok"),
+                    cause=call.cause,
+                    version=version,
+                )
+                self._meter.invocation(bill)
         if moved:
             try:
                 await self._pin_again(gate, pin)
@@ -307,32 +320,6 @@ class AwsLambdaBackend:
                 assert fault is not None
                 fault = replace(fault, detail=f"{fault.detail}, which failed: {error.message}"[:500])
         return Reply(body if fault is None else None, fault, bill)
-
-    def _bill(
-        self,
-        call: _InFlightCall,
-        t0: float,
-        t1: float,
-        lambda_report: LambdaReport | None,
-        version: str,
-        fault: InfraFault | None,
-    ) -> Invocation:
-        bill = Invocation(
-            function=call.gate.name,
-            provider=self.provider,
-            worker=f"{self.provider}/{call.gate.name}" + (f"/{version}" if version else ""),
-            t0=t0,
-            t1=t1,
-            cold_start_s=lambda_report.init_s if lambda_report else 0.0,
-            billed_s=lambda_report.billed_s if lambda_report else billed_seconds(t1 - t0),
-            memory_mb=lambda_report.memory_mb if lambda_report else call.gate.memory_mb,
-            items=call.items,
-            status=call.left or (str(fault.kind) if fault else "ok"),
-            cause=call.cause,
-            provider_id=lambda_report.request_id if lambda_report else "",
-        )
-        self._meter.invocation(bill)
-        return bill
 
 
 def _version_changed_fault(pin: PinnedVersion, version: str) -> InfraFault:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from serverless.deploy.package import Package
+from serverless.errors import BackendFailed
 from serverless.types import Cause, InfraFault, Invocation
 
 
@@ -201,3 +202,18 @@ class Deployer(Protocol):
     async def __aenter__(self) -> Deployer: ...
 
     async def __aexit__(self, *exc: object) -> None: ...
+
+
+def rollback_number(function: str, digests: Mapping[int, str], former: Sequence[int], wanted: str, *, noun: str) -> int:
+    """The number of the version for a rollback: the newest with the digest prefix `wanted`, else the newest of
+    `former`."""
+    known = ", ".join(f"{digests[n][:12]} ({noun} {n})" for n in sorted(digests, reverse=True))
+    if wanted:
+        found = {digest: n for n, digest in sorted(digests.items()) if digest.startswith(wanted)}
+        if len(found) != 1:
+            what = "no" if not found else "more than one"
+            raise BackendFailed(f"{function} has {what} version {wanted!r}", remedy=f"it has {known}")
+        return next(iter(found.values()))
+    if not former:
+        raise BackendFailed(f"{function} has no version before the current one", remedy=f"it has {known}")
+    return max(former)
