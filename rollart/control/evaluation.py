@@ -96,7 +96,7 @@ class Evaluation:
                 purpose=Purpose.EVAL,
                 run_seed=self._seed,
                 started=asyncio.get_running_loop().time(),
-                wish=PlacementRequest(PlacementPriority.EVALUATE),
+                slot_request=PlacementRequest(PlacementPriority.EVALUATE),
             )
             try:
                 trajectory = await self._runner.run(live)

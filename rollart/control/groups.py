@@ -188,7 +188,7 @@ class GroupRun:
         begun = [*self.state.finished.values(), *self.writing.values(), *(v0 for v0 in live if v0 is not None)]
         return min(begun, default=None)
 
-    def wish(self, member: int) -> PlacementRequest:
+    def slot_request(self, member: int) -> PlacementRequest:
         """The member's request for a slot on an environment host. It is a spare member's if the samples and the members
         before it suffice."""
         others = sum(other < member for other in self.trying) + len(self.samples)

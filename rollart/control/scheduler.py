@@ -237,7 +237,7 @@ class AttemptRunner:
             purpose=Purpose.TRAIN,
             run_seed=self._seed,
             started=asyncio.get_running_loop().time(),
-            wish=run.wish(member),
+            slot_request=run.slot_request(member),
         )
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:

@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from placement.problem import kept_for_next_turn
 from rollart.control.domain import Domain, derive_seed
@@ -146,9 +146,6 @@ def harness_fault(error: Exception) -> str:
 class FreeRunning:
     """Trajectory-level rollout: no trajectory waits for another."""
 
-    lockstep = False
-    """True if `turn` can wait; hot callers check it first."""
-
     def join(self) -> None:
         return None
 
@@ -163,8 +160,6 @@ class TurnBarrier(FreeRunning):
     """Owns one generation of waiters. `turn` waits until every member that joined has arrived or left; the last to
     arrive, or a leaver, unblocks them. Invariant: 0 <= arrived <= members.
     """
-
-    lockstep = True
 
     def __init__(self) -> None:
         self._members = 0
@@ -229,8 +224,8 @@ class TrajectoryState:
     purpose: Purpose
     run_seed: int
     started: float
-    wish: PlacementRequest = field(default_factory=PlacementRequest)
-    """Its request for a slot on an environment host."""
+    slot_request: PlacementRequest = field(default_factory=PlacementRequest)
+    """For a slot on an environment host."""
     joined: bool = False
     """True once it takes part in lockstep turns."""
     v0: int | None = None
@@ -291,6 +286,14 @@ class EnvironmentSource(Protocol):
         """Record the duration of a reset."""
 
 
+class _Prompt(NamedTuple):
+    """An encoded observation. `length`: the tokens that its ids stand for."""
+
+    observation: Observation
+    token_ids: tuple[int, ...]
+    length: int
+
+
 class TrajectoryRunner:
     """Runs episodes. Any number of tasks may call `run` at once; each owns its `TrajectoryState` and its environment.
 
@@ -331,48 +334,41 @@ class TrajectoryRunner:
         ahead = None if self._prefetch is None else self._prefetch.take(live.domain.name, live.id)
         environment = (ahead and ahead.environment) or _make_environment(live)
         try:
-            observation = await self._reset(live, environment, ahead)
-            shown, length = self._shown(observation.text)
+            prompt = self._prompt(await self._reset(live, environment, ahead))
             for turn in range(live.domain.max_turns):
-                completion = await self._act(live, observation, shown, length, turn)
-                text = self._said(live, completion)
-                self._judge(live)
-                step = await self._step(live, environment, text)
-                said = tuple(map(self._tokenizer.token, completion.token_ids))
-                live.turns.append(Turn(turn, observation.text, text, said, step.reward))
+                completion = await self._act(live, prompt, turn)
+                self._abort_if_stale(live)
+                step = await self._step(live, environment, prompt, completion, turn)
                 if step.done:
-                    return self._finished(live, step)
-                observation = step.observation
-                shown, length = self._shown(observation.text)
-                if live.length + length >= self._limits.context_tokens:  # no room to answer
-                    return self._finished(live, step)
-                if self._barrier.lockstep:
-                    await self._barrier.turn()
-                self._judge(live)
+                    break
+                prompt = self._prompt(step.observation)
+                if live.length + prompt.length >= self._limits.context_tokens:  # no room to answer
+                    break
+                await self._barrier.turn()
+                self._abort_if_stale(live)
             return self._finished(live, step)
         finally:
             if live.joined:
                 self._barrier.leave()
             await self._close(live, environment)
 
-    def _shown(self, text: str) -> tuple[tuple[int, ...], int]:
-        """The ids of an observation and the number of tokens that they stand for. If a text is far longer than the
-        context, only a prefix is encoded, provided that the prefix already fills the context."""
-        most = CHARACTERS_PER_TOKEN_LIMIT * self._limits.context_tokens
+    def _prompt(self, observation: Observation) -> _Prompt:
+        """Encode an observation. Of a text far longer than the context only a prefix is encoded, provided that the
+        prefix already fills the context."""
+        text, most = observation.text, CHARACTERS_PER_TOKEN_LIMIT * self._limits.context_tokens
         if len(text) > most:
-            shown = self._tokenizer.encode(text[:most])
-            if (length := self._measure(shown)) >= self._limits.context_tokens:
-                return shown, length
-        shown = self._tokenizer.encode(text)
-        return shown, self._measure(shown)
+            token_ids = self._tokenizer.encode(text[:most])
+            if (length := self._measure(token_ids)) >= self._limits.context_tokens:
+                return _Prompt(observation, token_ids, length)
+        token_ids = self._tokenizer.encode(text)
+        return _Prompt(observation, token_ids, self._measure(token_ids))
 
-    async def _act(
-        self, live: TrajectoryState, observation: Observation, shown: tuple[int, ...], length: int, turn: int
-    ) -> Completion:
-        """Append the observation, which adds `length` tokens to the context, and generate the action."""
-        live.segments.append(Segment(_OBSERVATION if turn else _PROMPT, turn, shown))
-        live.tokens.extend(shown)
-        live.length += length
+    async def _act(self, live: TrajectoryState, prompt: _Prompt, turn: int) -> Completion:
+        """Append the prompt to the context and generate the action."""
+        observation = prompt.observation
+        live.segments.append(Segment(_OBSERVATION if turn else _PROMPT, turn, prompt.token_ids))
+        live.tokens.extend(prompt.token_ids)
+        live.length += prompt.length
         if turn == 0:
             live.first_tokens = live.length
         room = self._limits.context_tokens - live.length
@@ -391,7 +387,14 @@ class TrajectoryRunner:
         )
         last = not kept_for_next_turn(turn + 1, live.domain.max_turns)
         completion = await self._generate(live, tuple(live.tokens), sampling, live.length, last=last)
-        self._append(live, completion, turn, allowed)
+        for span in completion.spans:
+            at = slice(span.start, span.end)
+            live.segments.append(
+                Segment(_ACTION, turn, completion.token_ids[at], span.version, completion.logprobs[at], allowed)
+            )
+        live.tokens.extend(completion.token_ids)
+        live.action_tokens += completion.sampled
+        live.length += completion.sampled
         return completion
 
     async def _generate(
@@ -437,7 +440,7 @@ class TrajectoryRunner:
             episode = begin_harness_episode(begin, live.id, live.seed)
             asked = 0
             while (wanted := await self._wanted(live, episode)) is not None:
-                self._judge(live)
+                self._abort_if_stale(live)
                 room = self._limits.context_tokens - len(wanted.token_ids)
                 sampling = harness_sampling(
                     live.domain,
@@ -449,14 +452,13 @@ class TrajectoryRunner:
                 last = not kept_for_next_turn(asked + 1, live.domain.max_turns)
                 answer = self._generate(live, wanted.token_ids, sampling, None, last=last, told=wanted.on_chunk)
                 completion = await await_unless_disconnected(wanted.gone, answer)
-                self._judge(live)
+                self._abort_if_stale(live)
                 asked += 1
                 if asked == live.domain.max_turns:
                     episode.exhaust()
                 if completion is not None:
                     episode.answer(completion)
-                if self._barrier.lockstep:
-                    await self._barrier.turn()
+                await self._barrier.turn()
             step = final_harness_step(episode)
             self._take_over(live, episode.segments(), step)
             return self._finished(live, step)
@@ -490,25 +492,7 @@ class TrajectoryRunner:
         except (TypeError, ValueError) as error:
             raise TrajectoryAborted(AbortReason.INFRA_FAULT, f"environment's legal actions: {error}") from None
 
-    def _append(
-        self, live: TrajectoryState, completion: Completion, turn: int, allowed: tuple[int, ...] | None
-    ) -> None:
-        token_ids, logprobs, spans = completion.token_ids, completion.logprobs, completion.spans
-        for span in spans:
-            at = slice(span.start, span.end)
-            live.segments.append(Segment(_ACTION, turn, token_ids[at], span.version, logprobs[at], allowed))
-        live.tokens.extend(token_ids)
-        sampled = completion.sampled
-        live.action_tokens += sampled
-        live.length += sampled
-
-    def _said(self, live: TrajectoryState, completion: Completion) -> str:
-        said = completion.token_ids
-        if completion.finish is FinishReason.STOP and said[-1] in live.domain.stop_token_ids:
-            said = said[:-1]
-        return self._tokenizer.decode(said)
-
-    def _judge(self, live: TrajectoryState) -> None:
+    def _abort_if_stale(self, live: TrajectoryState) -> None:
         """Enforce I2 between two turns, and before a completion takes effect."""
         if live.purpose is _TRAIN and self.stale(live.v0):
             raise TrajectoryAborted(AbortReason.STALE)
@@ -546,7 +530,9 @@ class TrajectoryRunner:
         """The first observation, from a reset made here or from a prefetched environment."""
         try:
             await (
-                prepare_environment(environment, live.seed, live.id, live.wish) if ahead is None else ahead.prepared()
+                prepare_environment(environment, live.seed, live.id, live.slot_request)
+                if ahead is None
+                else ahead.prepared()
             )
             self._barrier.join()  # not before: waiting for a host slot must not delay running trajectories
             live.joined = True
@@ -568,7 +554,14 @@ class TrajectoryRunner:
             self._prefetch.reset(live.domain.name, live.reset_seconds)
         return observation
 
-    async def _step(self, live: TrajectoryState, environment: Environment, text: str) -> Step:
+    async def _step(
+        self, live: TrajectoryState, environment: Environment, prompt: _Prompt, completion: Completion, turn: int
+    ) -> Step:
+        """Give the action to the environment."""
+        action = completion.token_ids
+        if completion.finish is FinishReason.STOP and action[-1] in live.domain.stop_token_ids:
+            action = action[:-1]
+        text = self._tokenizer.decode(action)
         try:
             with (
                 self._leases.hold(
@@ -580,6 +573,8 @@ class TrajectoryRunner:
         except Exception as error:
             raise environment_fault("step", error, environment) from None
         live.env_seconds += asyncio.get_running_loop().time() - lease.granted
+        tokens = tuple(map(self._tokenizer.token, completion.token_ids))
+        live.turns.append(Turn(turn, prompt.observation.text, text, tokens, step.reward))
         return step
 
     async def _close(self, live: TrajectoryState, environment: Environment | HarnessEpisode | None) -> None:
