@@ -12,7 +12,6 @@ from typing import Any
 from rollart.adapters.proxy.capture import Branch
 from rollart.adapters.proxy.messages import BadRequest
 from rollart.adapters.proxy.server import Proxy
-from rollart.adapters.proxy.sessions import ProxySession
 from rollart.errors import EngineError
 from rollart.model import Completion, CompletionChunk, Observation, Sampling, Segment, Step
 from rollart.ports import HarnessRequest
@@ -49,103 +48,50 @@ class HarnessRunner:
         return lambda session, seed: self._begin(agent, arguments, session, seed)
 
     def _begin(self, agent: Agent, arguments: Mapping[str, Any], name: str, seed: int) -> ProxyEpisode:
-        policy = _EpisodePolicy(self._context)
-        session = self._proxy.open(name, policy)
-        url = f"{self._url}/s/{name}/v1"
-        program = partial(agent, base_url=url, session=name, seed=seed, **arguments)
+        episode = ProxyEpisode(self._proxy, name, self._context)
+        program = partial(agent, base_url=f"{self._url}/s/{name}/v1", session=name, seed=seed, **arguments)
         # Not in a TaskGroup, which would wait for a hanging task for ever.
-        task = asyncio.get_running_loop().create_task(_run_program(program, policy), name=f"harness {name}")
+        task = asyncio.get_running_loop().create_task(episode.run(program), name=f"harness {name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return ProxyEpisode(self._proxy, session, policy, task, partial(_cancel_program, tasks=self._tasks))
+        episode.end_program = partial(_cancel_program, task, self._tasks)
+        return episode
 
 
 class ProxyEpisode:
-    """Implements `HarnessEpisode`."""
+    """One episode of an agent program. Implements `HarnessEpisode` for its trajectory, and `SessionPolicy` for its
+    session: a queue of requests that the trajectory answers one at a time.
 
-    def __init__(
-        self,
-        proxy: Proxy,
-        session: ProxySession,
-        policy: _EpisodePolicy,
-        task: asyncio.Task[None],
-        end: Callable[[asyncio.Task[None]], Awaitable[None]],
-    ) -> None:
-        self._proxy, self._session, self._policy, self._task, self._end = proxy, session, policy, task, end
-
-    async def wanted(self) -> HarnessRequest | None:
-        wanted = await self._policy.next()
-        if wanted is None and self._policy.error is not None and not self._was_exhausted():
-            raise self._policy.error
-        return wanted
-
-    def answer(self, completion: Completion) -> None:
-        self._policy.answer(completion)
-
-    def exhaust(self) -> None:
-        self._policy.exhausted = True
-
-    def segments(self) -> tuple[Segment, ...]:
-        branch = self._training_branch()
-        return () if branch is None else branch.segments
-
-    def ending(self) -> Step:
-        branches = self._session.capture.branches()
-        branch = self._training_branch()
-        result, ending = self._policy.result, self._session.ending
-        if isinstance(result, Step):
-            step = result
-        else:
-            reward = result if result is not None else ending.reward or 0.0
-            success = False if ending.success is None and self._policy.error is not None else ending.success
-            step = Step(Observation(""), reward, done=True, success=success)
-        everywhere = sum(t.sampled for t in self._session.capture.turns)
-        more = {"branches": len(branches), "sampled_elsewhere": everywhere - (branch.sampled if branch else 0)}
-        return Step(step.observation, step.reward, True, step.success, {**step.metadata, **more})
-
-    async def close(self) -> None:
-        self._policy.close()
-        await self._proxy.close(self._session.name)
-        await self._end(self._task)
-
-    def _was_exhausted(self) -> bool:
-        """True if a request was refused because turns or context ran out: an exception then is no infrastructure
-        fault."""
-        return self._policy.exhausted or self._session.full
-
-    def _training_branch(self) -> Branch | None:
-        """The branch with the most sampled tokens, the latest among equals: summaries and sub-agents are shorter."""
-        branches = self._session.capture.branches()
-        return max(branches, key=lambda b: (b.sampled, b.last), default=None)
-
-
-@dataclass(slots=True)
-class _PendingRequest:
-    wanted: HarnessRequest
-    answer: asyncio.Future[Completion]
-
-
-class _EpisodePolicy:
-    """The policy of one episode's session: a queue of requests that the trajectory answers one at a time.
-
-    The proxy's requests call `generate`; only the trajectory calls `next` and `answer`. The queue is bounded by the
+    The proxy's requests call `generate`; only the trajectory calls `wanted` and `answer`. The queue is bounded by the
     number of requests that one program has in flight.
     """
 
-    def __init__(self, context: int) -> None:
+    def __init__(self, proxy: Proxy, name: str, context: int) -> None:
         self.context = context
-        self.exhausted = False
-        self.result: float | Step | None = None
+        self.end_program: Callable[[], Awaitable[None]]
+        self._proxy = proxy
+        self._session = proxy.open(name, self)
         self._queue: asyncio.Queue[_PendingRequest | None] = asyncio.Queue()
         self._current: _PendingRequest | None = None
-        self.error: Exception | None = None
-        self._closed = False
+        self._result: float | Step | None = None
+        self._error: Exception | None = None
+        self._exhausted = self._closed = False
+
+    @guard
+    async def run(self, program: Callable[[], Awaitable[float | Step | None]]) -> None:
+        """Run the program. The next call of `wanted` that finds no request then returns None or raises its error."""
+        try:
+            with UserCodeGuard():
+                self._result = await program()
+        except Exception as error:
+            self._error = error
+        self._queue.put_nowait(None)
 
     async def generate(
         self, token_ids: tuple[int, ...], sampling: Sampling, on_chunk: Callable[[CompletionChunk], None] | None = None
     ) -> Completion:
-        if self.exhausted:
-            raise BadRequest("the episode has had its turns (max_turns)", code="max_turns")
+        if self._exhausted:
+            raise _turns_are_over()
         if self._closed:
             raise EngineError("the episode is over", retryable=False)
         loop = asyncio.get_running_loop()
@@ -160,13 +106,19 @@ class _EpisodePolicy:
                 gone.set_result(None)
             raise
 
-    async def next(self) -> HarnessRequest | None:
+    async def release(self) -> None:
+        """Nothing to do: the trajectory releases its own prefix."""
+
+    async def wanted(self) -> HarnessRequest | None:
         while (request := await self._queue.get()) is not None:
-            if self.exhausted:
-                _reject(request, BadRequest("the episode has had its turns (max_turns)", code="max_turns"))
+            if self._exhausted:
+                _reject(request, _turns_are_over())
             elif not request.answer.done():  # otherwise its client has disconnected
                 self._current = request
                 return request.wanted
+        out_of_room = self._exhausted or self._session.full  # an exception is then no infrastructure fault
+        if self._error is not None and not out_of_room:
+            raise self._error
         return None
 
     def answer(self, completion: Completion) -> None:
@@ -174,13 +126,26 @@ class _EpisodePolicy:
         if request is not None and not request.answer.done():
             request.answer.set_result(completion)
 
-    def finish(self, result: float | Step | None, error: Exception | None) -> None:
-        """The program has ended."""
-        self.result, self.error = result, error
-        self._queue.put_nowait(None)
+    def exhaust(self) -> None:
+        self._exhausted = True
 
-    def close(self) -> None:
-        """Fail all queued and future requests."""
+    def segments(self) -> tuple[Segment, ...]:
+        branch = self._training_branch()
+        return () if branch is None else branch.segments
+
+    def ending(self) -> Step:
+        capture, ending, branch = self._session.capture, self._session.ending, self._training_branch()
+        step = self._result
+        if not isinstance(step, Step):
+            reward = step if step is not None else ending.reward or 0.0
+            success = False if ending.success is None and self._error is not None else ending.success
+            step = Step(Observation(""), reward, done=True, success=success)
+        sampled_elsewhere = sum(t.sampled for t in capture.turns) - (branch.sampled if branch else 0)
+        more = {"branches": len(capture.branches()), "sampled_elsewhere": sampled_elsewhere}
+        return Step(step.observation, step.reward, True, step.success, {**step.metadata, **more})
+
+    async def close(self) -> None:
+        """Fail all queued and future requests, and end the program."""
         self._closed = True
         waiting = [self._current] if self._current is not None else []
         while not self._queue.empty():
@@ -188,19 +153,22 @@ class _EpisodePolicy:
                 waiting.append(request)
         for request in waiting:
             _reject(request, EngineError("the episode is over", retryable=False))
+        await self._proxy.close(self._session.name)
+        await self.end_program()
 
-    async def release(self) -> None:
-        """Nothing to do: the trajectory releases its own prefix."""
+    def _training_branch(self) -> Branch | None:
+        """The branch with the most sampled tokens, the latest among equals: summaries and sub-agents are shorter."""
+        return max(self._session.capture.branches(), key=lambda b: (b.sampled, b.last), default=None)
 
 
-@guard
-async def _run_program(program: Callable[[], Awaitable[float | Step | None]], policy: _EpisodePolicy) -> None:
-    try:
-        with UserCodeGuard():
-            result = await program()
-        policy.finish(result, None)
-    except Exception as error:
-        policy.finish(None, error)
+@dataclass(slots=True)
+class _PendingRequest:
+    wanted: HarnessRequest
+    answer: asyncio.Future[Completion]
+
+
+def _turns_are_over() -> BadRequest:
+    return BadRequest("the episode has had its turns (max_turns)", code="max_turns")
 
 
 async def _cancel_program(task: asyncio.Task[None], tasks: set[asyncio.Task[None]]) -> None:
