@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.proxy.pool import EnginePool
 from rollart.errors import EngineError
 from rollart.model import Completion, CompletionChunk, EngineId, FinishReason, GenerateRequest, Sampling, VersionSpan
@@ -58,7 +57,7 @@ def ask(engines: list[Counting], max_tokens: int, told: list[CompletionChunk] | 
             (0,), Sampling(max_tokens=max_tokens, seed=3), None if told is None else told.append
         )
         await session.release()
-        assert [pool.session_count(cast(HttpEngine, e)) for e in engines] == [0] * len(engines)
+        assert [pool.sessions[e.id] for e in engines] == [0] * len(engines)
         return answer
 
     return asyncio.run(body())
@@ -132,6 +131,6 @@ def test_requests_of_one_session_whose_engine_dies_under_them_all_go_on() -> Non
         answers = await asyncio.gather(*(session.generate((n,), Sampling(max_tokens=2)) for n in (0, 10, 20)))
         assert [a.token_ids for a in answers] == [(1, 2), (11, 12), (21, 22)]
         assert session.engine.id == "engine-1"
-        assert [pool.session_count(cast(HttpEngine, e)) for e in engines] == [0, 1]
+        assert [pool.sessions[e.id] for e in engines] == [0, 1]
 
     asyncio.run(body())

@@ -66,6 +66,13 @@ class CapturedTurn:
     def sampled(self) -> int:
         return sum(len(s.token_ids) for s in self.segments if s.kind is SegmentKind.ACTION)
 
+    @property
+    def size(self) -> int:
+        """Estimated bytes."""
+        new = sum(len(s.token_ids) for s in self.segments)
+        ids = REFERENCE_BYTES * len(self.token_ids) + (REFERENCE_BYTES + INTEGER_BYTES) * new
+        return ids + LOGPROB_BYTES * self.sampled + len(self.planned.text) + len(self.answer.content)
+
 
 @dataclass(frozen=True, slots=True)
 class Branch:
@@ -103,14 +110,29 @@ class SessionCapture:
 
     def plan(self, prompt: PromptInput) -> PlannedTurn:
         """The tokens to send to the policy. BadRequest if the template refuses the messages."""
-        if prompt.chat:
-            return self._plan_chat(prompt)
-        return self._plan_plain(prompt)
+        if not prompt.chat:
+            return self._plan_plain(prompt)
+        text = self._form.render(prompt.messages, prompt.tools, prompt=True)
+        reason = ""
+        # Turns whose conversation is a prefix of this one, longest first; among equals, latest first.
+        known = [n for digest in _prefix_digests(prompt.messages)[:-1] for n in self._by_messages.get(digest, ())]
+        for turn in (self.turns[n] for n in reversed(known)):
+            try:
+                shown = self._form.encode(self._text_after(turn, prompt, text))
+                return self._planned(prompt, shown, text, reason, after=turn)
+            except _RendersDifferently as error:
+                reason = reason or str(error)
+        return self._planned(
+            prompt, self._form.encode(text), text, reason or "no captured turn holds its first messages"
+        )
 
     def keep(self, planned: PlannedTurn, completion: Completion, answer: Message) -> CapturedTurn:
         """Add the response as a turn; `answer` is the message sent to the harness. Turns that were added since `plan`
         are taken into account."""
-        planned = self._resolved(planned)
+        if planned.after is not None and any(t.planned.after == planned.after for t in self.turns):
+            planned = replace(planned, relation=TurnRelation.FORK)
+        elif planned.relation is TurnRelation.START and self.turns:
+            planned = replace(planned, relation=TurnRelation.DIVERGED, reason="another first turn was under way")
         before = None if planned.after is None else self.turns[planned.after]
         depth = 0 if before is None else before.depth + 1
         kind = SegmentKind.PROMPT if before is None else SegmentKind.OBSERVATION
@@ -132,7 +154,7 @@ class SessionCapture:
         )
         self.turns.append(turn)
         self.tokens += len(turn.token_ids)
-        self.size += _turn_bytes(turn)
+        self.size += turn.size
         if planned.prompt.chat:
             *_, digest = _prefix_digests((*planned.prompt.messages, answer))
             self._by_messages.setdefault(digest, []).append(turn.number)
@@ -143,7 +165,7 @@ class SessionCapture:
         assert turn is self.turns[-1]
         self.turns.pop()
         self.tokens -= len(turn.token_ids)
-        self.size -= _turn_bytes(turn)
+        self.size -= turn.size
         if turn.planned.prompt.chat:
             *_, digest = _prefix_digests((*turn.planned.prompt.messages, turn.answer))
             self._by_messages[digest].remove(turn.number)
@@ -169,38 +191,21 @@ class SessionCapture:
             path.append(self.turns[path[-1].planned.after])
         return tuple(reversed(path))
 
-    def _plan_chat(self, prompt: PromptInput) -> PlannedTurn:
-        text = self._form.render(prompt.messages, prompt.tools, prompt=True)
-        reason = ""
-        for turn in self._known(prompt.messages):
-            delta = self._delta(turn, prompt, text)
-            if delta.text is not None:
-                return self._continuation(turn, prompt, self._form.encode(delta.text), text, reason)
-            reason = reason or delta.reason
-        return self._new_branch(
-            prompt, self._form.encode(text), text, reason or "no captured turn holds its first messages"
-        )
-
-    def _known(self, messages: Sequence[Message]) -> list[CapturedTurn]:
-        """Turns whose conversation is a prefix of this one, longest first; among equals, latest first."""
-        found = [n for digest in _prefix_digests(messages)[:-1] for n in self._by_messages.get(digest, ())]
-        return [self.turns[n] for n in reversed(found)]
-
-    def _delta(self, turn: CapturedTurn, prompt: PromptInput, text: str) -> _Continuation:
-        """The text that follows the turn's last token in the rendered conversation. Requires that the text starts with
-        the turn's own prompt text, that it renders the response as it was sent, and that later messages change
+    def _text_after(self, turn: CapturedTurn, prompt: PromptInput, text: str) -> str:
+        """The text that follows the turn's last token in the rendered conversation. _RendersDifferently unless the text
+        starts with the turn's own prompt text, it renders the response as it was sent, and later messages change
         neither."""
         held = len(turn.planned.prompt.messages) + 1
         before = self._form.render(prompt.messages[:held], prompt.tools, prompt=False)
         if not before.startswith(turn.planned.text):
-            return _Continuation(None, "the template now renders the earlier prompt differently")
+            raise _RendersDifferently("the template now renders the earlier prompt differently")
         if not text.startswith(before):
-            return _Continuation(None, "the template renders earlier answers differently once more messages follow")
+            raise _RendersDifferently("the template renders earlier answers differently once more messages follow")
         sampled_text, closing = self._split_answer(turn, before[len(turn.planned.text) :])
         content, calls = self._form.parse(sampled_text) if prompt.tools else (sampled_text, ())
         if (content.strip(), calls) != (turn.answer.content.strip(), turn.answer.calls):
-            return _Continuation(None, "the template renders the answer differently than it was sampled")
-        return _Continuation(closing + text[len(before) :], "")
+            raise _RendersDifferently("the template renders the answer differently than it was sampled")
+        return closing + text[len(before) :]
 
     def _split_answer(self, turn: CapturedTurn, written: str) -> tuple[str, str]:
         """Split a rendered response into the sampled text and the text that the template appends to it. An appended
@@ -226,44 +231,27 @@ class SessionCapture:
                 best = turn
         if best is not None:
             rest = self._form.encode(text[len(self._plain_text(best)) :]) if ids is None else ids[len(best.token_ids) :]
-            return self._continuation(best, prompt, rest, text, "")
+            return self._planned(prompt, rest, text, "", after=best)
         whole = self._form.encode(text) if ids is None else ids
-        return self._new_branch(prompt, whole, text, "no captured turn is its beginning")
+        return self._planned(prompt, whole, text, "no captured turn is its beginning")
 
     def _plain_text(self, turn: CapturedTurn) -> str:
         return turn.planned.text + turn.answer.content
 
-    def _resolved(self, planned: PlannedTurn) -> PlannedTurn:
-        if planned.after is not None and any(t.planned.after == planned.after for t in self.turns):
-            return replace(planned, relation=TurnRelation.FORK)
-        if planned.relation is TurnRelation.START and self.turns:
-            return replace(planned, relation=TurnRelation.DIVERGED, reason="another first turn was under way")
-        return planned
-
-    def _continuation(
-        self, turn: CapturedTurn, prompt: PromptInput, shown: tuple[int, ...], text: str, reason: str
+    def _planned(
+        self, prompt: PromptInput, shown: tuple[int, ...], text: str, reason: str, after: CapturedTurn | None = None
     ) -> PlannedTurn:
-        """A continuation of `turn`. `keep` decides later whether it forks."""
-        return PlannedTurn(prompt, turn.token_ids + shown, shown, text, turn.number, TurnRelation.EXTENDS, reason)
-
-    def _new_branch(self, prompt: PromptInput, ids: tuple[int, ...], text: str, reason: str) -> PlannedTurn:
+        """A continuation of `after`, or a new branch. `keep` decides later whether a continuation forks."""
+        if after is not None:
+            token_ids = after.token_ids + shown
+            return PlannedTurn(prompt, token_ids, shown, text, after.number, TurnRelation.EXTENDS, reason)
         if not self.turns:
-            return PlannedTurn(prompt, ids, ids, text, None, TurnRelation.START)
-        return PlannedTurn(prompt, ids, ids, text, None, TurnRelation.DIVERGED, reason)
+            return PlannedTurn(prompt, shown, shown, text, None, TurnRelation.START)
+        return PlannedTurn(prompt, shown, shown, text, None, TurnRelation.DIVERGED, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class _Continuation:
-    text: str | None
-    reason: str
-
-
-def _turn_bytes(turn: CapturedTurn) -> int:
-    fresh = sum(len(s.token_ids) for s in turn.segments)
-    taken = (
-        REFERENCE_BYTES * len(turn.token_ids) + (REFERENCE_BYTES + INTEGER_BYTES) * fresh + LOGPROB_BYTES * turn.sampled
-    )
-    return taken + len(turn.planned.text) + len(turn.answer.content)
+class _RendersDifferently(Exception):
+    """The template renders an earlier turn in other words; the message says which part."""
 
 
 def _prefix_digests(messages: Sequence[Message]) -> list[str]:

@@ -31,7 +31,8 @@ class EnginePool:
     def __init__(self, engines: Sequence[HttpEngine], *, vocab: int | None = None) -> None:
         self.vocab = UNKNOWN_VOCAB_SIZE if vocab is None else vocab
         self._engines = tuple(engines)
-        self._sessions = {e.id: 0 for e in self._engines}
+        self.sessions = {e.id: 0 for e in self._engines}
+        """Number of sessions by engine."""
         self.context = 0
 
     async def open(self) -> None:
@@ -54,17 +55,10 @@ class EnginePool:
     def assign(self, tried: Sequence[EngineId] = ()) -> HttpEngine | None:
         """The engine with the fewest sessions, for one session more; None if all were tried."""
         others = [e for e in self._engines if e.id not in tried]
-        engine = min(others, key=lambda e: (self._sessions[e.id], e.id), default=None)
+        engine = min(others, key=lambda e: (self.sessions[e.id], e.id), default=None)
         if engine is not None:
-            self._sessions[engine.id] += 1
+            self.sessions[engine.id] += 1
         return engine
-
-    def release(self, engine: HttpEngine) -> None:
-        self._sessions[engine.id] -= 1
-
-    def session_count(self, engine: HttpEngine) -> int:
-        """Number of sessions on this engine."""
-        return self._sessions[engine.id]
 
     async def close(self) -> None:
         for engine in self._engines:
@@ -117,7 +111,7 @@ class PooledSession:
                 return join_completions(None, replace(kept or part, finish=FinishReason.LENGTH))
 
     async def release(self) -> None:
-        self._pool.release(self.engine)
+        self._pool.sessions[self.engine.id] -= 1
         with contextlib.suppress(EngineError):
             await self.engine.release(self._name)
 
@@ -125,7 +119,7 @@ class PooledSession:
         """Move the session to an untried engine; False if there is none."""
         engine = self._pool.assign(tried)
         if engine is not None:
-            self._pool.release(self.engine)
+            self._pool.sessions[self.engine.id] -= 1
             self.engine = engine
         return engine is not None
 

@@ -110,28 +110,27 @@ def read_sessions(path: Path) -> dict[str, list[tuple[Segment, ...]]]:
     continue."""
     turns: dict[str, list[tuple[int | None, tuple[Segment, ...]]]] = {}
     begin: dict[str, int] = {}
-    for line in _read_lines(path):
-        if "turn" not in line:
-            continue
-        held = turns.setdefault(line["session"], [])
-        if line["turn"] == 0:
-            begin[line["session"]] = len(held)
-        after = None if line["after"] is None else line["after"] + begin[line["session"]]
-        held.append((after, tuple(map(_segment, line["segments"]))))
+    with path.open() as file:
+        for line in (json.loads(text) for text in file if text.endswith("\n")):
+            if "turn" not in line:
+                continue
+            held = turns.setdefault(line["session"], [])
+            if line["turn"] == 0:
+                begin[line["session"]] = len(held)
+            after = None if line["after"] is None else line["after"] + begin[line["session"]]
+            held.append((after, tuple(map(_segment, line["segments"]))))
     return {name: list(_branch_segments(held)) for name, held in turns.items()}
 
 
 def _branch_segments(turns: list[tuple[int | None, tuple[Segment, ...]]]) -> Iterator[tuple[Segment, ...]]:
     followed = {after for after, _ in turns}
-    for number in range(len(turns)):
-        if number not in followed:
-            at: int | None = number
-            path: list[tuple[Segment, ...]] = []
-            while at is not None:
-                after, segments = turns[at]
-                path.append(segments)
-                at = after
-            yield tuple(s for segments in reversed(path) for s in segments)
+    for number in sorted(set(range(len(turns))) - followed):
+        at: int | None = number
+        path: tuple[Segment, ...] = ()
+        while at is not None:
+            at, segments = turns[at]
+            path = segments + path
+        yield path
 
 
 def _origin(turn: CapturedTurn) -> dict[str, Any]:
@@ -147,10 +146,3 @@ def _segment(value: dict[str, Any]) -> Segment:
         value.get("policy_version"),
         tuple(value.get("logprobs", ())),
     )
-
-
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open() as file:
-        for text in file:
-            if text.endswith("\n"):
-                yield json.loads(text)

@@ -9,7 +9,7 @@ import hmac
 import json
 import math
 import re
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any
 
@@ -23,7 +23,6 @@ from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import (
     BadRequest,
     CompletionRequest,
-    Message,
     OutputDelta,
     PolicyResponse,
     ResponseHeader,
@@ -149,7 +148,7 @@ class Proxy:
     def _record_turn(self, session: ProxySession, turn: CapturedTurn) -> None:
         self._recording.turn(session, turn)
         if self._sessions.get(session.name) is session:
-            self._cache.count(session)
+            self._cache.count(turn)
 
     async def close(self, name: str) -> None:
         """Remove a session and release its policy."""
@@ -159,7 +158,7 @@ class Proxy:
 
     async def _serve(self, api: type[ApiResponse], request: web.Request) -> web.StreamResponse:
         session = await self._session(request)
-        ask = api.request.read(await _body(request), partial(_previous_conversation, session)).completion()
+        ask = api.request.read(await _body(request), session.conversation).completion()
         if await self._policy_paused():
             raise EngineError("the policy is paused for new weights", retryable=True)
         session.ended = False
@@ -167,9 +166,10 @@ class Proxy:
         headers = {"X-Rollart-Unenforced": ", ".join(ask.unenforced)} if ask.unenforced else {}
         if not ask.stream:
             answer = await session.answer(ask, created=created)
-            return _json(api(ask, answer.head).body(answer), headers={**headers, **response_headers(answer)})
-        return await StreamedResponse(request, api, ask, {**headers, SESSION_HEADER: session.name}).send(
-            lambda sink: session.answer(ask, created=created, streamed=sink)
+            return _json(api(ask, answer.head).body(answer), headers={**headers, **_response_headers(answer)})
+        headers[SESSION_HEADER] = session.name
+        return await _stream(
+            request, api, ask, headers, lambda sink: session.answer(ask, created=created, streamed=sink)
         )
 
     async def _count(self, request: web.Request) -> web.Response:
@@ -260,14 +260,12 @@ class Proxy:
         return session
 
     def _existing_session(self, request: web.Request) -> ProxySession:
-        session = self._sessions.get(request.match_info["session"])
-        if session is None:
-            name = request.match_info["session"]
-            why = self._cache.eviction_reason(name)
-            if why is not None:
-                raise BadRequest(f"session {name} was given up for others ({why}); --record keeps it", status=410)
-            raise BadRequest(f"no session {name}", status=404)
-        return session
+        name = request.match_info["session"]
+        if name in self._sessions:
+            return self._sessions[name]
+        if (why := self._cache.evicted.get(name)) is not None:
+            raise BadRequest(f"session {name} was given up for others ({why}); --record keeps it", status=410)
+        raise BadRequest(f"no session {name}", status=404)
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -283,88 +281,84 @@ class Proxy:
             shape = api.error_body(str(error), error.status, field=error.field, code=error.code)
             headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
             return _json(shape, status=error.status, headers=headers)
-        except RollartError as error:
-            return _error_response(api, error)
+        except RollartError as error:  # 503 if a retry may succeed, 400 if it never will; 500 if the proxy failed
+            retryable = getattr(error, "retryable", None)
+            status = 500 if retryable is None else 503 if retryable else 400
+            headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
+            return _json(api.error_body(str(error), status), status=status, headers=headers)
         except web.HTTPNotFound:
             return _json(api.error_body(f"nothing is at {request.url}: {_base_urls_text(request)}", 404), status=404)
         except web.HTTPException as error:
             return _json(api.error_body(error.reason, error.status), status=error.status)
 
 
-class StreamedResponse:
-    """The HTTP status is sent with the first byte: with the first text, at the end of the generation, or after
-    `KEEPALIVE_INTERVAL_S`.
+async def _stream(
+    request: web.Request,
+    api: type[ApiResponse],
+    ask: CompletionRequest,
+    headers: Mapping[str, str],
+    generate: Callable[[DeltaCallback], Awaitable[PolicyResponse]],
+) -> web.StreamResponse:
+    """Stream a generation. The HTTP status is sent with the first byte: with the first text, at the end of the
+    generation, or after `KEEPALIVE_INTERVAL_S`. BadRequest or RollartError for a failure before the first byte; a later
+    failure is sent as an event. A disconnected client cancels the generation.
 
     Text queues here for a client that reads slower than the policy generates; the queue holds at most one response."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers})
+    queue: asyncio.Queue[list[bytes] | None] = asyncio.Queue()
+    writer: ApiResponse | None = None
 
-    def __init__(
-        self, request: web.Request, api: type[ApiResponse], ask: CompletionRequest, headers: Mapping[str, str]
-    ) -> None:
-        self._request, self._api, self._ask = request, api, ask
-        self._answer = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
-        )
-        self._deltas: asyncio.Queue[tuple[ResponseHeader, OutputDelta] | None] = asyncio.Queue()
-        self._writer: ApiResponse | None = None
+    async def write(chunks: Iterable[bytes]) -> None:
+        for chunk in chunks:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(chunk)
 
-    async def send(self, generate: Callable[[DeltaCallback], Awaitable[PolicyResponse]]) -> web.StreamResponse:
-        """Stream a generation. BadRequest or RollartError for a failure before the first byte; a later failure is sent
-        as an event. A disconnected client cancels the generation."""
-        failed: BadRequest | RollartError | None = None
-        answer: PolicyResponse | None = None
-        gone = False
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._forward(), name="stream")
-                try:
-                    answer = await generate(lambda head, delta: self._deltas.put_nowait((head, delta)))
-                except (BadRequest, RollartError) as error:
-                    failed = error
-                self._deltas.put_nowait(None)
-        except* ConnectionError:
-            gone = True
-        if failed is not None and not self._answer.prepared:
-            raise failed
-        if answer is not None and not self._answer.prepared:
-            self._answer.headers.update(response_headers(answer))
-        with contextlib.suppress(ConnectionError):
-            for chunk in () if gone else self._ending(answer, failed):
-                await self._write(chunk)
-            await self._answer.write_eof()
-        return self._answer
+    def events(head: ResponseHeader, part: OutputDelta | PolicyResponse) -> Iterator[bytes]:
+        nonlocal writer
+        if writer is None:
+            writer = api(ask, head)
+            yield from writer.begin(part if isinstance(part, PolicyResponse) else None)
+        yield from writer.add(part) if isinstance(part, OutputDelta) else writer.finish(part)
 
-    async def _forward(self) -> None:
-        while True:
+    failed: BadRequest | RollartError | None = None
+    answer: PolicyResponse | None = None
+    gone = False
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_forward(queue, write), name="stream")
             try:
-                async with asyncio.timeout(KEEPALIVE_INTERVAL_S):
-                    item = await self._deltas.get()
-            except TimeoutError:
-                await self._write(KEEPALIVE_COMMENT)
-                continue
-            if item is None:
-                return
-            for chunk in self._events(*item):
-                await self._write(chunk)
-
-    def _ending(self, answer: PolicyResponse | None, failed: Exception | None) -> Iterator[bytes]:
-        if answer is None:
-            yield self._api.error_event(str(failed))
-        else:
-            yield from self._events(answer.head, answer)
-
-    def _events(self, head: ResponseHeader, part: OutputDelta | PolicyResponse) -> Iterator[bytes]:
-        if self._writer is None:
-            self._writer = self._api(self._ask, head)
-            yield from self._writer.begin(part if isinstance(part, PolicyResponse) else None)
-        yield from self._writer.add(part) if isinstance(part, OutputDelta) else self._writer.finish(part)
-
-    async def _write(self, chunk: bytes) -> None:
-        if not self._answer.prepared:
-            await self._answer.prepare(self._request)
-        await self._answer.write(chunk)
+                answer = await generate(lambda head, delta: queue.put_nowait(list(events(head, delta))))
+            except (BadRequest, RollartError) as error:
+                failed = error
+            queue.put_nowait(None)
+    except* ConnectionError:
+        gone = True
+    if failed is not None and not response.prepared:
+        raise failed
+    if answer is not None and not response.prepared:
+        response.headers.update(_response_headers(answer))
+    with contextlib.suppress(ConnectionError):
+        if not gone:
+            await write([api.error_event(str(failed))] if answer is None else events(answer.head, answer))
+        await response.write_eof()
+    return response
 
 
-def response_headers(answer: PolicyResponse) -> dict[str, str]:
+async def _forward(queue: asyncio.Queue[list[bytes] | None], write: Callable[[list[bytes]], Awaitable[None]]) -> None:
+    """Write the queue's chunks up to the first None, and a comment after each `KEEPALIVE_INTERVAL_S` of silence."""
+    while True:
+        try:
+            async with asyncio.timeout(KEEPALIVE_INTERVAL_S):
+                chunks = await queue.get()
+        except TimeoutError:
+            chunks = [KEEPALIVE_COMMENT]
+        if chunks is None:
+            return
+        await write(chunks)
+
+
+def _response_headers(answer: PolicyResponse) -> dict[str, str]:
     return {SESSION_HEADER: answer.head.session, "X-Rollart-Turn": str(answer.turn)}
 
 
@@ -375,19 +369,6 @@ def _base_urls_text(request: web.Request) -> str:
     if parts[1] == "s" and len(parts) > 2:
         name = parts[2]
     return f"the base URL is {at}/s/{name}/v1 for clients of OpenAI's API, {at}/s/{name} for those of Anthropic's"
-
-
-def _error_response(api: type[ApiResponse], error: RollartError) -> web.Response:
-    """503 if a retry may succeed, 400 if it never will; 500 if the proxy itself failed."""
-    retryable = getattr(error, "retryable", None)
-    status = 500 if retryable is None else 503 if retryable else 400
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else {}
-    return _json(api.error_body(str(error), status), status=status, headers=headers)
-
-
-def _previous_conversation(session: ProxySession, id: str) -> Sequence[Message] | None:
-    number = id.removeprefix(f"resp-{session.name}-")
-    return session.conversation(int(number)) if number.isdecimal() else None
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -117,6 +117,14 @@ class ProxySession:
         self._asked += 1
         tools = bool(ask.prompt.tools)
         decoder = IncrementalDecoder(self._form, stops=ask.stop, tools=tools, call_id=head.call_id)
+        single_token_stops = [ids[0] for ids in map(self._form.encode, ask.stop) if len(ids) == 1]
+        sampling = Sampling(
+            max_tokens=min(ask.max_tokens or room, room),
+            temperature=ask.temperature,
+            top_p=ask.top_p,
+            seed=ask.seed,
+            stop_token_ids=tuple(dict.fromkeys((*self._form.stop_ids, *single_token_stops))),
+        )
 
         def on_chunk(piece: CompletionChunk) -> None:
             delta = decoder.push(piece)
@@ -125,9 +133,7 @@ class ProxySession:
 
         self.busy += 1
         try:
-            completion = await self.policy.generate(
-                planned.token_ids, self._sampling(ask, room), None if streamed is None else on_chunk
-            )
+            completion = await self.policy.generate(planned.token_ids, sampling, None if streamed is None else on_chunk)
         except asyncio.CancelledError:
             self.abandoned += 1
             raise
@@ -136,7 +142,7 @@ class ProxySession:
             self.used = asyncio.get_running_loop().time()
         if completion.finish is FinishReason.ABORT:
             raise EngineError("the engine ended the generation", retryable=True)
-        return self._captured(ask, head, planned, truncate_at_stops(completion, ask.stop, self._form.text), decoder)
+        return self._captured(head, planned, truncate_at_stops(completion, ask.stop, self._form.text), decoder)
 
     def plan(self, prompt: PromptInput) -> PlannedTurn:
         """The tokens to send to the policy. BadRequest if the messages cannot be rendered."""
@@ -157,30 +163,16 @@ class ProxySession:
             raise BadRequest(f"the arguments of {broken.name} must be a JSON object", field="messages")
         return message
 
-    def conversation(self, number: int) -> tuple[Message, ...] | None:
-        """The messages up to the response to a request, without system messages; None for an unknown request."""
-        if number not in self._turns:
+    def conversation(self, response: str) -> tuple[Message, ...] | None:
+        """The messages up to a response of `/v1/responses`, without system messages; None for an unknown id."""
+        number = response.removeprefix(f"resp-{self.name}-")
+        if not number.isdecimal() or int(number) not in self._turns:
             return None
-        turn = self.capture.turns[self._turns[number]]
+        turn = self.capture.turns[self._turns[int(number)]]
         return tuple(m for m in (*turn.planned.prompt.messages, turn.answer) if m.role != "system")
 
-    def _sampling(self, ask: CompletionRequest, room: int) -> Sampling:
-        ends = [ids[0] for ids in map(self._form.encode, ask.stop) if len(ids) == 1]
-        return Sampling(
-            max_tokens=min(ask.max_tokens or room, room),
-            temperature=ask.temperature,
-            top_p=ask.top_p,
-            seed=ask.seed,
-            stop_token_ids=tuple(dict.fromkeys((*self._form.stop_ids, *ends))),
-        )
-
     def _captured(
-        self,
-        ask: CompletionRequest,
-        head: ResponseHeader,
-        planned: PlannedTurn,
-        completion: Completion,
-        decoder: IncrementalDecoder,
+        self, head: ResponseHeader, planned: PlannedTurn, completion: Completion, decoder: IncrementalDecoder
     ) -> PolicyResponse:
         ids = completion.token_ids
         ended = completion.finish is FinishReason.STOP and ids and ids[-1] in self._form.stops
@@ -197,15 +189,8 @@ class ProxySession:
         self._turns[head.number] = turn.number
         tokens = tuple(map(self._form.token, ids))
         n = decoder.shown
-        answer = PolicyResponse(
-            head,
-            message,
-            completion,
-            tokens,
-            turn.number,
-            parts,
-            OutputDelta(rest, ids[n:], completion.logprobs[n:], tokens[n:]),
-        )
+        unsent = OutputDelta(rest, ids[n:], completion.logprobs[n:], tokens[n:])
+        answer = PolicyResponse(head, message, completion, tokens, turn.number, parts, unsent)
         if not all(c.whole for c in calls):
             self._truncated.update(dict.fromkeys((c.id for c in calls), answer))
         return answer
@@ -253,26 +238,21 @@ class SessionCache:
         self.sessions: OrderedDict[str, ProxySession] = OrderedDict()
         self.counts: Counter[str] = Counter()
         self.tokens = self.size = 0
-        self._counted: dict[str, tuple[int, int]] = {}
-        self._evicted: OrderedDict[str, str] = OrderedDict()
+        self.evicted: OrderedDict[str, str] = OrderedDict()
+        """Reasons for the evictions of sessions, by name; the oldest are forgotten."""
 
-    def count(self, session: ProxySession) -> None:
-        """Update the totals after the session gained a turn."""
-        tokens, size = self._counted.get(session.name, (0, 0))
-        self._counted[session.name] = session.capture.tokens, session.capture.size
-        self.tokens += session.capture.tokens - tokens
-        self.size += session.capture.size - size
+    def count(self, turn: CapturedTurn) -> None:
+        """Add a session's new turn to the totals."""
+        self.tokens += len(turn.token_ids)
+        self.size += turn.size
 
     def remove(self, name: str) -> ProxySession | None:
         """Remove a session without ending it."""
-        tokens, size = self._counted.pop(name, (0, 0))
-        self.tokens -= tokens
-        self.size -= size
-        return self.sessions.pop(name, None)
-
-    def eviction_reason(self, name: str) -> str | None:
-        """Reason for a session's eviction; None if it was not evicted."""
-        return self._evicted.get(name)
+        session = self.sessions.pop(name, None)
+        if session is not None:
+            self.tokens -= session.capture.tokens
+            self.size -= session.capture.size
+        return session
 
     def touch(self, name: str) -> None:
         self.sessions[name].used = asyncio.get_running_loop().time()
@@ -282,7 +262,10 @@ class SessionCache:
         """Evict sessions until a request of an existing session, or of a new one (`begins`), has room. BadRequest (503;
         429 for an existing session) if nothing more may be evicted."""
         now = asyncio.get_running_loop().time()
-        for session, why in list(self._eviction_order(now)):
+        # Ended sessions before those idle too long; least recently used first within each.
+        free = [s for s in self.sessions.values() if not s.busy]
+        idle = [s for s in free if not s.ended and now - s.used >= self.limits.idle_s]
+        for session, why in [*((s, "ended") for s in free if s.ended), *((s, "idle") for s in idle)]:
             if self._full_reason(1.0, begins) is None:
                 break
             if session.busy or self.sessions.get(session.name) is not session:
@@ -310,12 +293,6 @@ class SessionCache:
         lines += [f"rollart_proxy_refused_total {self.counts['refused']}"]
         return "\n".join(lines) + "\n"
 
-    def _eviction_order(self, now: float) -> Iterator[tuple[ProxySession, str]]:
-        """Sessions in eviction order: ended ones, then those idle too long; least recently used first within each."""
-        free = [s for s in self.sessions.values() if not s.busy]
-        yield from ((s, "ended") for s in free if s.ended)
-        yield from ((s, "idle") for s in free if not s.ended and now - s.used >= self.limits.idle_s)
-
     def _full_reason(self, share: float, begins: bool) -> str | None:
         if begins and len(self.sessions) >= self.limits.sessions:
             return f"it holds {len(self.sessions)} sessions, of which none has ended or was idle long enough"
@@ -327,9 +304,9 @@ class SessionCache:
 
     async def _evict(self, session: ProxySession, why: str) -> None:
         self.remove(session.name)
-        self._evicted[session.name] = why
-        self._evicted.move_to_end(session.name)
-        if len(self._evicted) > MAX_EVICTED_NAMES:
-            self._evicted.popitem(last=False)
+        self.evicted[session.name] = why
+        self.evicted.move_to_end(session.name)
+        if len(self.evicted) > MAX_EVICTED_NAMES:
+            self.evicted.popitem(last=False)
         self.counts[f'{{why="{why}"}}'] += 1
         await session.policy.release()
