@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from placement.types import Assignment, Role
 from rollart.adapters.engines.http import HttpEngine
@@ -39,12 +39,13 @@ from rollart.ledger.intervals import EngineShares, ResourceClock, ResourceState
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, PauseMode, TrainReport, TrainSample, WeightsRef
 from rollart.ports import Engine, Handle, Recorder, RunEvent, Runtime
-from rollart.settings.cluster import EnginesSpec
 from rollart.settings.planning import pools_of
 from rollart.settings.resolve import Resolved
 from rollart.supervise.fleet import ReservedEngine
 
 T = TypeVar("T")
+C = TypeVar("C", bound=HttpEngine)
+LocalPath = Callable[[WeightsRef], Awaitable[str]]
 
 MAX_START_TRIES = 3
 """Tries of the trainer's first start: one failure is an accident, three are a wrong setting."""
@@ -53,12 +54,37 @@ RETRY_S = 1.0
 """Seconds between health checks of a lost server: starting one takes a minute."""
 
 
-def engine_client(engines: EnginesSpec, tolerance: float) -> Callable[..., HttpEngine]:
-    """Factory of clients for the kind of engine: (id, url, version) -> Engine."""
-    return functools.partial(VllmEngine, tolerance=tolerance) if engines.kind == "vllm" else HttpEngine
+class EngineConnection(Generic[C]):
+    """The part of an engine that has its client, and joins broadcasts while it runs."""
+
+    def __init__(self, name: EngineId, local: LocalPath | None, broadcasts: WeightBroadcaster | None) -> None:
+        """`local`: local path of a version on the engine's host, once it is there; without it the host reads published
+        files. `broadcasts`: broadcasts that the running engine takes part in."""
+        self.id = name
+        self._local, self._broadcasts = local, broadcasts
+        self._client: C | None = None
+
+    async def start(self, weights: WeightsRef) -> Engine:
+        await self.close()
+        await self._open(weights)
+        assert self._client is not None, "just opened"
+        if self._broadcasts is not None:
+            self._broadcasts.join(self._client)
+        return self._client
+
+    async def _open(self, weights: WeightsRef) -> None:
+        """Set the client, which serves these weights afterwards."""
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        if self._broadcasts is not None:
+            self._broadcasts.leave(self.id)
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
 
 
-class EngineProgram:
+class EngineProgram(EngineConnection[HttpEngine]):
     """Implements `supervise.EnginePart` over a `Program` actor."""
 
     def __init__(
@@ -66,58 +92,30 @@ class EngineProgram:
         name: EngineId,
         program: Handle,
         *,
+        starting: StartWatcher,
         client: Callable[..., HttpEngine] = HttpEngine,
-        local: Callable[[WeightsRef], Awaitable[str]] | None = None,
+        local: LocalPath | None = None,
         broadcasts: WeightBroadcaster | None = None,
-        starting: StartWatcher | None = None,
     ) -> None:
-        """`client`: see `engine_client`. `local`: local path of a version on the program's host, once it is there;
-        without it the host reads published files. `broadcasts`: broadcasts that the running engine takes part in.
-        `starting`: watches its starts."""
-        self._broadcasts = broadcasts
-        self._starting = starting
-        self._id = name
-        self._program = program
-        self._connect = client
-        self._local = local
-        self._client: HttpEngine | None = None
+        """`starting`: watches its starts. `client`: (id, url, version) -> Engine."""
+        super().__init__(name, local, broadcasts)
+        self._program, self._starting, self._connect = program, starting, client
 
-    @property
-    def id(self) -> EngineId:
-        return self._id
-
-    async def start(self, weights: WeightsRef) -> Engine:
-        await self.close()
+    async def _open(self, weights: WeightsRef) -> None:
         path = weights.path if self._local is None else await self._local(weights)
-        address = await self._start_program(["--model", path, "--weight-version", str(weights.version)])
-        self._client = self._connect(self._id, address, version=weights.version, local=self._local)
-        await self._client.started_with(weights)
-        if self._broadcasts is not None:
-            self._broadcasts.join(self._client)
-        return self._client
-
-    async def _start_program(self, arguments: list[str]) -> str:
-        """Start the program; its address."""
-        if self._starting is None:
-            return str(await self._program.call("start", arguments))
+        arguments = ["--model", path, "--weight-version", str(weights.version)]
         async with first_failure_only(), asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(self._starting.watch(self._program), name=f"start of {self._id}")
+            watching = tasks.create_task(self._starting.watch(self._program), name=f"start of {self.id}")
             address = str(await self._program.call("start", arguments))
             watching.cancel()
-        return address
+        self._client = self._connect(self.id, address, version=weights.version, local=self._local)
+        await self._client.started_with(weights)
 
     async def wait(self) -> str:
         return await exit_cause(self._program)
 
-    async def close(self) -> None:
-        if self._broadcasts is not None:
-            self._broadcasts.leave(self._id)
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
 
-
-class AttachedEngine:
+class AttachedEngine(EngineConnection[VllmEngine]):
     """Implements `supervise.EnginePart` over a vLLM server that is not managed by rollart: it loads the run's weights,
     and keeps running after the run. Failed calls reveal its end."""
 
@@ -128,67 +126,44 @@ class AttachedEngine:
         *,
         needed: VllmOptions,
         tolerance: float = 0.0,
-        local: Callable[[WeightsRef], Awaitable[str]] | None = None,
+        local: LocalPath | None = None,
         broadcasts: WeightBroadcaster | None = None,
     ) -> None:
-        """`needed`: options that the server must have been started with. `local`: local path of a version on the
-        server's host, once it is there; without it the server reads published files. `broadcasts`: broadcasts that the
-        running engine takes part in."""
-        self._local, self._broadcasts = local, broadcasts
-        self._id = name
-        self._url = url
-        self._needed = needed
-        self._tolerance = tolerance
-        self._client: VllmEngine | None = None
+        """`needed`: options that the server must have been started with."""
+        super().__init__(name, local, broadcasts)
+        self._url, self._needed, self._tolerance = url, needed, tolerance
         self._served = False
 
-    @property
-    def id(self) -> EngineId:
-        return self._id
-
-    async def start(self, weights: WeightsRef) -> Engine:
-        await self.close()
-        self._client = VllmEngine(
-            self._id, self._url, version=weights.version, tolerance=self._tolerance, local=self._local
+    async def _open(self, weights: WeightsRef) -> None:
+        client = self._client = VllmEngine(
+            self.id, self._url, version=weights.version, tolerance=self._tolerance, local=self._local
         )
-        answers = await self._client.healthy()
-        while self._served and not answers:  # its operator restarts it; the caller's lease bounds the wait
-            await asyncio.sleep(RETRY_S)
-            answers = await self._client.healthy()
-        if not answers:
-            raise PartDied(
-                self._id, f"nothing answers at {self._url}", remedy="start the server, or mend engines.attach"
-            )
-        wrong = wrong_options(self._needed, await self._client.options())
+        while not await client.healthy():
+            if not self._served:
+                raise PartDied(
+                    self.id, f"nothing answers at {self._url}", remedy="start the server, or mend engines.attach"
+                )
+            await asyncio.sleep(RETRY_S)  # its operator restarts it; the caller's lease bounds the wait
+        wrong = wrong_options(self._needed, await client.options())
         if wrong:
             raise PartDied(
-                self._id,
+                self.id,
                 f"{self._url} was started with other options: {'; '.join(wrong)}",
                 remedy="`rollart launch --dry-run` prints the required ones",
             )
         if self._local is not None:
             await self._local(weights)  # pulled before the engine is paused
-        await self._client.pause(PauseMode.ABORT)  # running requests belong to an earlier life of the run
-        await self._client.update_weights(weights)
-        await self._client.resume()
-        await self._client.tried()
-        self._client.silent.clear()
+        await client.pause(PauseMode.ABORT)  # running requests belong to an earlier life of the run
+        await client.update_weights(weights)
+        await client.resume()
+        await client.tried()
+        client.silent.clear()
         self._served = True
-        if self._broadcasts is not None:
-            self._broadcasts.join(self._client)
-        return self._client
 
     async def wait(self) -> str:
         assert self._client is not None, "it was started"
         await self._client.silent.wait()  # its process cannot be waited for
         return self._client.why
-
-    async def close(self) -> None:
-        if self._broadcasts is not None:
-            self._broadcasts.leave(self._id)
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
 
 
 class TrainerProgram:
@@ -216,18 +191,11 @@ class TrainerProgram:
         """`agreement`: the probe that engines are compared on after they load a version; None: no comparison. `share`:
         distributes a published version further; a publish ends after it. `broadcasts`: sends a version to engines while
         it is written."""
-        self._broadcasts = broadcasts
+        self._program, self._leases, self._recorder, self._clock = program, leases, recorder, clock
+        self._current, self._start_s, self._max_restarts = current, start_s, max_restarts
+        self._agreement, self._share, self._broadcasts = agreement, share, broadcasts
         self._staged = -1
-        self._agreement = agreement
         self._probe_logprobs: tuple[int, tuple[float, ...]] = (-1, ())
-        self._share = share
-        self._program = program
-        self._leases = leases
-        self._recorder = recorder
-        self._clock = clock
-        self._current = current
-        self._start_s = start_s
-        self._max_restarts = max_restarts
         self._restarts = 0
         self._client: HttpTrainer | None = None
 
@@ -346,11 +314,6 @@ class TrainerProgram:
         async with self._leases.hold("trainer", f"v{weights.version}", self._start_s, Expiry.RESTART_PART):
             await self._running_client().restore(weights)
 
-    async def resume(self, weights: WeightsRef) -> None:
-        """The restore at the start of a resumed run. If the trainer dies, hangs or cannot read, it is restarted, with
-        `MAX_START_TRIES` tries in all. `VersionDamaged` if the version is not as it was published."""
-        await self.supervised(functools.partial(self.restore, weights))
-
     async def supervised(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run trainer work before training begins. If the trainer dies, hangs or fails, it is restarted and the work
         repeated, with `MAX_START_TRIES` tries in all."""
@@ -381,6 +344,11 @@ class _PlacedEngine:
     program: Handle | None
     clock: ResourceClock
     host: VllmHost | None = None
+
+    async def close(self) -> None:
+        await self.part.close()
+        if self.host is not None:
+            await self.host.close()
 
 
 class ClusterEngineSite:
@@ -481,9 +449,7 @@ class ClusterEngineSite:
         if self._stored is not None:
             self._stored.leave(engine_id)
         try:
-            await engine.part.close()
-            if engine.host is not None:
-                await engine.host.close()
+            await engine.close()
             if engine.program is not None:
                 await engine.program.kill()
                 await self._runtime.release(engine_id)
@@ -496,40 +462,46 @@ class ClusterEngineSite:
     async def close(self) -> None:
         """End of the run: release the engines, whose processes the runtime stops, and end all billing."""
         for engine in self._engines.values():
-            await engine.part.close()
-            if engine.host is not None:
-                await engine.host.close()
+            await engine.close()
         for clock in self.clocks:
             clock.close()
 
     def spent_usd(self) -> float:
         """Dollars for the cluster's devices since the run's process began, busy or idle."""
         now = asyncio.get_running_loop().time()
-        return self._usd + (now - self._usd_at) / 3600.0 * self._usd_per_hour()
+        taken = {name: len(self._taken(name)) for name in self._pools}
+        per_hour = sum(
+            (taken[name] if pool.rented else max(taken[name], self._sizes[name])) * pool.usd_per_device_hour
+            for name, pool in self._pools.items()
+        )
+        return self._usd + (now - self._usd_at) / 3600.0 * per_hour
 
     async def _make_engine(self, assignment: Assignment) -> EngineProgram | AttachedEngine:
         name, url = EngineId(assignment.name), attached_urls(self._resolved).get(assignment.name)
         program: Handle | None = None
         host: VllmHost | None = None
-        part: EngineProgram | AttachedEngine
-        if url is not None:
-            if self._stored is not None:
-                host = VllmHost(name, url, self._stored.location)
-            part = AttachedEngine(
-                name,
-                url,
-                needed=required_vllm_options(self._resolved, assignment),
-                tolerance=engine_tolerance(self._resolved),
-                local=None if host is None else self._register_puller(host),
-                broadcasts=self._broadcasts,
-            )
-        else:
+        if url is None:
             actor = engine_actor(self._resolved, self._directory, assignment)
             program = await place_actor(self._resolved, self._runtime, actor)
-            local = None if self._stored is None else self._register_puller(program)
-            client = engine_client(self._resolved.cluster.engines, engine_tolerance(self._resolved))
+        elif self._stored is not None:
+            host = VllmHost(name, url, self._stored.location)
+        local: LocalPath | None = None
+        if self._stored is not None and (puller := program or host) is not None:
+            self._stored.join(puller)  # it pulls new versions ahead of the engine
+            local = functools.partial(self._stored.local, puller)
+        part: EngineProgram | AttachedEngine
+        tolerance = engine_tolerance(self._resolved)
+        if program is None:
+            assert url is not None, "engines without a URL have a program"
+            needed = required_vllm_options(self._resolved, assignment)
+            part = AttachedEngine(
+                name, url, needed=needed, tolerance=tolerance, local=local, broadcasts=self._broadcasts
+            )
+        else:
+            vllm = self._resolved.cluster.engines.kind == "vllm"
+            client = functools.partial(VllmEngine, tolerance=tolerance) if vllm else HttpEngine
             part = EngineProgram(
-                name, program, client=client, local=local, broadcasts=self._broadcasts, starting=self._starting
+                name, program, starting=self._starting, client=client, local=local, broadcasts=self._broadcasts
             )
         self._accumulate_cost()
         self._assignments[assignment.name] = assignment
@@ -538,26 +510,12 @@ class ClusterEngineSite:
         self.shares[part.id] = EngineShares(clock, clock=asyncio.get_running_loop().time)
         return part
 
-    def _register_puller(self, program: Handle | VllmHost) -> Callable[[WeightsRef], Awaitable[str]]:
-        """Register the program that pulls new versions ahead of the engine; returns the lookup of a version's local
-        path."""
-        assert self._stored is not None, "there is a store"
-        self._stored.join(program)
-        return functools.partial(self._stored.local, program)
-
     def _taken(self, pool: str) -> set[int]:
         return {device for a in self._assignments.values() if a.pool == pool for device in a.devices}
 
     def _accumulate_cost(self) -> None:
         """Accumulate the cost at the current rate, before assignments change."""
         self._usd, self._usd_at = self.spent_usd(), asyncio.get_running_loop().time()
-
-    def _usd_per_hour(self) -> float:
-        return sum(
-            (taken if pool.rented else max(taken, self._sizes[name])) * pool.usd_per_device_hour
-            for name, pool in self._pools.items()
-            if (taken := len(self._taken(name))) is not None
-        )
 
     def _rebill_idle(self, pool: str) -> None:
         """Restart the clock of the pool's idle devices after their number changed."""

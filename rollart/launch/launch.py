@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -203,7 +204,7 @@ async def _restore_newest(directory: Path, context: RunContext, recovered: Recov
             damage = damage or f"{path} holds other weights than were published as v{version}"
             continue
         try:
-            await context.trainer.resume(weights)
+            await context.trainer.supervised(functools.partial(context.trainer.restore, weights))
         except VersionDamaged as error:
             damage = damage or error.message
         else:

@@ -69,7 +69,7 @@ def resumed(*lives: str) -> list[int]:
         )
         try:
             await trainer.start()
-            await trainer.resume(V3)
+            await trainer.supervised(lambda: trainer.restore(V3))
         finally:
             await trainer.close()
             for server in programs.servers:
