@@ -23,10 +23,10 @@ from rollart.launch.broadcasts import WeightBroadcaster
 from rollart.launch.clusters import exit_cause, place_actor
 from rollart.launch.layout import (
     attached_urls,
+    device_clock,
     engine_actor,
     engine_tolerance,
     free_devices,
-    idle_devices_clock,
     part_clock,
     required_vllm_options,
 )
@@ -524,4 +524,13 @@ class ClusterEngineSite:
             old.close()
         unused = self.free()[pool]
         if unused > 0 and not self._pools[pool].rented:
-            self._idle_clocks[pool] = idle_devices_clock(self._resolved, self._ledger, pool, unused)
+            self._idle_clocks[pool] = device_clock(
+                self._resolved,
+                self._ledger,
+                "unused",
+                f"unused-{pool}",
+                pool,
+                unused,
+                state="idle",
+                cause="not_in_plan",
+            )

@@ -17,30 +17,31 @@ import secrets
 import sys
 import sysconfig
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from placement.types import Assignment, Role
 from rollart.adapters.env_hosts.client import HostConnection
 from rollart.adapters.env_hosts.host import ENVIRONMENT_HOST_TOKEN
-from rollart.adapters.envs.worked import WORKED
+from rollart.adapters.envs.worked import WORKED, worked_example_domain
 from rollart.adapters.rewards.function_hosts import FunctionHostConnection
 from rollart.errors import SpecError
 from rollart.fleet import ActorSpec
 from rollart.hosted import EnvironmentHost, FunctionHost
 from rollart.launch.clusters import exit_cause, place_actor, present_devices
-from rollart.launch.layout import cpu_pool, node_selector, part_resources, resource_kind
+from rollart.launch.layout import cpu_pool, device_clock, node_selector, part_resources, program_actor, resource_kind
 from rollart.launch.routing import SERVING_ROLES
 from rollart.launch.strategies import node_wait_s
 from rollart.launch.weight_store import run_id
 from rollart.leases import Leases
 from rollart.ledger.intervals import ResourceClock
 from rollart.policy.hosts import BUSY, MemoryRules, hosts_for
-from rollart.ports import EnvironmentFactory, Handle, Recorder, Runtime
+from rollart.ports import Handle, Recorder, Runtime
 from rollart.resident import machine_bytes, resident_bytes
 from rollart.settings.cluster import UNLESS_QUICK, EnvironmentsSpec
 from rollart.settings.resolve import Resolved, Specs, concurrent_episodes
-from rollart.settings.run import DomainSpec, RunSpec
+from rollart.settings.run import RunSpec
 from rollart.supervise.autoscaling import HostAutoscaler
 from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
 from rollart.supervise.function_hosts import FunctionHostSupervisor
@@ -89,11 +90,7 @@ def environment_fleet(
             program = await place_actor(resolved, runtime, actor)
         return HostProgram(name, program, runtime, host_clock(resolved, ENVIRONMENT_ROLE, name, recorder, given), token)
 
-    numbers = [
-        int(n.rpartition("-")[2])
-        for n in used
-        if n.startswith(f"{ENVIRONMENT_ROLE}-") and n.rpartition("-")[2].isdecimal()
-    ]
+    earlier = [int(n) for role, _, n in (name.rpartition("-") for name in used) if role == ENVIRONMENT_ROLE]
     fleet = EnvironmentHostSupervisor(
         make,
         count,
@@ -108,7 +105,7 @@ def environment_fleet(
             patience_s=node_wait_s(resolved),
             memory=memory_rules(spec),
         ),
-        later=max([assignments.first_unplanned, *(n + 1 for n in numbers)]),
+        later=max([assignments.first_unplanned, *(n + 1 for n in earlier)]),
     )
     return fleet
 
@@ -126,17 +123,12 @@ def function_fleet(
     async def make(name: str) -> FunctionProgram:
         program = await place_actor(resolved, runtime, function_actor(resolved, directory, name, token))
         given = _assignment(resolved, name)
-        clock, cores = (
-            host_clock(resolved, FUNCTION_ROLE, name, recorder, given),
-            float(len(given.devices)) if given else 1.0,
-        )
-        return FunctionProgram(name, program, runtime, clock, token, hosts=hosts, cores=cores)
+        cores = float(len(given.devices)) if given else 1.0
+        clock = host_clock(resolved, FUNCTION_ROLE, name, recorder, given)
+        return FunctionProgram(name, program, runtime, clock, token, hosts, cores)
 
     limits = HostLimits(
-        health_s=local.health_s,
-        start_s=local.start_s,
-        call_s=waits.reward_s,
-        patience_s=node_wait_s(resolved),
+        health_s=local.health_s, start_s=local.start_s, call_s=waits.reward_s, patience_s=node_wait_s(resolved)
     )
     fleet = FunctionHostSupervisor(
         make, function_host_names(resolved, used), count, leases=leases, recorder=recorder, limits=limits
@@ -152,14 +144,14 @@ def host_count_keepers(
     recorder: Recorder,
 ) -> list[HostAutoscaler]:
     """One keeper per fleet; none for a static cluster. `wanted`: the run with its whole plan."""
-    found = []
-    if nodes is not None and environments is not None:
-        count = functools.partial(host_count, wanted)
-        found.append(HostAutoscaler(environments, nodes, count, recorder, what="environments"))
-    if nodes is not None and functions is not None:
-        count = functools.partial(function_host_count, wanted)
-        found.append(HostAutoscaler(functions, nodes, count, recorder, what="function workers"))
-    return found
+    return [
+        HostAutoscaler(fleet, nodes, functools.partial(count, wanted), recorder, what=what)
+        for fleet, count, what in (
+            (environments, host_count, "environments"),
+            (functions, function_host_count, "function workers"),
+        )
+        if nodes is not None and fleet is not None
+    ]
 
 
 def host_count(resolved: Resolved, devices: Mapping[str, int] | None = None) -> int:
@@ -242,20 +234,6 @@ def planned_function_hosts(resolved: Resolved) -> frozenset[str]:
     return frozenset(initial_function_hosts(resolved)) & {a.name for a in _reward_assignments(resolved)}
 
 
-def worked_example_factory(
-    fleet: EnvironmentHostSupervisor | None,
-) -> Callable[[DomainSpec], EnvironmentFactory] | None:
-    """Factories of a domain's worked examples, as episodes on environment hosts; None without hosts."""
-    return None if fleet is None else lambda domain: fleet.environment(worked_example_domain(domain.name))
-
-
-def hosted_environment_factory(
-    fleet: EnvironmentHostSupervisor | None,
-) -> Callable[[DomainSpec], EnvironmentFactory] | None:
-    """Factories of a domain's environments on hosts; None without hosts."""
-    return None if fleet is None else lambda domain: fleet.environment(domain.name)
-
-
 def hosted_domains(run: RunSpec) -> dict[str, Any]:
     """The domains that hosts can create environments for, with their arguments."""
     return {
@@ -276,11 +254,6 @@ def write_domains(resolved: Resolved, directory: Path) -> Path:
     }
     path.write_text(json.dumps(domains | worked, indent=2) + "\n")
     return path
-
-
-def worked_example_domain(domain: str) -> str:
-    """The domain name under which hosts serve worked examples. No real domain name contains a space."""
-    return f"worked examples of {domain}"
 
 
 def image_hook_config(spec: EnvironmentsSpec) -> dict[str, Any] | None:
@@ -371,7 +344,7 @@ def host_actor(
 ) -> ActorSpec:
     """The actor of an environment host: on the planned resources, or without any, beside other parts."""
     arguments = ["--domains", str(domains), *(f"--path={path}" for path in import_paths(resolved))]
-    return host_program_actor(
+    return _host_actor(
         resolved,
         directory,
         name,
@@ -379,7 +352,7 @@ def host_actor(
         [*arguments, *_warm_arguments(resolved)],
         pool=resolved.cluster.environments.pool,
         given=given,
-        environment={ENVIRONMENT_HOST_TOKEN: token, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        env={ENVIRONMENT_HOST_TOKEN: token, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         python=resolved.cluster.environments.python,
     )
 
@@ -389,7 +362,7 @@ def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -
     other parts."""
     functions = resolved.cluster.functions
     unsafe = ["--allow-unsafe"] if functions.allow_unsafe else []
-    return host_program_actor(
+    return _host_actor(
         resolved,
         directory,
         name,
@@ -397,11 +370,11 @@ def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -
         ["--logs", str(directory / "functions" / "logs"), "--runtime", functions.local.runtime, *unsafe],
         pool=functions.local.pool,
         given=_assignment(resolved, name),
-        environment={FUNCTION_HOST_TOKEN: token},
+        env={FUNCTION_HOST_TOKEN: token},
     )
 
 
-def host_program_actor(
+def _host_actor(
     resolved: Resolved,
     directory: Path,
     name: str,
@@ -410,62 +383,48 @@ def host_program_actor(
     *,
     pool: str | None,
     given: Assignment | None,
-    environment: dict[str, str],
     **options: Any,
 ) -> ActorSpec:
     """The actor of a host's program: on the `given` resources, or without any on a node of the pool."""
-    on_ray, factories = resolved.cluster.runtime.backend == "ray", "rollart.adapters.clusters"
-    resources: dict[str, float] = {}
-    labels = node_selector(resolved, cpu_pool(resolved, pool))
+    where: tuple[dict[str, float], dict[str, str]] = {}, node_selector(resolved, cpu_pool(resolved, pool))
     if given is not None:
-        resources, labels = part_resources(resolved, given)
-    return ActorSpec(
-        name=name,
-        factory=f"{factories}.ray_host:NodeProgram" if on_ray else f"{factories}.program:Program",
-        args=(name, module, arguments, str(directory / "logs" / f"{name}.log")),
-        kwargs={"env": environment, **options},
-        resources=resources,
-        labels=labels,
-        max_restarts=-1 if on_ray else 0,
-        max_concurrency=PROGRAM_CALLS if on_ray else 1000,
-    )
+        where = part_resources(resolved, given)
+    return program_actor(resolved, directory, name, module, arguments, where, PROGRAM_CALLS, **options)
 
 
 def host_clock(resolved: Resolved, role: str, name: str, recorder: Recorder, given: Assignment | None) -> ResourceClock:
     """A host with planned cores is billed for them; a host that shares a machine with other parts costs nothing
     extra."""
-    now = asyncio.get_running_loop().time
     if given is None:
-        return ResourceClock(role=role, resource=name, recorder=recorder, clock=now)
-    usd, units = resolved.usd_per_device_hour[given.pool], float(len(given.devices))
-    return ResourceClock(role=role, resource=name, recorder=recorder, clock=now, units=units, usd_per_unit_hour=usd)
+        return ResourceClock(role=role, resource=name, recorder=recorder, clock=asyncio.get_running_loop().time)
+    return device_clock(resolved, recorder, role, name, given.pool, len(given.devices))
 
 
+@dataclass(slots=True)
 class HostActor:
     """Implements `HostProcess` over a `Program` actor."""
 
-    def __init__(self, name: str, program: Handle, runtime: Runtime, clock: ResourceClock, token: str) -> None:
-        self.id = name
-        self.clock = clock
-        self._program = program
-        self._runtime = runtime
-        self._token = token
+    id: str
+    program: Handle
+    runtime: Runtime
+    clock: ResourceClock
+    token: str
 
     @property
     def node(self) -> str:
-        return self._program.node
+        return self.program.node
 
     async def wait(self) -> str:
-        return await exit_cause(self._program)
+        return await exit_cause(self.program)
 
     async def close(self) -> None:
-        await self._program.kill()
-        await self._runtime.release(self.id)
+        await self.program.kill()
+        await self.runtime.release(self.id)
 
     async def _start_program(self) -> str:
         """The address at which the program serves."""
-        await self._program.call("kill")  # without a grace period: a leftover process hangs
-        return str(await self._program.call("start", []))
+        await self.program.call("kill")  # without a grace period: a leftover process hangs
+        return str(await self.program.call("start", []))
 
 
 class HostProgram(HostActor):
@@ -477,7 +436,7 @@ class HostProgram(HostActor):
         except OSError as error:
             reason = f"{error.strerror or error}: {error.filename}"
             raise SpecError(f"environments.python: {reason}", remedy="name an interpreter that is there") from None
-        connection = await HostConnection.open(self.id, address, self._token)
+        connection = await HostConnection.open(self.id, address, self.token)
         for domain, problem in connection.problems.items():
             await connection.aclose()
             raise SpecError(
@@ -488,29 +447,17 @@ class HostProgram(HostActor):
         return connection
 
 
+@dataclass(slots=True)
 class FunctionProgram(HostActor):
-    """Implements `FunctionPart`."""
+    """Implements `FunctionPart`. `cores`: the host's cores for workers, as a weight relative to other hosts."""
 
-    def __init__(
-        self,
-        name: str,
-        program: Handle,
-        runtime: Runtime,
-        clock: ResourceClock,
-        token: str,
-        *,
-        hosts: WorkerHosts,
-        cores: float,
-    ) -> None:
-        """`cores`: the host's cores for workers, as a weight relative to other hosts."""
-        super().__init__(name, program, runtime, clock, token)
-        self._hosts = hosts
-        self._cores = cores
+    hosts: WorkerHosts
+    cores: float
 
     async def start(self, notify: Callable[[], None]) -> FunctionHost:
         address = await self._start_program()
         return await FunctionHostConnection.open(
-            self._hosts, self.id, address, self._token, weight=self._cores, notify=notify
+            self.hosts, self.id, address, self.token, weight=self.cores, notify=notify
         )
 
 

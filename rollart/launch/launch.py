@@ -23,7 +23,7 @@ from rollart.errors import (
     VersionDamaged,
 )
 from rollart.launch.clusters import follow_nodes, record_cluster_events
-from rollart.launch.hosts import host_count_keepers, watch_memory, worked_example_factory
+from rollart.launch.hosts import host_count_keepers, watch_memory
 from rollart.launch.plan import RunStart, resolve_start
 from rollart.launch.preflight import decide_workers, refuse_unlaunchable
 from rollart.launch.prepare import produce_artefacts, warm_start_samples
@@ -233,9 +233,7 @@ async def _first_version(resolved: Resolved, context: RunContext) -> WeightsRef:
     limits = resolved.run.leases
     if resolved.run.warm_start is not None and context.environments is not None:
         await context.environments.ready()
-    samples = await warm_start_samples(
-        resolved, context.tokenizer, worked_example_factory(context.environments), context.leases
-    )
+    samples = await warm_start_samples(resolved, context.tokenizer, context.environments, context.leases)
     if samples and resolved.run.warm_start is not None:
         context.trainer_clock.enter(ResourceState.BUSY, "warm_start")
         async with context.leases.hold("launch", "the warm start", limits.train_s, Expiry.FAIL_RUN):

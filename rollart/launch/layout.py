@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from placement.types import Assignment, Pool, Role
 from rollart.adapters.engines.vllm_options import VllmOptions
@@ -23,7 +24,7 @@ from rollart.launch.routing import SERVING_ROLES
 from rollart.launch.vllm import CONNECTOR, VllmCommand, vllm_command, vllm_python
 from rollart.launch.weight_store import weight_store_location
 from rollart.ledger.intervals import ResourceClock
-from rollart.ledger.store import Ledger
+from rollart.ports import Recorder
 from rollart.settings.cluster import PoolSpec
 from rollart.settings.planning import pool_labels
 from rollart.settings.resolve import Resolved, Specs, engine_dtype, probe_tolerance, vllm_dtype
@@ -43,17 +44,6 @@ def free_devices(pool: Pool, taken: Collection[int], count: int) -> tuple[int, .
 
 TOKEN_FILE = "service.token"
 """File of the token in the run's directory, mode 600."""
-
-
-def bridge_command(resolved: Resolved, directory: Path, config: Path) -> tuple[list[str], dict[str, str]]:
-    """The bridge's arguments and environment variables. SpecError for a missing token."""
-    trainer = resolved.cluster.trainer
-    arguments, variable = ["--config", str(config), "--listen", str(trainer.external)], _variable(resolved)
-    if variable:
-        return [*arguments, "--token-env", variable], {variable: _token(variable)}
-    if trainer.external_token is not None:
-        return [*arguments, "--token-file", str(directory / TOKEN_FILE)], {}
-    return arguments, {}
 
 
 def refuse_missing_token(resolved: Resolved | Specs) -> None:
@@ -141,30 +131,24 @@ def torch_device(resolved: Resolved, assignment: Assignment) -> str:
     return "cpu" if resource_kind(resolved, _pool(resolved, assignment)) == "CPU" else "cuda"
 
 
-def part_clock(resolved: Resolved, ledger: Ledger, assignment: Assignment) -> ResourceClock:
-    """A clock that bills the part's devices from now on."""
+def device_clock(
+    resolved: Resolved, recorder: Recorder, role: str, resource: str, pool: str, devices: int, **state: str
+) -> ResourceClock:
+    """A clock that bills a number of the pool's devices from now on. `state`: its first state and cause."""
     return ResourceClock(
-        role=str(assignment.role),
-        resource=assignment.name,
-        recorder=ledger,
-        clock=asyncio.get_running_loop().time,
-        units=float(len(assignment.devices)),
-        usd_per_unit_hour=resolved.usd_per_device_hour[assignment.pool],
-    )
-
-
-def idle_devices_clock(resolved: Resolved, ledger: Ledger, pool: str, devices: int) -> ResourceClock:
-    """A clock that bills the idle, paid devices of a pool."""
-    return ResourceClock(
-        role="unused",
-        resource=f"unused-{pool}",
-        recorder=ledger,
+        role=role,
+        resource=resource,
+        recorder=recorder,
         clock=asyncio.get_running_loop().time,
         units=float(devices),
         usd_per_unit_hour=resolved.usd_per_device_hour[pool],
-        state="idle",
-        cause="not_in_plan",
+        **state,
     )
+
+
+def part_clock(resolved: Resolved, recorder: Recorder, part: Assignment) -> ResourceClock:
+    """A clock that bills the part's devices from now on."""
+    return device_clock(resolved, recorder, str(part.role), part.name, part.pool, len(part.devices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,10 +206,15 @@ def trainer_host_parts(resolved: Resolved) -> list[TrainerHostPart]:
 
 
 def trainer_actors(resolved: Resolved, directory: Path, config: Path) -> list[ActorSpec]:
-    """One program per host of the trainer; a single one, the bridge, for an external trainer."""
+    """One program per host of the trainer; a single one, the bridge, for an external trainer. SpecError for a missing
+    token."""
     assignment, external = resolved.plan.of(Role.TRAINER)[0], resolved.cluster.trainer.external
     if external is not None:
-        arguments, env = bridge_command(resolved, directory, config)
+        arguments, env = ["--config", str(config), "--listen", external], {}
+        if variable := _variable(resolved):
+            arguments, env = [*arguments, "--token-env", variable], {variable: _token(variable)}
+        elif resolved.cluster.trainer.external_token is not None:
+            arguments += ["--token-file", str(directory / TOKEN_FILE)]
         return [_program(resolved, directory, assignment, "rollart.adapters.service.bridge", arguments, env=env)]
     shares, actors = trainer_host_parts(resolved), []
     for share in shares:
@@ -304,7 +293,7 @@ def _vllm_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> 
         "--python",
         vllm_python(resolved),
         "--log",
-        str(_log_path(directory, assignment.name)),
+        str(directory / "logs" / f"{assignment.name}.log"),
         "--args",
         json.dumps(command.args),
     ]
@@ -345,10 +334,6 @@ def _devices_by_host(resolved: Resolved, assignment: Assignment) -> list[tuple[i
     return [devices[start : start + size] for start in range(0, len(devices), size)]
 
 
-def _log_path(directory: Path, name: str) -> Path:
-    return directory / "logs" / f"{name}.log"
-
-
 def _pool(resolved: Resolved, assignment: Assignment) -> PoolSpec:
     return next(p for p in resolved.cluster.pools if p.name == assignment.pool)
 
@@ -367,30 +352,41 @@ def _program(
 ) -> ActorSpec:
     """`multi_gpu`: the program can use several GPUs. `called`: the actor's name, if it is not the assignment's."""
     name, devices = called or assignment.name, len(assignment.devices)
-    pool, (resources, labels) = _pool(resolved, assignment), part_resources(resolved, assignment)
-    kind = resource_kind(resolved, pool)
-    on_ray = resolved.cluster.runtime.backend == "ray"
-    threads = str(max(1, devices // processes))
+    pool, threads = _pool(resolved, assignment), str(max(1, devices // processes))
     env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **env}
-    if kind == "GPU":
+    if resource_kind(resolved, pool) == "GPU":
         if devices > 1 and not (multi_gpu or assignment.role is Role.TRAINER):
             raise SpecError(
                 f"{name} takes {devices} GPUs of pool '{pool.name}' (rule: one; the embedded engine has no tensor "
                 "parallelism)",
                 remedy="give engines.count with threads 1, or keep placement.tensor_parallel at 1",
             )
-        if not on_ray:  # Ray sets the variable to the devices that it grants
+        if resolved.cluster.runtime.backend != "ray":  # Ray sets the variable to the devices that it grants
             env["CUDA_VISIBLE_DEVICES"] = _visible_devices(resolved, pool, assignment.devices)
-    spec = ActorSpec(
+    where = part_resources(resolved, assignment)
+    return program_actor(resolved, directory, name, module, arguments, where, PROGRAM_CALLS, env=env)
+
+
+def program_actor(
+    resolved: Resolved,
+    directory: Path,
+    name: str,
+    module: str,
+    arguments: list[str],
+    where: tuple[dict[str, float], dict[str, str]],
+    calls: int,
+    **options: Any,
+) -> ActorSpec:
+    """The actor of a program with the resources and on a node with the labels of `where`. `calls`: its concurrent
+    calls; `options`: keyword arguments of `Program`."""
+    on_ray, clusters = resolved.cluster.runtime.backend == "ray", "rollart.adapters.clusters"
+    return ActorSpec(
         name=name,
-        factory="rollart.adapters.clusters.program:Program",
-        args=(name, module, arguments, str(_log_path(directory, name))),
-        kwargs={"env": env},
-        resources=resources,
-        labels=labels,
-    )
-    if not on_ray:
-        return spec
-    return replace(
-        spec, factory="rollart.adapters.clusters.ray_host:NodeProgram", max_restarts=-1, max_concurrency=PROGRAM_CALLS
+        factory=f"{clusters}.ray_host:NodeProgram" if on_ray else f"{clusters}.program:Program",
+        args=(name, module, arguments, str(directory / "logs" / f"{name}.log")),
+        kwargs=options,
+        resources=where[0],
+        labels=where[1],
+        max_restarts=-1 if on_ray else 0,
+        max_concurrency=calls if on_ray else 1000,
     )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from placement.types import Role
 from rollart.adapters.envs.in_process import in_process
-from rollart.adapters.envs.worked import METHOD
+from rollart.adapters.envs.worked import METHOD, worked_example_domain
 from rollart.adapters.rewards.offload import CreditAssignment, DomainRewards, RewardTerm
 from rollart.adapters.text import HubTokenizer
 from rollart.control.domain import Domain, derive_seed
@@ -29,6 +29,7 @@ from rollart.settings.planning import initial_config
 from rollart.settings.resolve import Resolved, Specs, trainer_dtype
 from rollart.settings.run import DomainSpec, ModelSpec
 from rollart.settings.training import CreditSpec, ImitationSpec, ParallelConfig, PolicyConfig, TrainerConfig
+from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
 from rollart.user_code import UserCodeGuard, guard
 
 if TYPE_CHECKING:
@@ -141,11 +142,27 @@ def runtime_domains(
     resolved: Resolved,
     tokenizer: HubTokenizer,
     harnesses: HarnessRunner | None = None,
-    hosted: Callable[[DomainSpec], EnvironmentFactory] | None = None,
+    hosts: EnvironmentHostSupervisor | None = None,
 ) -> list[Domain]:
     """The runtime's domains. Environments are imported, not created. `harnesses`: runs agent programs, if episodes are
-    to be played; `hosted`: factories of environments on hosts."""
-    return [_domain(spec, resolved.quotas[spec.name], tokenizer, harnesses, hosted) for spec in resolved.run.domains]
+    to be played; `hosts`: hosts of the environments, if they do not live in this process."""
+    return [
+        Domain(
+            name=spec.name,
+            environment=hosts.environment(spec.name)
+            if hosts and isinstance(spec.environment, str)
+            else in_process(environment_factory(spec)),
+            quota=resolved.quotas[spec.name],
+            group_size=spec.group_size,
+            max_turns=spec.max_turns,
+            max_tokens=spec.max_tokens,
+            temperature=spec.temperature,
+            top_p=spec.top_p,
+            stop_token_ids=stop_token_ids(spec, tokenizer),
+            harness=harness_factory(spec, harnesses),
+        )
+        for spec in resolved.run.domains
+    ]
 
 
 def reward_plan(resolved: Resolved) -> dict[str, DomainRewards]:
@@ -179,20 +196,18 @@ async def produce_artefacts(resolved: Resolved | Specs, run_dir: Path) -> dict[s
 
 
 async def warm_start_samples(
-    resolved: Resolved,
-    tokenizer: HubTokenizer,
-    hosted: Callable[[DomainSpec], EnvironmentFactory] | None,
-    leases: Leases,
+    resolved: Resolved, tokenizer: HubTokenizer, hosts: EnvironmentHostSupervisor | None, leases: Leases
 ) -> list[TrainSample]:
-    """Worked examples of the warm start's domains as samples, with loss on the answer and none on the prompt. `hosted`:
-    factories of the examples as episodes on hosts."""
+    """Worked examples of the warm start's domains as samples, with loss on the answer and none on the prompt. `hosts`:
+    hosts that serve the examples as episodes, if environments do not live in this process."""
     warm = resolved.run.warm_start
     samples = []
     for name in warm.domains if warm is not None else ():
         spec = resolved.run.domain(name)
         seeds = [derive_seed(resolved.run.seed, "warm", name, i) % 2**30 for i in range(warm.examples if warm else 0)]
-        if hosted is not None and isinstance(spec.environment, str):
-            pairs = await _examples_from_hosts(hosted(spec), seeds, leases, resolved.run.leases.env_step_s)
+        if hosts is not None and isinstance(spec.environment, str):
+            make = hosts.environment(worked_example_domain(name))
+            pairs = await _examples_from_hosts(make, seeds, leases, resolved.run.leases.env_step_s)
         else:
             pairs = _examples_in_process(spec, seeds)
         for index, (prompt, answer) in enumerate(pairs):
@@ -262,29 +277,6 @@ def _example_sample(domain: str, index: int, prompt: tuple[int, ...], answer: tu
         rewards=(0.0,) * (p + a),
         score=1.0,
         success=True,
-    )
-
-
-def _domain(
-    spec: DomainSpec,
-    quota: int,
-    tokenizer: HubTokenizer,
-    harnesses: HarnessRunner | None,
-    hosted: Callable[[DomainSpec], EnvironmentFactory] | None,
-) -> Domain:
-    return Domain(
-        name=spec.name,
-        environment=hosted(spec)
-        if hosted and isinstance(spec.environment, str)
-        else in_process(environment_factory(spec)),
-        quota=quota,
-        group_size=spec.group_size,
-        max_turns=spec.max_turns,
-        max_tokens=spec.max_tokens,
-        temperature=spec.temperature,
-        top_p=spec.top_p,
-        stop_token_ids=stop_token_ids(spec, tokenizer),
-        harness=harness_factory(spec, harnesses),
     )
 
 

@@ -42,7 +42,6 @@ from rollart.launch.hosts import (
     environment_fleet,
     environment_host_names,
     function_fleet,
-    hosted_environment_factory,
     planned_function_hosts,
     provider_run_id,
 )
@@ -550,7 +549,7 @@ async def open_run(
                 resolved,
                 tokenizer,
                 await open_harnesses(stack, resolved, tokenizer_dir),
-                hosted_environment_factory(fleet),
+                fleet,
             ),
             trainer,
             by_part["trainer-0"],

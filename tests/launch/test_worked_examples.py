@@ -12,7 +12,6 @@ import pytest
 from rollart.adapters.envs.worked import WorkedExamples
 from rollart.adapters.text import HubTokenizer
 from rollart.errors import SpecError
-from rollart.launch.hosts import worked_example_factory
 from rollart.launch.preflight import environment_problems, refuse_files
 from rollart.launch.prepare import warm_start_samples
 from rollart.leases import Leases
@@ -85,7 +84,7 @@ def test_hosts_give_the_same_examples_as_the_controller(tmp_path: Path, monkeypa
     async def main() -> None:
         async with asyncio.timeout(LIMIT_S), hosts_of(resolved, tmp_path) as hosts:
             here = await warm_start_samples(resolved, tokenizer, None, leases)
-            there = await warm_start_samples(resolved, tokenizer, worked_example_factory(hosts.fleet), leases)
+            there = await warm_start_samples(resolved, tokenizer, hosts.fleet, leases)
             assert there == here
             assert len(there) == 40
             assert set(hosts.fleet.faults().values()) == {0}

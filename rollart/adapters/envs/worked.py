@@ -14,6 +14,11 @@ METHOD = "worked_example"
 WORKED = "rollart.adapters.envs.worked:WorkedExamples"
 
 
+def worked_example_domain(domain: str) -> str:
+    """The domain name under which hosts serve worked examples. No real domain name contains a space."""
+    return f"worked examples of {domain}"
+
+
 class WorkedExamples:
     """One example per episode: `reset(seed)` shows its prompt, any step its answer. Implements
     `rollart.ports.Environment` over an environment by import path, which is made at the first reset and never reset
