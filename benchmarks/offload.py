@@ -29,8 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.settings.load import load_prices
+from rollart.testing.functions import Meter
 from serverless.deploy.package import build
-from serverless.meter import Meter, WorkerState
+from serverless.meter import WorkerState
 from serverless.pipeline.offload import Offload
 from serverless.scaling.replay import CallReplay, ReplayedCall, replay_dedicated, replay_elastic
 from serverless.spec import FunctionBatchSpec, FunctionSpec

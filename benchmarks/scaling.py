@@ -43,8 +43,8 @@ from pathlib import Path
 from typing import Any
 
 from rollart.sim import loop as virtual
+from rollart.testing.functions import Meter
 from serverless.deploy.package import Package, build
-from serverless.meter import Meter
 from serverless.pipeline.offload import Offload
 from serverless.providers.simulated import Profile, SimulatedBackend
 from serverless.scaling.decisions import StatisticsMeter

@@ -1,4 +1,4 @@
-"""Cost of functions: backends report calls and worker time to a `MeterSink`; `Meter` sums them.
+"""Cost of functions: backends report calls and worker time to a `MeterSink`.
 
 Conservation: a worker is cold (starting), busy (a call runs in it) or idle from its start to its end, so for every
 worker life cold + busy + idle seconds = end - start. Spans are half-open and adjacent without gaps.
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from serverless.types import Invocation
@@ -69,52 +68,3 @@ class NullMeter:
     def worker(self, span: WorkerSpan) -> None: ...
 
     def saving(self, saving: Saving) -> None: ...
-
-
-@dataclass(slots=True)
-class FunctionUsage:
-    """Totals of one function."""
-
-    invocations: int = 0
-    items: int = 0
-    cold_starts: int = 0
-    cold_start_s: float = 0.0
-    billed_s: float = 0.0
-    gb_s: float = 0.0
-    saved_items: int = 0
-    saved_s: float = 0.0
-    worker_s: dict[WorkerState, float] = field(default_factory=lambda: dict.fromkeys(WorkerState, 0.0))
-    statuses: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def total_worker_s(self) -> float:
-        return sum(self.worker_s.values())
-
-
-class Meter:
-    """Sums calls and worker time by function."""
-
-    def __init__(self) -> None:
-        self._usage: dict[str, FunctionUsage] = {}
-
-    @property
-    def usage(self) -> Mapping[str, FunctionUsage]:
-        return self._usage
-
-    def invocation(self, invocation: Invocation) -> None:
-        usage = self._usage.setdefault(invocation.function, FunctionUsage())
-        usage.invocations += 1
-        usage.items += invocation.items
-        usage.cold_starts += invocation.cold_start_s > 0.0
-        usage.cold_start_s += invocation.cold_start_s
-        usage.billed_s += invocation.billed_s
-        usage.gb_s += invocation.billed_s * invocation.memory_mb / 1024.0
-        usage.statuses[invocation.status] = usage.statuses.get(invocation.status, 0) + 1
-
-    def worker(self, span: WorkerSpan) -> None:
-        self._usage.setdefault(span.function, FunctionUsage()).worker_s[span.state] += span.t1 - span.t0
-
-    def saving(self, saving: Saving) -> None:
-        usage = self._usage.setdefault(saving.function, FunctionUsage())
-        usage.saved_items += saving.items
-        usage.saved_s += saving.billed_s

@@ -18,7 +18,7 @@ from rollart.model import GroupId, Purpose, TrajectoryId
 from rollart.ports import RunEvent
 from rollart.settings.resolve import read_specs, resolve_specs
 from rollart.sim import loop as virtual
-from serverless.meter import Meter
+from rollart.testing.functions import Meter
 from serverless.pipeline.offload import Offload
 from serverless.providers.simulated import SimulatedBackend
 from serverless.scaling.decisions import StatisticsMeter

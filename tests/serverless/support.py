@@ -12,8 +12,9 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rollart.sim import loop as virtual
+from rollart.testing.functions import Meter
 from serverless.deploy.package import Package, build
-from serverless.meter import Meter, MeterSink, WorkerSpan
+from serverless.meter import MeterSink, WorkerSpan
 from serverless.providers.base import Backend
 from serverless.providers.http import Bearer, Endpoint, HttpBackend
 from serverless.providers.http_server import FunctionHttpServer
