@@ -1,0 +1,2 @@
+"""The command line: `commands` declares every command with its options and help, and names the function in another
+module that runs it."""

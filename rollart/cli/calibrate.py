@@ -26,7 +26,6 @@ STEPS = 16
 def calibrate(
     arguments: tuple[str, ...], cluster: Path | None, out: Path, measured: str | None, runs_dir: Path
 ) -> None:
-    """Run `rollart calibrate`; its options are in `cli.commands`."""
     if measured is not None:
         if arguments or cluster is not None:
             raise UsageError("--from takes a run as it was", remedy="leave RUN.yaml, KEY=VALUE and --cluster out")

@@ -9,12 +9,14 @@ import functools
 import pkgutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
-from rollart.cli.context import Command, json_option, output_option, run_argument, runs_option
 from rollart.errors import UsageError
+
+Declared = TypeVar("Declared", bound=Callable[..., Any])
 
 WHAT_IF = "--what-if"
 
@@ -27,18 +29,7 @@ TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform")
 EPILOG = "Exit codes: 0 ok, 1 run failed, 2 usage or spec, 3 provider, 4 budget, 5 fault rate, 130 interrupted."
 
 
-def implemented_in(target: str) -> Callable[[Callable[[], None]], Callable[..., None]]:
-    """Invoke the function `target` ("module:function" of this package) with the command's parameters by name."""
-
-    def bind(declared: Callable[[], None]) -> Callable[..., None]:
-        @functools.wraps(declared)
-        def invoke(**parameters: Any) -> None:
-            pkgutil.resolve_name(f"rollart.cli.{target}")(**parameters)
-
-        invoke.__dict__["target"] = target  # further decorators copy it
-        return invoke
-
-    return bind
+PATH = click.Path(path_type=Path)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=EPILOG)
@@ -47,6 +38,62 @@ def cli() -> None:
     """Train agents with reinforcement learning over mixed hardware, and see where every second and dollar went."""
 
 
+def command(
+    group: click.Group, target: str, cls: type[click.Command] = click.Command
+) -> Callable[[Callable[[], None]], click.Command]:
+    """Declare the command of `group` that the function `target` ("module:function" of this package) implements: the
+    decorated function has its help and options, which are the implementation's parameters.
+
+    `-o json` has the short form `--json`. UsageError where they disagree."""
+
+    def declare(declared: Callable[[], None]) -> click.Command:
+        @functools.wraps(declared)
+        def invoke(**parameters: Any) -> None:
+            if "output" in parameters and parameters.pop("as_json", False):
+                given = click.get_current_context().get_parameter_source("output")
+                if given is not ParameterSource.DEFAULT and parameters["output"] != "json":
+                    raise UsageError(f"--json and -o {parameters['output']} (rule: one of them)", remedy="drop one")
+                parameters["output"] = "json"
+            pkgutil.resolve_name(f"rollart.cli.{target}")(**parameters)
+
+        invoke.__dict__["target"] = target
+        return group.command(target.partition(":")[2].rstrip("_"), cls=cls)(invoke)
+
+    return declare
+
+
+def several(*options: Callable[[Declared], Declared]) -> Callable[[Declared], Declared]:
+    """Arguments and options that belong together, in the order of the help."""
+    return lambda declared: functools.reduce(lambda known, option: option(known), reversed(options), declared)
+
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Output for machines.")
+
+output_option = several(
+    click.option(
+        "-o",
+        "--output",
+        type=click.Choice(["table", "json", "csv", "html"]),
+        default="table",
+        show_default=True,
+        help="For people, or for machines.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Short for -o json."),
+)
+
+runs_option = click.option(
+    "--runs-dir", type=PATH, default=Path("runs"), show_default=True, help="Directory that holds the runs."
+)
+
+run_argument = click.argument("run", required=False)
+
+report_options = several(run_argument, output_option, runs_option)
+
+spec_arguments = several(
+    click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]..."),
+    click.option("--cluster", type=PATH, help="Cluster spec. Default: this machine."),
+)
+
 listen_option = click.option(
     "--listen",
     default="127.0.0.1:0",
@@ -54,6 +101,38 @@ listen_option = click.option(
     metavar="HOST:PORT",
     help="Where to listen; port 0: any that is free.",
 )
+
+provider_options = several(
+    click.option(
+        "--provider", default="local", show_default=True, metavar="[local|aws|modal]", help="Where functions are."
+    ),
+    click.option("--cluster", type=PATH, help="Cluster spec with the provider's settings."),
+    click.option(
+        "--root",
+        type=PATH,
+        default=Path(".rollart/functions"),
+        show_default=True,
+        help="Directory of locally deployed functions; RUN/functions has the logs of a run's.",
+    ),
+)
+
+prices_option = click.option("--cluster", type=PATH, help="Cluster spec; the shipped price list without it.")
+
+writing_options = several(
+    click.option(
+        "--into",
+        type=PATH,
+        default=Path("prices.yaml"),
+        show_default=True,
+        help="Price file to write: added to if it is there, else started from the cluster's list.",
+    ),
+    click.option("--region", default="", help="AWS region whose prices are taken."),
+)
+
+
+def token_option(secret: str) -> Callable[[Declared], Declared]:
+    """`--token-env`, whose variable holds `secret`."""
+    return click.option("--token-env", metavar="VAR", help=f"Variable with the {secret} that every call then needs.")
 
 
 class PlanCommand(click.Command):
@@ -91,64 +170,13 @@ def _require_change(spread: Sequence[str], inside: bool) -> None:
         raise UsageError("--what-if names no change", remedy="write it like h20=+32, price.h800=4.10 or in_flight=512")
 
 
-def provider_options(command: Command) -> Command:
-    for option in (
-        click.option(
-            "--root",
-            type=click.Path(path_type=Path),
-            default=Path(".rollart/functions"),
-            show_default=True,
-            help="Directory of locally deployed functions; RUN/functions has the logs of a run's.",
-        ),
-        click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec with the provider's settings."),
-        click.option(
-            "--provider", default="local", show_default=True, metavar="[local|aws|modal]", help="Where functions are."
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def token_option(secret: str) -> Callable[[Command], Command]:
-    """`--token-env`, whose variable holds `secret`."""
-    return click.option("--token-env", metavar="VAR", help=f"Variable with the {secret} that every call then needs.")
-
-
-def cluster_option(command: Command) -> Command:
-    return click.option(
-        "--cluster", type=click.Path(path_type=Path), help="Cluster spec; the shipped price list without it."
-    )(command)
-
-
-def writing_options(command: Command) -> Command:
-    for option in (
-        click.option("--region", default="", help="AWS region whose prices are taken."),
-        click.option(
-            "--into",
-            type=click.Path(path_type=Path),
-            default=Path("prices.yaml"),
-            show_default=True,
-            help="Price file to write: added to if it is there, else started from the cluster's list.",
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def report_options(function: Callable[..., None]) -> Callable[..., None]:
-    """Options of all reports: about one run, in one of the formats."""
-    return run_argument(output_option(runs_option(function)))
-
-
-@cli.command("launch")
-@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
-@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
+@command(cli, "launch:launch")
+@spec_arguments
 @click.option("--dry-run", is_flag=True, help="Print what would run, as YAML, and stop.")
 @click.option("--resume", metavar="RUN", help="Continue a run from its last published version.")
 @click.option("--name", help="Name of the run's directory. Default: the run's name and a number.")
 @click.option("--detach", is_flag=True, help="Run in the background: see `rollart status`, `logs` and `stop`.")
 @runs_option
-@implemented_in("launch:launch")
 def launch() -> None:
     """Start a run; without RUN.yaml the built-in quickstart.
 
@@ -157,9 +185,8 @@ def launch() -> None:
     """
 
 
-@cli.command("plan", cls=PlanCommand)
-@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
-@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
+@command(cli, "plan:plan", cls=PlanCommand)
+@spec_arguments
 @click.option(
     WHAT_IF,
     "changes",
@@ -173,7 +200,6 @@ def launch() -> None:
 @click.option("--seeds", type=click.IntRange(1, 1000), help=f"Simulations of --simulate. Default: {SEEDS}.")
 @click.option("--steps", type=click.IntRange(1), help=f"Training steps of each. Default: {STEPS}.")
 @output_option
-@implemented_in("plan:plan")
 def plan() -> None:
     """Show the placement of the run's parts, its rate and cost, and the reasons.
 
@@ -182,11 +208,9 @@ def plan() -> None:
     """
 
 
-@cli.command("simulate")
+@command(cli, "simulate:simulate")
 @click.argument("arguments", nargs=-1, metavar="[RUN.yaml|RUN] [KEY=VALUE]...")
-@click.option(
-    "--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine, or a recorded run's own."
-)
+@click.option("--cluster", type=PATH, help="Cluster spec. Default: this machine, or a recorded run's own.")
 @click.option("--policies", metavar="A,B,...", help="Schedules beside each other. Default: the run's own.")
 @click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Simulations of each.")
 @click.option(
@@ -196,15 +220,14 @@ def plan() -> None:
 )
 @click.option("--workers", type=click.IntRange(1), help="Processes at a time. Default: one per core.")
 @click.option("--fuzz", type=click.IntRange(0), metavar="SEED", help="Shuffle events of the same instant.")
-@click.option("--keep", type=click.Path(path_type=Path), metavar="DIR", help="Keep ledgers there, for rollart report.")
-@click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Also write a page with charts there.")
-@click.option("--faults", type=click.Path(path_type=Path), help="Fault plan (`rollart schema faults`).")
+@click.option("--keep", type=PATH, metavar="DIR", help="Keep ledgers there, for rollart report.")
+@click.option("--html", type=PATH, metavar="FILE", help="Also write a page with charts there.")
+@click.option("--faults", type=PATH, help="Fault plan (`rollart schema faults`).")
 @click.option("--replay", metavar="RUN", help="Repeat the trajectories and rewards of a recorded run.")
 @click.option("--resample", is_flag=True, help="Draw recorded trajectories instead of repeating them in their order.")
 @click.option("--check", is_flag=True, help="Simulate a recorded run as it was: predicted against recorded.")
 @runs_option
 @output_option
-@implemented_in("simulate:simulate")
 def simulate() -> None:
     """Simulate a run on virtual time, at any scale, with the product's own scheduler.
 
@@ -217,21 +240,19 @@ def simulate() -> None:
     """
 
 
-@cli.command("calibrate")
-@click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
-@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec. Default: this machine.")
+@command(cli, "calibrate:calibrate")
+@spec_arguments
 @click.option(
     "-o",
     "--output",
     "out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     default=Path("calibration.json"),
     show_default=True,
     help="File to write; name it in the cluster spec's `calibration`.",
 )
 @click.option("--from", "measured", metavar="RUN", help="Fit the counters of this run's engines; start nothing.")
 @runs_option
-@implemented_in("calibrate:calibrate")
 def calibrate() -> None:
     """Measure this machine with a run's model, and write the constants that plans need.
 
@@ -252,56 +273,49 @@ def rewards() -> None:
     """
 
 
-@rewards.command("init")
-@click.argument("directory", type=click.Path(path_type=Path), default=Path("reward"))
+@command(rewards, "rewards:init")
+@click.argument("directory", type=PATH, default=Path("reward"))
 @click.option("--name", default=None, help="Name of the reward; the directory's if not given.")
 @json_option
-@implemented_in("rewards:init")
 def rewards_init() -> None:
     """Write a reward that works, with cases that it passes, into DIRECTORY."""
 
 
-@rewards.command("test")
+@command(rewards, "rewards:test")
 @click.argument("source", metavar="FILE")
-@click.option(
-    "--cases", type=click.Path(path_type=Path), help="Items, one JSON object a line; cases.jsonl if not given."
-)
+@click.option("--cases", type=PATH, help="Items, one JSON object a line; cases.jsonl if not given.")
 @click.option("--allow-unsafe", is_flag=True, help="Run an untrusted reward without a sandbox.")
 @output_option
-@implemented_in("rewards:test")
 def rewards_test() -> None:
     """Run rewards on cases, as a provider would: scores, time, memory, dollars per million items."""
 
 
-@rewards.command("deploy")
+@command(rewards, "rewards:deploy")
 @click.argument("source", metavar="FILE")
 @provider_options
 @click.option("--dry-run", is_flag=True, help="Show the changes without making them.")
 @click.option("--name", default=None, help="Another name for a single reward.")
 @output_option
-@implemented_in("rewards:deploy")
 def rewards_deploy() -> None:
     """Deploy rewards to a provider. Deploying an existing version changes nothing."""
 
 
-@rewards.command("list")
+@command(rewards, "rewards:list_")
 @provider_options
 @output_option
-@implemented_in("rewards:list_")
 def rewards_list() -> None:
     """Deployed functions and their current versions."""
 
 
-@rewards.command("versions")
+@command(rewards, "rewards:versions")
 @click.argument("function")
 @provider_options
 @output_option
-@implemented_in("rewards:versions")
 def rewards_versions() -> None:
     """Versions of a function, newest first."""
 
 
-@rewards.command("invoke")
+@command(rewards, "rewards:invoke")
 @click.argument("source", metavar="FILE|NAME")
 @click.option("--item", default=None, help="One item as JSON; standard input if not given.")
 @provider_options
@@ -314,7 +328,6 @@ def rewards_versions() -> None:
     help="Seconds to wait, cold start included.",
 )
 @json_option
-@implemented_in("rewards:invoke")
 def rewards_invoke() -> None:
     """Call a reward on a provider with an item, or a list of them, and print its answer as JSON.
 
@@ -323,7 +336,7 @@ def rewards_invoke() -> None:
     """
 
 
-@rewards.command("logs")
+@command(rewards, "rewards:logs")
 @click.argument("function")
 @provider_options
 @click.option(
@@ -331,63 +344,57 @@ def rewards_invoke() -> None:
 )
 @click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Most lines.")
 @output_option
-@implemented_in("rewards:logs")
 def rewards_logs() -> None:
     """Show the output of a function, oldest first."""
 
 
-@rewards.command("scale")
+@command(rewards, "rewards:scale")
 @click.argument("function")
 @provider_options
 @click.option("--warm", type=click.IntRange(min=0), default=None, help="Workers that are kept ready.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=None, help="Most workers at once.")
 @output_option
-@implemented_in("rewards:scale")
 def rewards_scale() -> None:
     """Set the number of warm workers of a function, and its concurrency."""
 
 
-@rewards.command("rollback")
+@command(rewards, "rewards:rollback")
 @click.argument("function")
 @click.option("--to", "version", default="", help="Version, or how its digest starts; the one before if not given.")
 @provider_options
 @output_option
-@implemented_in("rewards:rollback")
 def rewards_rollback() -> None:
     """Make an earlier version of a function the current one."""
 
 
-@rewards.command("delete")
+@command(rewards, "rewards:delete")
 @click.argument("function")
 @provider_options
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @json_option
-@implemented_in("rewards:delete")
 def rewards_delete() -> None:
     """Remove a function with all its versions from a provider."""
 
 
-@rewards.command("plan")
+@command(rewards, "rewards:plan")
 @click.argument("source", metavar="FILE")
-@click.option("--cases", type=click.Path(path_type=Path), help="Items to measure with; cases.jsonl if not given.")
+@click.option("--cases", type=PATH, help="Items to measure with; cases.jsonl if not given.")
 @click.option("--items", type=click.IntRange(min=1), required=True, help="Items that a run scores.")
 @click.option("--runs-per-month", type=click.FloatRange(min=0), default=1.0, show_default=True)
 @click.option("--from", "before", default=None, metavar="PROVIDER", help="Provider that they are on now.")
 @output_option
-@implemented_in("rewards:plan")
 def rewards_plan() -> None:
     """Show the cost of rewards per run and month on each provider, compared with their current one."""
 
 
-@rewards.command("serve")
+@command(rewards, "servers:serve")
 @click.argument("source", metavar="FILE")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: any that is free.")
 @click.option("--token-env", metavar="VAR", help="Variable with the bearer token that every call then needs.")
-@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec whose `functions.local` is used.")
+@click.option("--cluster", type=PATH, help="Cluster spec whose `functions.local` is used.")
 @click.option("--allow-unsafe", is_flag=True, help="Run untrusted rewards without a sandbox.")
 @json_option
-@implemented_in("servers:serve")
 def rewards_serve() -> None:
     """Serve the rewards of FILE over HTTP until Ctrl-C, in workers that start on demand.
 
@@ -396,7 +403,7 @@ def rewards_serve() -> None:
     """
 
 
-@cli.command("proxy")
+@command(cli, "servers:proxy")
 @click.option(
     "--engine",
     "engines",
@@ -445,7 +452,6 @@ def rewards_serve() -> None:
 )
 @token_option("API key")
 @json_option
-@implemented_in("servers:proxy")
 def proxy() -> None:
     """Serve OpenAI's and Anthropic's APIs in front of engines until Ctrl-C, and capture every token.
 
@@ -454,7 +460,7 @@ def proxy() -> None:
     """
 
 
-@cli.command("service")
+@command(cli, "servers:service")
 @listen_option
 @token_option("bearer token")
 @click.option(
@@ -464,7 +470,6 @@ def proxy() -> None:
     help="Directory that persists the service's data; without it, the data is lost when the service ends.",
 )
 @json_option
-@implemented_in("servers:service")
 def service() -> None:
     """Serve a table of samples until Ctrl-C: prompts in, experience in and out by columns, weights announced.
 
@@ -480,20 +485,18 @@ def prices() -> None:
     """
 
 
-@prices.command("list")
-@cluster_option
+@command(prices, "prices:list_")
+@prices_option
 @output_option
-@implemented_in("prices:list_")
 def prices_list() -> None:
     """Every price that a run would use, with its source and age."""
 
 
-@prices.command("import")
-@click.argument("file", type=click.Path(path_type=Path))
-@cluster_option
+@command(prices, "prices:import_")
+@click.argument("file", type=PATH)
+@prices_option
 @writing_options
 @output_option
-@implemented_in("prices:import_")
 def prices_import() -> None:
     """Import prices from FILE into a price file, and show the changes.
 
@@ -502,14 +505,13 @@ def prices_import() -> None:
     """
 
 
-@prices.command("refresh")
+@command(prices, "prices:refresh")
 @click.option(
     "--provider", "providers", multiple=True, metavar="[aws|modal]", help="Provider to ask; all if not given."
 )
-@cluster_option
+@prices_option
 @writing_options
 @output_option
-@implemented_in("prices:refresh")
 def prices_refresh() -> None:
     """Ask providers for today's prices, and write them to a price file.
 
@@ -517,9 +519,8 @@ def prices_refresh() -> None:
     """
 
 
-@cli.command("validate")
+@command(cli, "specs:validate")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
-@implemented_in("specs:validate")
 def validate() -> None:
     """Check run, cluster, price and fault files.
 
@@ -530,9 +531,8 @@ def validate() -> None:
     """
 
 
-@cli.command("schema")
+@command(cli, "specs:schema")
 @click.argument("kind", metavar="run|cluster|prices|faults")
-@implemented_in("specs:schema")
 def schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
 
@@ -542,36 +542,32 @@ def report() -> None:
     """Show cost, utilization and learning of a run. RUN is a name or directory; without it the latest run."""
 
 
-@report.command("cost")
+@command(report, "reports:cost")
 @report_options
-@implemented_in("reports:cost")
 def report_cost() -> None:
     """Show dollars: in all, by role and resource, per trajectory and token, and waste by cause."""
 
 
-@report.command("utilization")
+@command(report, "reports:utilization")
 @report_options
-@implemented_in("reports:utilization")
 def report_utilization() -> None:
     """Show time: each resource's states, rates, and the domains' trajectories."""
 
 
-@report.command("timeline")
+@command(report, "reports:timeline")
 @report_options
-@implemented_in("reports:timeline")
 def report_timeline() -> None:
     """Show busy, waiting and syncing time over the run: devices by role and pool, trajectories, and function calls."""
 
 
-@report.command("curve")
+@command(report, "reports:curve")
 @report_options
-@click.option("--png", type=click.Path(path_type=Path), help="Also draw the curves into this file.")
-@implemented_in("reports:curve")
+@click.option("--png", type=PATH, help="Also draw the curves into this file.")
 def report_curve() -> None:
     """Show success by policy version, per domain."""
 
 
-@report.command("offload")
+@command(report, "reports:offload")
 @report_options
 @click.option(
     "--wait",
@@ -581,25 +577,20 @@ def report_curve() -> None:
     show_default=True,
     help="Seconds that the p99 of a call may wait for a dedicated worker.",
 )
-@implemented_in("reports:offload")
 def report_offload() -> None:
     """Show the cost of the run's function calls on dedicated workers, and on functions with other scaling."""
 
 
-@report.command("bias")
+@command(report, "reports:bias")
 @report_options
-@implemented_in("reports:bias")
 def report_bias() -> None:
     """Show whether the trained trajectories are distributed as the drawn ones, and how the lost ones differ by reason:
     length, turns, difficulty and reward per domain, each with a two-sample test. Of a real run, or of a simulation kept
     by `simulate --keep`."""
 
 
-@cli.command("status")
-@run_argument
-@output_option
-@runs_option
-@implemented_in("status:status")
+@command(cli, "status:status")
+@report_options
 def status() -> None:
     """Show the status of a run.
 
@@ -607,7 +598,7 @@ def status() -> None:
     """
 
 
-@cli.command("logs")
+@command(cli, "runs:logs")
 @run_argument
 @click.option(
     "--role",
@@ -616,7 +607,6 @@ def status() -> None:
 @click.option("-n", "--lines", type=click.IntRange(0), default=20, show_default=True, help="Last lines of each part.")
 @click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the run ends.")
 @runs_option
-@implemented_in("runs:logs")
 def logs() -> None:
     """Show the logs of a run's parts.
 
@@ -624,12 +614,11 @@ def logs() -> None:
     """
 
 
-@cli.command("stop")
+@command(cli, "runs:stop")
 @run_argument
 @runs_option
 @click.option("--wait", "wait_s", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds to wait.")
 @click.option("--kill", is_flag=True, help="Kill it if it has not stopped by then; --resume still continues it.")
-@implemented_in("runs:stop")
 def stop() -> None:
     """Stop a run and wait until it has ended.
 
@@ -638,12 +627,11 @@ def stop() -> None:
     """
 
 
-@cli.command("doctor")
+@command(cli, "doctor:doctor")
 @click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
-@click.option("--cluster", type=click.Path(path_type=Path), help="Cluster spec of RUN.yaml. Default: this machine.")
+@click.option("--cluster", type=PATH, help="Cluster spec of RUN.yaml. Default: this machine.")
 @output_option
 @runs_option
-@implemented_in("doctor:doctor")
 def doctor() -> None:
     """Check this machine and the installed extras.
 
@@ -657,9 +645,9 @@ def infra() -> None:
     """Render the deployment files of a cluster from its spec."""
 
 
-@infra.command("render")
+@command(infra, "specs:render")
 @click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...")
-@click.option("--cluster", type=click.Path(path_type=Path), required=True, help="Cluster spec.")
+@click.option("--cluster", type=PATH, required=True, help="Cluster spec.")
 @click.option("--target", type=click.Choice(TARGETS), required=True, help="Kind of deployment.")
 @click.option(
     "-o",
@@ -677,7 +665,6 @@ def infra() -> None:
     "rollart-vllm:VERSION for vLLM, rollart-environments:VERSION for environments with an interpreter of their own.",
 )
 @click.option("--namespace", help="Kubernetes namespace. Default: default.")
-@implemented_in("specs:render")
 def infra_render() -> None:
     """Write the files that deploy a cluster; nothing is deployed.
 

@@ -1,18 +1,16 @@
-"""Shared by the commands: their common arguments and options, locating runs, and output."""
+"""Shared by the commands: reading arguments, locating runs, and output."""
 
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, TextIO
 
 import click
-from click.core import ParameterSource
 
 from rollart.errors import UsageError, did_you_mean
 from rollart.report.render import render
@@ -20,8 +18,6 @@ from rollart.report.tables import Report
 
 if TYPE_CHECKING:
     from rollart.settings.cluster import ClusterFunctions
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 RESOLVED = "resolved.yaml"
 """A run's specs as it was started; a directory with this file is a run."""
@@ -55,29 +51,6 @@ def native_output_to_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def output_option(command: Command) -> Command:
-    """`-o FORMAT` as `output`, with `--json` as its short form. UsageError where they disagree."""
-
-    @functools.wraps(command)
-    def with_output(*args: Any, output: str, as_json: bool, **options: Any) -> Any:
-        if as_json:
-            given = click.get_current_context().get_parameter_source("output")
-            if given is not ParameterSource.DEFAULT and output != "json":
-                raise UsageError(f"--json and -o {output} (rule: one of them)", remedy="drop one")
-            output = "json"
-        return command(*args, output=output, **options)
-
-    short = click.option("--json", "as_json", is_flag=True, help="Short for -o json.")(cast(Command, with_output))
-    return click.option(
-        "-o",
-        "--output",
-        type=click.Choice(["table", "json", "csv", "html"]),
-        default="table",
-        show_default=True,
-        help="For people, or for machines.",
-    )(short)
-
-
 def cluster_functions(cluster: Path | None) -> ClusterFunctions:
     """The `functions` section of a cluster spec; the defaults without a spec."""
     # Here, so that commands that read no spec, such as `logs` and `stop`, need not import the schema.
@@ -85,25 +58,6 @@ def cluster_functions(cluster: Path | None) -> ClusterFunctions:
     from rollart.settings.load import load_cluster
 
     return ClusterFunctions() if cluster is None else load_cluster(cluster).functions
-
-
-def json_option(command: Command) -> Command:
-    """`--json` as `as_json`, for commands whose output is no table."""
-    return click.option("--json", "as_json", is_flag=True, help="Output for machines.")(command)
-
-
-def runs_option(command: Command) -> Command:
-    return click.option(
-        "--runs-dir",
-        type=click.Path(path_type=Path),
-        default=Path("runs"),
-        show_default=True,
-        help="Directory that holds the runs.",
-    )(command)
-
-
-def run_argument(command: Command) -> Command:
-    return click.argument("run", required=False)(command)
 
 
 def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]:
@@ -148,7 +102,7 @@ def colour(stream: TextIO | None = None) -> bool:
 
 
 def print_report(report: Report, output: str, page: Callable[[Report], str] | None = None) -> None:
-    """Print a report in one of the formats of `output_option`. `page` renders the HTML of reports that have more than
+    """Print a report in one of the formats of `-o`. `page` renders the HTML of reports that have more than
     tables."""
     if output == "html" and page is not None:
         click.echo(page(report), nl=False)

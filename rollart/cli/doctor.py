@@ -44,7 +44,6 @@ class DoctorFinding:
 
 
 def doctor(arguments: tuple[str, ...], cluster: Path | None, output: str, runs_dir: Path) -> None:
-    """Run `rollart doctor`; its options are in `cli.commands`."""
     checks = [*_machine(runs_dir), *_sandbox_findings(), *_extras(), _vllm(), *_run_requirements(arguments, cluster)]
     table = Table.of("checks", "Checks", ({"what": c.subject, "result": c.result, "detail": c.detail} for c in checks))
     print_report(Report("doctor", platform.node(), (table,)), output)

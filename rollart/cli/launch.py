@@ -53,7 +53,6 @@ def launch(
     detach: bool,
     runs_dir: Path,
 ) -> None:
-    """Run `rollart launch`; its options are in `cli.commands`."""
     run_file, overrides = split_arguments(arguments)
     if name is not None and (not name or name != Path(name).name or name in (".", "..")):
         raise UsageError(f"--name '{name}' (rule: one directory name)")

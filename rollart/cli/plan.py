@@ -46,7 +46,6 @@ def plan(
     steps: int | None,
     output: str,
 ) -> None:
-    """Run `rollart plan`; its options are in `cli.commands`."""
     if not simulate and (seeds or steps):
         raise UsageError("--seeds and --steps are of --simulate", remedy="add --simulate, or drop them")
     if simulate and changes:

@@ -22,7 +22,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def list_(cluster: Path | None, output: str) -> None:
-    """Run `rollart prices list`; its options are in `cli.commands`."""
     today, found = dt.date.today(), effective_prices(cluster)
     rows: list[Row] = [
         {
@@ -50,13 +49,11 @@ def list_(cluster: Path | None, output: str) -> None:
 
 
 def import_(file: Path, cluster: Path | None, into: Path, region: str, output: str) -> None:
-    """Run `rollart prices import`; its options are in `cli.commands`."""
     new = read_prices(file, region=region)
     _show(merge_into(into, new, cluster=cluster, today=dt.date.today()), into, output)
 
 
 def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region: str, output: str) -> None:
-    """Run `rollart prices refresh`; its options are in `cli.commands`."""
     chosen = _chosen(providers, SOURCES)
     functions = cluster_functions(cluster)
     settings = {name: functions.settings(name) for name in chosen}

@@ -24,19 +24,16 @@ T = TypeVar("T")
 
 
 def cost(run: str | None, output: str, runs_dir: Path) -> None:
-    """Run `rollart report cost`; its options are in `cli.commands`."""
     print_report(costs.cost(_collect(find_run(run, runs_dir))), output, page=cost_page)
 
 
 def utilization(run: str | None, output: str, runs_dir: Path) -> None:
-    """Run `rollart report utilization`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     found = utilizations.utilization(_collect(directory))
     print_report(found, output, page=lambda report: timeline_page(report, _read(directory, timelines.timeline)))
 
 
 def timeline(run: str | None, output: str, runs_dir: Path) -> None:
-    """Run `rollart report timeline`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     found = _read(directory, timelines.timeline)
     shown = timelines.timeline_report(directory.resolve().name, found)
@@ -44,7 +41,6 @@ def timeline(run: str | None, output: str, runs_dir: Path) -> None:
 
 
 def curve(run: str | None, output: str, runs_dir: Path, png: Path | None) -> None:
-    """Run `rollart report curve`; its options are in `cli.commands`."""
     rows = _collect(find_run(run, runs_dir))
     print_report(curves.curve(rows), output)
     if png is not None:
@@ -52,14 +48,12 @@ def curve(run: str | None, output: str, runs_dir: Path, png: Path | None) -> Non
 
 
 def offload(run: str | None, output: str, runs_dir: Path, wait_s: float) -> None:
-    """Run `rollart report offload`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     rows, trace = _collect(directory), _read(directory, offloads.read_trace)
     print_report(offloads.offload(rows, trace, wait_s=wait_s), output)
 
 
 def bias(run: str | None, output: str, runs_dir: Path) -> None:
-    """Run `rollart report bias`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     attempts, prompts = _read(directory, biases.read_attempts)
     print_report(biases.bias(directory.resolve().name, attempts, prompts), output)

@@ -46,7 +46,6 @@ DIGEST = 12
 
 
 def init(directory: Path, name: str | None, as_json: bool) -> None:
-    """Run `rollart rewards init`; its options are in `cli.commands`."""
     with translated_errors():
         written = template.write(directory, name or directory.resolve().name.replace("-", "_"))
     if as_json:
@@ -59,7 +58,6 @@ def init(directory: Path, name: str | None, as_json: bool) -> None:
 
 
 def test(source: str, cases: Path | None, allow_unsafe: bool, output: str) -> None:
-    """Run `rollart rewards test`; its options are in `cli.commands`."""
     found = _rehearsed(source, cases, allow_unsafe=allow_unsafe)
     show_rehearsals(found, output)
     wrong = sum(bool(result.problem) for one in found for result in one.results)
@@ -70,7 +68,6 @@ def test(source: str, cases: Path | None, allow_unsafe: bool, output: str) -> No
 def deploy(
     source: str, provider: str, cluster: Path | None, root: Path, dry_run: bool, name: str | None, output: str
 ) -> None:
-    """Run `rollart rewards deploy`; its options are in `cli.commands`."""
     packages = packages_in(source, name=name)
     notes = [f"{one.spec.name}: {warning}" for one in packages for warning in one.warnings]
     trials = TrialMeter(PriceBook(PriceList(prices=effective_prices(cluster))))
@@ -93,19 +90,16 @@ def deploy(
 
 
 def list_(provider: str, cluster: Path | None, root: Path, output: str) -> None:
-    """Run `rollart rewards list`; its options are in `cli.commands`."""
     show_deployed(list(_with(provider, cluster, root, lambda target: target.functions())), output)
 
 
 def versions(function: str, provider: str, cluster: Path | None, root: Path, output: str) -> None:
-    """Run `rollart rewards versions`; its options are in `cli.commands`."""
     show_deployed(list(_with(provider, cluster, root, lambda target: target.versions(function))), output)
 
 
 def invoke(
     source: str, item: str | None, provider: str, cluster: Path | None, root: Path, seconds: float, as_json: bool
 ) -> None:
-    """Run `rollart rewards invoke`; its options are in `cli.commands`."""
     event = call_event(sys.stdin.read() if item is None else item)
     name, functions = canonical_provider(provider), cluster_functions(cluster)
     package = None if _is_name(source) else _single(source)
@@ -143,7 +137,6 @@ def invoke(
 def logs(
     function: str, provider: str, cluster: Path | None, root: Path, since_s: float, limit: int, output: str
 ) -> None:
-    """Run `rollart rewards logs`; its options are in `cli.commands`."""
     lines = _with(provider, cluster, root, lambda target: target.logs(function, since_s=since_s, limit=limit + 1))
     if len(lines) > limit:
         click.echo(f"{function}: the last {limit:,} lines, there are more (--limit)", err=True)
@@ -159,7 +152,6 @@ def scale(
     concurrency: int | None,
     output: str,
 ) -> None:
-    """Run `rollart rewards scale`; its options are in `cli.commands`."""
     if warm is None and concurrency is None:
         raise UsageError("nothing to scale", remedy="give --warm, --concurrency or both")
     show_deployed(
@@ -169,12 +161,10 @@ def scale(
 
 
 def rollback(function: str, version: str, provider: str, cluster: Path | None, root: Path, output: str) -> None:
-    """Run `rollart rewards rollback`; its options are in `cli.commands`."""
     show_deployed([_with(provider, cluster, root, lambda target: target.rollback(function, version))], output)
 
 
 def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: bool, as_json: bool) -> None:
-    """Run `rollart rewards delete`; its options are in `cli.commands`."""
     canonical_provider(provider)  # before the user is asked
     if not yes:
         try:
@@ -197,7 +187,6 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
 
 
 def plan(source: str, cases: Path | None, items: int, runs_per_month: float, before: str | None, output: str) -> None:
-    """Run `rollart rewards plan`; its options are in `cli.commands`."""
     now = None if before is None else canonical_provider(before)
     found = _rehearsed(source, cases)
     show_costs(found, items, runs_per_month, now, output)

@@ -26,7 +26,6 @@ FOLLOW_INTERVAL_S = 0.2
 
 
 def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: Path) -> None:
-    """Run `rollart logs`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     found = _files(directory, role)
     if not found and not (follow and live_controller(directory)):
@@ -75,7 +74,6 @@ def _print_line(path: Path, line: str) -> None:
 
 
 def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
-    """Run `rollart stop`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     owner = recorded_controller(directory)
     if owner is None or (owner.here and not owner.alive):

@@ -45,7 +45,6 @@ def proxy(
     token_env: str | None,
     as_json: bool,
 ) -> None:
-    """Run `rollart proxy`; its options are in `cli.commands`."""
     host, port = _address(listen)
     token = _secret(token_env, host, f"--listen on {host}", "key")
     asked = {"sessions": max_sessions, "tokens": max_tokens, "idle_s": idle_s}
@@ -58,7 +57,6 @@ def proxy(
 
 
 def service(listen: str, token_env: str | None, data: Path | None, as_json: bool) -> None:
-    """Run `rollart service`; its options are in `cli.commands`."""
     host, port = _address(listen)
     token = _secret(token_env, host, f"--listen on {host}", "key")
     server = serve_service(host=host, port=port, token=token, data=data)
@@ -68,7 +66,6 @@ def service(listen: str, token_env: str | None, data: Path | None, as_json: bool
 def serve(
     source: str, host: str, port: int, token_env: str | None, cluster: Path | None, allow_unsafe: bool, as_json: bool
 ) -> None:
-    """Run `rollart rewards serve`; its options are in `cli.commands`."""
     token = _secret(token_env, host, f"--host {host}", "token")
     packages = packages_in(source)
     functions = cluster_functions(cluster)

@@ -57,7 +57,6 @@ def simulate(
     runs_dir: Path,
     output: str,
 ) -> None:
-    """Run `rollart simulate`; its options are in `cli.commands`."""
     run, overrides = split_arguments(arguments)
     recorded = named_run(run, runs_dir)
     if check:

@@ -18,7 +18,6 @@ from rollart.settings.run import RunSpec
 
 
 def validate(files: tuple[str, ...]) -> None:
-    """Run `rollart validate`; its options are in `cli.commands`."""
     errors: list[RollartError] = []
     clusters = _clusters(files)
     for path in files:
@@ -69,14 +68,12 @@ def _check_run(run: str, clusters: list[str]) -> None:
 
 
 def schema(kind: str) -> None:
-    """Run `rollart schema`; its options are in `cli.commands`."""
     click.echo(json.dumps(json_schema(kind), indent=2))
 
 
 def render(
     arguments: tuple[str, ...], cluster: Path, target: str, output: Path, image: tuple[str, ...], namespace: str | None
 ) -> None:
-    """Run `rollart infra render`; its options are in `cli.commands`."""
     from rollart.infra.files import write
     from rollart.tools.infra import NAMESPACE
     from rollart.tools.infra import render as rendered

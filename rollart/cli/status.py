@@ -20,7 +20,6 @@ from rollart.report.tables import Cell, Report, Table, TableColumn
 
 
 def status(run: str | None, output: str, runs_dir: Path) -> None:
-    """Run `rollart status`; its options are in `cli.commands`."""
     directory = find_run(run, runs_dir)
     owner = live_controller(directory)
     if not (directory / LEDGER).is_file():
