@@ -10,7 +10,9 @@ import itertools
 import json
 import os
 import sqlite3
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,37 @@ Measure = Callable[[Sequence[int]], int]
 Operation = Callable[["Database"], Any]
 """A change with a waiting caller, run inside the flush's transaction."""
 
+_Insertion = tuple[str, Callable[[Any], tuple[Any, ...]]]
+"""A statement that inserts a row, and the row's values."""
+
+
+def _insertion(table: str, names: str, row: Callable[[Any], tuple[Any, ...]] | None = None) -> _Insertion:
+    """The statement that inserts a row with the attributes `names`, in the order of the table's columns, and their
+    values. The row's last parameter converts the loop's seconds to the run's."""
+    columns = names.split()
+    shift = f"?{len(columns) + 1}"
+    values = (f"?{n} + {shift}" if name in ("t", "t0", "t1") else f"?{n}" for n, name in enumerate(columns, 1))
+    return f"INSERT INTO {table} VALUES ({', '.join(values)})", row or attrgetter(*columns)
+
+
+_INSERTIONS: Mapping[type, _Insertion] = {
+    Interval: _insertion("intervals", "role resource t0 t1 state cause units price_usd_per_unit_hour"),
+    Charge: _insertion(
+        "trajectories",
+        "trajectory domain outcome v0 engine_seconds turns prompt_tokens action_tokens success score purpose "
+        "first_tokens reset_s env_s t0 t1",
+    ),
+    Invocation: _insertion(
+        "invocations",
+        "function provider worker t0 t1 cold_start_s billed_s memory_mb items status cause provider_id queued_s "
+        "start_billed_s",
+    ),
+    Saving: _insertion("savings", "function stage t items billed_s memory_mb"),
+    RunEvent: _insertion(
+        "events", "t kind subject fields", lambda e: (e.t, e.kind, e.subject, json.dumps(dict(e.fields)))
+    ),
+}
+
 
 class Database:
     """One run's ledger file, opened for writing by exactly one process (enforced by a file lock).
@@ -159,7 +192,7 @@ class Database:
         results: list[Any] = []
         try:
             self.connection.execute("BEGIN IMMEDIATE")
-            rows = self.insert(recorded)
+            self.insert(recorded)
             for operation in operations:
                 results.append(self._guarded(operation))
             self.segments.sync()
@@ -178,21 +211,41 @@ class Database:
                 self._checkpoint()
         except (sqlite3.Error, OSError) as error:
             raise self._failed(error) from None
-        functions = sum(self._bill(c.provider, c.billed_s, c.memory_mb, 1) for c in rows.calls)
-        functions += sum(
-            self._idle(provider, seconds, memory_mb)
-            for (_, provider, memory_mb, state, _), (seconds, _) in rows.worker_time.items()
-            if state == WorkerState.IDLE
-        )
+        devices = functions = 0.0
+        for row in recorded:
+            match row:
+                case Interval():
+                    devices += row.usd
+                case Invocation():
+                    functions += self._bill(row.provider, row.billed_s, row.memory_mb, 1)
+                case WorkerSpan(state=WorkerState.IDLE):
+                    functions += self._idle(row.provider, row.t1 - row.t0, row.memory_mb)
         self.functions_usd += functions
-        self.spent_usd += rows.usd + functions
+        self.spent_usd += devices + functions
         return results
 
-    def insert(self, recorded: Sequence[Any]) -> FlushRows:
-        """Append recorded rows, within the open transaction."""
-        rows = FlushRows(recorded, self._shift)
-        rows.insert(self.connection)
-        return rows
+    def insert(self, recorded: Sequence[Interval | RunEvent | Invocation | Saving | WorkerSpan | Charge]) -> None:
+        """Append recorded rows within the open transaction."""
+        rows: dict[type, list[tuple[Any, ...]]] = defaultdict(list)
+        # Seconds and spans by (function, provider, memory, state, minute of the run in which they ended). Single spans
+        # are not kept, because there are two per call.
+        worker_time: dict[tuple[str, str, int, str, int], list[float]] = defaultdict(lambda: [0.0, 0])
+        for row in recorded:
+            if isinstance(row, WorkerSpan):
+                minute = int((row.t1 + self._shift) // MINUTE_S)
+                sums = worker_time[row.function, row.provider, row.memory_mb, str(row.state), minute]
+                sums[0] += row.t1 - row.t0
+                sums[1] += 1
+            else:
+                kind = type(row)
+                rows[kind].append((*_INSERTIONS[kind][1](row), self._shift))
+        for kind, values in rows.items():
+            self.connection.executemany(_INSERTIONS[kind][0], values)
+        self.connection.executemany(
+            "INSERT INTO worker_time VALUES (?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET "
+            "seconds = seconds + excluded.seconds, spans = spans + excluded.spans",
+            [(*key, *sums) for key, sums in worker_time.items()],
+        )
 
     def admit(self, group: str, domain: str, seed: int) -> None:
         """Record an admitted group. Admitting the same live group again (a resume) changes nothing."""
@@ -560,110 +613,6 @@ class Database:
             raise PayloadDamaged(
                 f"{self.directory / FILE}: {error}", remedy="restore the run directory from a backup"
             ) from None
-
-
-class FlushRows:
-    """Rows of one flush, by table."""
-
-    def __init__(
-        self, recorded: Sequence[Interval | RunEvent | Invocation | Saving | WorkerSpan | Charge], shift: float
-    ) -> None:
-        """`shift` converts the loop's seconds to the run's."""
-        self.intervals: list[tuple[Any, ...]] = []
-        self.events: list[tuple[Any, ...]] = []
-        self.charges: list[tuple[Any, ...]] = []
-        self.invocations: list[tuple[Any, ...]] = []
-        self.calls: list[Invocation] = []
-        self.savings: list[tuple[Any, ...]] = []
-        self.worker_time: dict[tuple[str, str, int, str, int], list[float]] = {}
-        """Seconds and spans by (function, provider, memory, state, minute of the run in which they ended)."""
-        self.usd = 0.0
-        """Cost of the intervals."""
-        for row in recorded:
-            match row:
-                case Interval():
-                    self.usd += row.usd
-                    self.intervals.append(
-                        (
-                            row.role,
-                            row.resource,
-                            row.t0 + shift,
-                            row.t1 + shift,
-                            row.state,
-                            row.cause,
-                            row.units,
-                            row.price_usd_per_unit_hour,
-                        )
-                    )
-                case Charge():
-                    self.charges.append(
-                        (
-                            row.trajectory,
-                            row.domain,
-                            row.outcome,
-                            row.v0,
-                            row.engine_seconds,
-                            row.turns,
-                            row.prompt_tokens,
-                            row.action_tokens,
-                            row.success,
-                            row.score,
-                            row.purpose,
-                            row.first_tokens,
-                            row.reset_s,
-                            row.env_s,
-                            row.t0 + shift,
-                            row.t1 + shift,
-                        )
-                    )
-                case RunEvent():
-                    self.events.append((row.t + shift, row.kind, row.subject, json.dumps(dict(row.fields))))
-                case Invocation():
-                    self.calls.append(row)
-                    self.invocations.append(
-                        (
-                            row.function,
-                            row.provider,
-                            row.worker,
-                            row.t0 + shift,
-                            row.t1 + shift,
-                            row.cold_start_s,
-                            row.billed_s,
-                            row.memory_mb,
-                            row.items,
-                            row.status,
-                            row.cause,
-                            row.provider_id,
-                            row.queued_s,
-                            row.start_billed_s,
-                        )
-                    )
-                case Saving():
-                    self.savings.append(
-                        (row.function, row.stage, row.t + shift, row.items, row.billed_s, row.memory_mb)
-                    )
-                case WorkerSpan():
-                    self._add(row, row.t1 + shift)
-
-    def insert(self, connection: sqlite3.Connection) -> None:
-        """Append the recorded self."""
-        connection.executemany("INSERT INTO intervals VALUES (?,?,?,?,?,?,?,?)", self.intervals)
-        connection.executemany("INSERT INTO events VALUES (?,?,?,?)", self.events)
-        connection.executemany("INSERT INTO trajectories VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?,?,?)", self.charges)
-        connection.executemany("INSERT INTO invocations VALUES (?,?,?,?,?,?,?,?,?,?,?,?,?,?)", self.invocations)
-        connection.executemany("INSERT INTO savings VALUES (?,?,?,?,?,?)", self.savings)
-        connection.executemany(
-            "INSERT INTO worker_time VALUES (?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET "
-            "seconds = seconds + excluded.seconds, spans = spans + excluded.spans",
-            [(*key, *sums) for key, sums in self.worker_time.items()],
-        )
-
-    def _add(self, span: WorkerSpan, end: float) -> None:
-        """Add a span to its sum; spans are not kept, because there are two per call."""
-        key = (span.function, span.provider, span.memory_mb, str(span.state), int(end // MINUTE_S))
-        sums = self.worker_time.setdefault(key, [0.0, 0])
-        sums[0] += span.t1 - span.t0
-        sums[1] += 1
 
 
 def _with_loss(sample: TrainSample, measure: Measure) -> int:
