@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.database import CONSUMED, DROPPED, FILE, OLDER, SCHEMA_VERSION
 from rollart.ledger.intervals import IntervalSum
 from rollart.ports import FINISHED, Interval, RunEvent
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,158 +208,131 @@ class LedgerReader:
         return [*(json.loads(row[0]) for row in rows), *([now] if now else [])]
 
     def facts(self) -> RunFacts:
-        (row,) = self._query(
+        (facts,) = self._rows(
+            RunFacts,
             f"""SELECT max((SELECT coalesce(max(t1), 0) FROM intervals), (SELECT coalesce(max(t), 0) FROM events)),
             (SELECT max(version) FROM versions), (SELECT max(step) FROM versions),
             (SELECT coalesce(sum(tokens), 0) FROM versions), (SELECT coalesce(sum(samples), 0) FROM versions),
             (SELECT count(*) FROM groups WHERE state = 0), (SELECT count(*) FROM groups WHERE state = {DROPPED}),
             (SELECT count(*) FROM samples s LEFT JOIN groups g ON g.id = s.grp
-             WHERE s.state = 0 AND coalesce(g.state, 0) = 0)"""
+             WHERE s.state = 0 AND coalesce(g.state, 0) = 0)""",
         )
-        return RunFacts(*row)
+        return facts
 
     def interval_sums(self) -> list[IntervalSum]:
         """Intervals by (role, resource, state, cause)."""
-        return [
-            IntervalSum(*row)
-            for row in self._query(
-                """SELECT role, resource, state, cause, sum(t1 - t0), sum((t1 - t0) * units),
-                sum((t1 - t0) * units * price / 3600.0), min(t0), max(t1)
-                FROM intervals GROUP BY role, resource, state, cause ORDER BY role, resource, state, cause"""
-            )
-        ]
+        return self._rows(
+            IntervalSum,
+            """SELECT role, resource, state, cause, sum(t1 - t0), sum((t1 - t0) * units),
+            sum((t1 - t0) * units * price / 3600.0), min(t0), max(t1)
+            FROM intervals GROUP BY role, resource, state, cause ORDER BY role, resource, state, cause""",
+        )
 
     def device_hours(self) -> list[tuple[float, float]]:
         """Hours of devices by their price per hour, where the price is above 0."""
-        return [
-            (price, hours)
-            for price, hours in self._query(
-                """SELECT price, sum((t1 - t0) * units) / 3600.0 FROM intervals WHERE price > 0
-                GROUP BY price ORDER BY price"""
-            )
-        ]
+        return self._query(
+            """SELECT price, sum((t1 - t0) * units) / 3600.0 FROM intervals WHERE price > 0
+            GROUP BY price ORDER BY price"""
+        )
 
     def charge_sums(self) -> list[ChargeSum]:
         """Trajectories by (domain, purpose, outcome, first version)."""
-        return [
-            ChargeSum(*row)
-            for row in self._query(
-                f"""SELECT t.domain, t.purpose,
-                CASE WHEN t.outcome <> '{FINISHED}' THEN t.outcome WHEN t.purpose = 'eval' THEN 'evaluated'
-                     WHEN s.state = {CONSUMED} THEN 'trained'
-                     WHEN g.state = {DROPPED} THEN g.reason WHEN s.state = {DROPPED} THEN 'group_dropped'
-                     ELSE 'waiting' END AS fate, t.v0,
-                count(*), sum(t.engine_seconds), sum(t.turns), sum(t.prompt_tokens), sum(t.action_tokens),
-                count(t.success), coalesce(sum(t.success), 0), sum(t.t1 - t.t0)
-                FROM trajectories t LEFT JOIN samples s ON s.id = t.id AND t.purpose <> 'eval'
-                LEFT JOIN groups g ON g.id = s.grp
-                GROUP BY t.domain, t.purpose, fate, t.v0 ORDER BY t.domain, t.purpose, fate, t.v0"""
-            )
-        ]
+        return self._rows(
+            ChargeSum,
+            f"""SELECT t.domain, t.purpose,
+            CASE WHEN t.outcome <> '{FINISHED}' THEN t.outcome WHEN t.purpose = 'eval' THEN 'evaluated'
+                 WHEN s.state = {CONSUMED} THEN 'trained'
+                 WHEN g.state = {DROPPED} THEN g.reason WHEN s.state = {DROPPED} THEN 'group_dropped'
+                 ELSE 'waiting' END AS fate, t.v0,
+            count(*), sum(t.engine_seconds), sum(t.turns), sum(t.prompt_tokens), sum(t.action_tokens),
+            count(t.success), coalesce(sum(t.success), 0), sum(t.t1 - t.t0)
+            FROM trajectories t LEFT JOIN samples s ON s.id = t.id AND t.purpose <> 'eval'
+            LEFT JOIN groups g ON g.id = s.grp
+            GROUP BY t.domain, t.purpose, fate, t.v0 ORDER BY t.domain, t.purpose, fate, t.v0""",
+        )
 
     def finished(self) -> list[FinishedRow]:
         """Training trajectories that were scored, with any sample state, in the order in which they ended."""
-        return [
-            FinishedRow(*row)
-            for row in self._query(
-                f"""SELECT t.domain, t.turns, s.tokens, s.action_tokens, t.engine_seconds, t.t0, t.t1,
-                t.first_tokens, t.reset_s, t.env_s, s.grp, t.score
-                FROM trajectories t JOIN samples s ON s.id = t.id
-                WHERE t.outcome = '{FINISHED}' AND t.purpose <> 'eval' ORDER BY t.t1, t.rowid"""
-            )
-        ]
+        return self._rows(
+            FinishedRow,
+            f"""SELECT t.domain, t.turns, s.tokens, s.action_tokens, t.engine_seconds, t.t0, t.t1,
+            t.first_tokens, t.reset_s, t.env_s, s.grp, t.score
+            FROM trajectories t JOIN samples s ON s.id = t.id
+            WHERE t.outcome = '{FINISHED}' AND t.purpose <> 'eval' ORDER BY t.t1, t.rowid""",
+        )
 
     def attempts(self) -> list[AttemptRow]:
         """Training trajectories in the order in which they ended; a member that was retried has several."""
-        return [
-            AttemptRow(*row)
-            for row in self._query(
-                """SELECT t.id, t.domain, t.outcome, t.turns, t.action_tokens, t.score, s.state
-                FROM trajectories t LEFT JOIN samples s ON s.id = t.id
-                WHERE t.purpose <> 'eval' ORDER BY t.t1, t.rowid"""
-            )
-        ]
+        return self._rows(
+            AttemptRow,
+            """SELECT t.id, t.domain, t.outcome, t.turns, t.action_tokens, t.score, s.state
+            FROM trajectories t LEFT JOIN samples s ON s.id = t.id
+            WHERE t.purpose <> 'eval' ORDER BY t.t1, t.rowid""",
+        )
 
     def groups(self) -> list[GroupRow]:
         """Groups in the order in which they were admitted."""
-        return [GroupRow(*row) for row in self._query("SELECT id, domain, state, reason FROM groups ORDER BY rowid")]
+        return self._rows(GroupRow, "SELECT id, domain, state, reason FROM groups ORDER BY rowid")
 
     def trained(self) -> list[TrainedRow]:
         """Samples and tokens that were trained into each version, by version."""
-        return [
-            TrainedRow(*row)
-            for row in self._query(
-                f"""SELECT version, count(*), sum(tokens), sum(action_tokens) FROM samples
-                WHERE state = {CONSUMED} GROUP BY version ORDER BY version"""
-            )
-        ]
+        return self._rows(
+            TrainedRow,
+            f"""SELECT version, count(*), sum(tokens), sum(action_tokens) FROM samples
+            WHERE state = {CONSUMED} GROUP BY version ORDER BY version""",
+        )
 
     def invocation_sums(self) -> list[InvocationSum]:
         """Function calls by (function, provider, memory, status, cause)."""
-        return [
-            InvocationSum(*row)
-            for row in self._query(
-                """SELECT function, provider, memory_mb, status, count(*), sum(items), sum(cold_start_s > 0),
-                sum(cold_start_s), sum(billed_s), cause, sum(cold_billed_s),
-                sum(provider_id = '' AND provider <> 'local'),
-                sum(CASE WHEN provider_id = '' AND provider <> 'local' THEN billed_s ELSE 0 END)
-                FROM invocations GROUP BY function, provider, memory_mb, status, cause
-                ORDER BY function, provider, status, cause"""
-            )
-        ]
+        return self._rows(
+            InvocationSum,
+            """SELECT function, provider, memory_mb, status, count(*), sum(items), sum(cold_start_s > 0),
+            sum(cold_start_s), sum(billed_s), cause, sum(cold_billed_s),
+            sum(provider_id = '' AND provider <> 'local'),
+            sum(CASE WHEN provider_id = '' AND provider <> 'local' THEN billed_s ELSE 0 END)
+            FROM invocations GROUP BY function, provider, memory_mb, status, cause
+            ORDER BY function, provider, status, cause""",
+        )
 
     def saving_sums(self) -> list[SavingSum]:
         """Calls that were not needed, by (function, stage, memory)."""
-        return [
-            SavingSum(*row)
-            for row in self._query(
-                """SELECT function, stage, memory_mb, sum(items), sum(billed_s) FROM savings
-                GROUP BY function, stage, memory_mb ORDER BY function, stage"""
-            )
-        ]
+        return self._rows(
+            SavingSum,
+            """SELECT function, stage, memory_mb, sum(items), sum(billed_s) FROM savings
+            GROUP BY function, stage, memory_mb ORDER BY function, stage""",
+        )
 
     def worker_sums(self) -> list[WorkerSum]:
         """Worker-seconds by (function, provider, memory, state)."""
-        return [
-            WorkerSum(*row)
-            for row in self._query(
-                """SELECT function, provider, memory_mb, state, sum(seconds) FROM worker_time
-                GROUP BY function, provider, memory_mb, state ORDER BY function, provider, memory_mb, state"""
-            )
-        ]
+        return self._rows(
+            WorkerSum,
+            """SELECT function, provider, memory_mb, state, sum(seconds) FROM worker_time
+            GROUP BY function, provider, memory_mb, state ORDER BY function, provider, memory_mb, state""",
+        )
 
     def calls(self, provider: str | None = None) -> list[CallRow]:
         """Every function call, of one provider if it is named, by start."""
-        return [
-            CallRow(*row)
-            for row in self._query(
-                """SELECT function, provider, worker, t0, t1, cold_start_s, billed_s, cold_billed_s, memory_mb, items,
-                status, cause, queued_s FROM invocations WHERE ? IS NULL OR provider = ? ORDER BY t0, rowid""",
-                provider,
-                provider,
-            )
-        ]
+        return self._rows(
+            CallRow,
+            """SELECT function, provider, worker, t0, t1, cold_start_s, billed_s, cold_billed_s, memory_mb, items,
+            status, cause, queued_s FROM invocations WHERE ? IS NULL OR provider = ? ORDER BY t0, rowid""",
+            provider,
+            provider,
+        )
 
     def lives(self) -> list[tuple[str, float, float]]:
         """Domain, begin and end of every training trajectory, by end."""
-        return [
-            (domain, t0, t1)
-            for domain, t0, t1 in self._query(
-                "SELECT domain, t0, t1 FROM trajectories WHERE purpose <> 'eval' ORDER BY t1, rowid"
-            )
-        ]
+        return self._query("SELECT domain, t0, t1 FROM trajectories WHERE purpose <> 'eval' ORDER BY t1, rowid")
 
     def versions(self) -> list[VersionRow]:
+        rows = self._query("SELECT version, step, groups, samples, tokens, metrics FROM versions ORDER BY version")
         return [
-            VersionRow(version, step, groups, samples, tokens, json.loads(metrics))
-            for version, step, groups, samples, tokens, metrics in self._query(
-                "SELECT version, step, groups, samples, tokens, metrics FROM versions ORDER BY version"
-            )
+            VersionRow(v, step, groups, n, tokens, json.loads(metrics)) for v, step, groups, n, tokens, metrics in rows
         ]
 
     def intervals(self) -> list[Interval]:
         """Every interval, in order of time: for timelines and checks."""
-        return [Interval(*row) for row in self._query("SELECT * FROM intervals ORDER BY t0, rowid")]
+        return self._rows(Interval, "SELECT * FROM intervals ORDER BY t0, rowid")
 
     def spans(self) -> Iterator[tuple[str, str, float, float, str, float]]:
         """Role, resource, begin, end, state and units of every interval, one by one, in no order."""
@@ -388,9 +362,7 @@ class LedgerReader:
     def __enter__(self) -> LedgerReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _look_like_today(self, version: str | None) -> None:
@@ -407,18 +379,18 @@ class LedgerReader:
         except sqlite3.Error as error:
             raise self._failed(error) from None
 
-    def _cursor(self, sql: str) -> Iterator[Any]:
+    def _cursor(self, sql: str, *parameters: object) -> Iterator[Any]:
         """Rows of a result that may be too large for a list."""
         try:
-            yield from self._connection.execute(sql)
+            yield from self._connection.execute(sql, parameters)
         except sqlite3.Error as error:
             raise self._failed(error) from None
 
+    def _rows(self, kind: Callable[..., R], sql: str, *parameters: object) -> list[R]:
+        return [kind(*row) for row in self._cursor(sql, *parameters)]
+
     def _query(self, sql: str, *parameters: object) -> list[Any]:
-        try:
-            return self._connection.execute(sql, parameters).fetchall()
-        except sqlite3.Error as error:
-            raise self._failed(error) from None
+        return list(self._cursor(sql, *parameters))
 
     def _failed(self, error: sqlite3.Error) -> StorageFailed:
         return StorageFailed(f"{self._path}: {error}", remedy="check that the run directory is whole and readable")
