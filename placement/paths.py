@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,6 +62,16 @@ class Paths:
     link_gb: Floats
     seconds: Floats
 
+    @staticmethod
+    def of(count: int, **columns: Ints | Floats | float) -> Paths:
+        """`count` paths. A single value counts for all of them, and a column that is not given does not apply."""
+        whole = ("domain", "unit", "first", "mode", "link")
+        values: dict[str, Any] = {}
+        for name in Paths.__slots__:
+            kind, absent = (np.int64, -1) if name in whole else (np.float64, 0.0)
+            values[name] = np.full(count, columns.get(name, absent), dtype=kind)
+        return Paths(**values)
+
     def __len__(self) -> int:
         return len(self.domain)
 
@@ -107,11 +118,12 @@ def tableau(problem: Problem) -> Tableau:
     if problem.fixed is None and len(units) > MANY:
         builder.keep_worthwhile()
         notes.append(f"many pools: at most {SIZES} sizes of instance per pool and role are considered")
+    blocks = [Paths.of(0), *builder.aggregated(), *builder.divided()]
     return Tableau(
         units=tuple(builder.units),
         instances=tuple(builder.models),
         channels=tuple(problem.kv_channels().values()),
-        paths=_join([*builder.aggregated(), *builder.divided()]),
+        paths=Paths(*(np.concatenate([getattr(block, name) for block in blocks]) for name in Paths.__slots__)),
         weights=weights / weights.sum(),
         reasons=tuple(dict.fromkeys(reasons)),
         notes=tuple(dict.fromkeys(notes)),
@@ -132,13 +144,15 @@ def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[lis
         if problem.device_types is not None and pool.device.name not in problem.device_types:
             continue
         there = {d.tp for d in given if d.role in ROLLOUT_ROLES and d.pool == pool.name}
+        host = pool.device.devices_per_host or pool.count
         for tp in sorted({*problem.tensor_parallel, *there}):
             model = _model(problem, pool, tp, known)
             if isinstance(model, str):
                 reasons.append((pool.name, "", f"{pool.name}, {tp} per instance: {model}"))
                 continue
+            most = pool.count // host * (host // tp) + pool.count % host // tp
             for role in offered:
-                units.append(InstanceKind(index, role, tp, _max_instances(pool, tp), model.kv_capacity_bytes / 1e9))
+                units.append(InstanceKind(index, role, tp, most, model.kv_capacity_bytes / 1e9))
                 models.append(model)
     return units, models
 
@@ -155,18 +169,10 @@ def _model(problem: Problem, pool: Pool, tp: int, known: dict[tuple[Device, int]
         known[key] = problem.performance.instance(pool.device, tp) if refused is None else refused
         model = known[key]
         if not isinstance(model, str) and model.kv_capacity_bytes <= 0:
-            verb = "has" if tp == 1 else "have"
-            have = "" if pool.device.memory_gb is None else f", {tp} {pool.device.name} {verb}"
-            size = "" if pool.device.memory_gb is None else f" {pool.device.memory_gb * tp:g} GB"
-            known[key] = f"the model needs {shape.weight_bytes / 1e9:.4g} GB for its weights{have}{size}"
+            gb, verb = pool.device.memory_gb, "has" if tp == 1 else "have"
+            have = "" if gb is None else f", {tp} {pool.device.name} {verb} {gb * tp:g} GB"
+            known[key] = f"the model needs {shape.weight_bytes / 1e9:.4g} GB for its weights{have}"
     return known[key]
-
-
-def _max_instances(pool: Pool, tp: int) -> int:
-    host = pool.device.devices_per_host
-    if host is None:
-        return pool.count // tp
-    return pool.count // host * (host // tp) + pool.count % host // tp
 
 
 class _Builder:
@@ -193,10 +199,9 @@ class _Builder:
         now = {(d.pool, d.role, d.tp) for d in (self._problem.running.deployments if self._problem.running else ())}
         kept = {u for u, unit in enumerate(self.units) if (pools[unit.pool].name, unit.role, unit.tp) in now}
         for group in groups.values():
-            score = np.array([self._merit(u) for u in group])
-            best = int(np.lexsort((np.arange(len(group)), -score[:, 0]))[0])
-            others = [i for i in np.lexsort((np.arange(len(group)), -score[:, 1])).tolist() if i != best]
-            kept |= {group[i] for i in (best, *others[: SIZES - 1])}
+            merit = {u: self._merit(u) for u in group}
+            best = max(group, key=lambda u: merit[u][0])
+            kept |= {best, *sorted(set(group) - {best}, key=lambda u: (-merit[u][1], u))[: SIZES - 1]}
         self.units, self.models = [self.units[u] for u in sorted(kept)], [self.models[u] for u in sorted(kept)]
 
     def aggregated(self) -> Iterator[Paths]:
@@ -211,11 +216,12 @@ class _Builder:
                 again = domain.environment.wait_s > 0 and domain.turns.mean > 1
                 for mode in (KvMode.KEEP, KvMode.RECOMPUTE) if again else (KvMode.KEEP,):
                     cost = self._cost(j, u, drop=mode is KvMode.RECOMPUTE)
-                    yield _paths(
-                        _whole(len(cost.batch), j),
-                        u,
-                        mode,
-                        cost.batch,
+                    yield Paths.of(
+                        len(cost.batch),
+                        domain=j,
+                        unit=u,
+                        mode=MODES.index(mode),
+                        batch=cost.batch,
                         load=cost.load,
                         kv=cost.kv_seconds + (waits if mode is KvMode.KEEP else 0.0),
                         seconds=cost.seconds + _away(domain),
@@ -236,8 +242,8 @@ class _Builder:
                 whole = first.tp % last.tp == 0 or last.tp % first.tp == 0
                 if key not in self._links or not whole or a.device.is_cpu != b.device.is_cpu:
                     continue
-                yield self._hand_over(p, d, key, KvMode.KEEP, prefilling, work)
-                yield self._hand_over(p, d, key, KvMode.PULL, prefilling, work)
+                for mode in (KvMode.KEEP, KvMode.PULL):
+                    yield self._hand_over(p, d, key, mode, prefilling, work)
 
     def _merit(self, u: int) -> tuple[float, float]:
         """Trajectories/s per device over the mix, bound by time and by KV; and that rate divided by the square root of
@@ -267,7 +273,7 @@ class _Builder:
     def _decoding(self, u: int) -> tuple[Ints, PhaseCost]:
         """All domains' batch sizes one after the other: the domain of each, and the costs."""
         blocks = [(j, self._cost(j, u)) for j in range(len(self._turns)) if self._may(j, u)]
-        domain = np.concatenate([_whole(0, 0), *(_whole(len(c.batch), j) for j, c in blocks)])
+        domain = np.concatenate([np.zeros(0, dtype=np.int64), *(np.full(len(c.batch), j) for j, c in blocks)])
         columns = (np.concatenate([np.zeros(0), *(getattr(c, f) for _, c in blocks)]) for f in PhaseCost.__slots__)
         return domain, PhaseCost(*columns)
 
@@ -290,11 +296,12 @@ class _Builder:
         first_kv = handing
         if mode is KvMode.KEEP:
             first_kv = handing + decode.seconds * t.lent[domain] + t.wait[domain]
-        paths = _paths(
-            domain,
-            d,
-            mode,
-            decode.batch,
+        paths = Paths.of(
+            len(domain),
+            domain=domain,
+            unit=d,
+            mode=MODES.index(mode),
+            batch=decode.batch,
             load=decode.load,
             kv=handing + decode.kv_seconds + t.wait[domain],
             seconds=load + moving + decode.seconds + t.away[domain],
@@ -380,52 +387,6 @@ def _away(domain: DomainProfile) -> float:
     """Seconds in flight outside of any engine: the environment, and the reward."""
     spent = domain.turns.mean * domain.environment.wait_s + domain.environment.reset_s
     return spent + (0.0 if domain.reward is None else domain.reward.seconds)
-
-
-def _whole(n: int, value: int) -> Ints:
-    return np.full(n, value, dtype=np.int64)
-
-
-def _paths(
-    domain: Ints,
-    u: int,
-    mode: KvMode,
-    batch: Floats,
-    *,
-    load: Floats,
-    kv: Floats,
-    seconds: Floats,
-    first: int = -1,
-    first_load: Floats | float = 0.0,
-    first_kv: Floats | float = 0.0,
-    link: int = -1,
-    link_gb: Floats | float = 0.0,
-) -> Paths:
-    n = len(batch)
-    zero = np.zeros(n)
-    return Paths(
-        domain=domain,
-        unit=_whole(n, u),
-        first=_whole(n, first),
-        mode=_whole(n, MODES.index(mode)),
-        link=_whole(n, link),
-        batch=batch,
-        load=load,
-        kv=kv,
-        first_load=zero + first_load,
-        first_kv=zero + first_kv,
-        link_gb=zero + link_gb,
-        seconds=seconds,
-    )
-
-
-def _join(blocks: list[Paths]) -> Paths:
-    whole = {"domain", "unit", "first", "mode", "link"}
-    columns = []
-    for name in Paths.__slots__:
-        kind = np.int64 if name in whole else np.float64
-        columns.append(np.concatenate([np.zeros(0, dtype=kind), *(getattr(b, name) for b in blocks)]))
-    return Paths(*columns)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,13 +139,7 @@ class PlacementProgram:
 
     def copy(self) -> PlacementProgram:
         """A copy whose rows and columns are independent from now on."""
-        return replace(
-            self,
-            matrix=self.matrix.copy(),
-            changed=list(self.changed),
-            notes=list(self.notes),
-            held=dict(self.held),
-        )
+        return replace(self, matrix=self.matrix.copy(), notes=list(self.notes), held=dict(self.held))
 
     def device_columns(self) -> list[DeviceColumn]:
         """Every column that takes devices: of rollout units, trainers, rewards and environments."""
@@ -281,14 +275,14 @@ class PlacementProgram:
 def rescaled_program(problem: Problem, tableau: Tableau) -> PlacementProgram:
     """The program with its first paths and a scale at which its rate is near 1: a rate far below 1 is lost in HiGHS'
     tolerances."""
-    p = build_program(problem, tableau)
-    seed_columns(p)
-    for _ in range(MAX_RESCALES):
+    scale = None
+    for _ in range(MAX_RESCALES + 1):
+        p = build_program(problem, tableau, scale)
+        seed_columns(p)
         answer = p.matrix.relaxed(p.vector({p.rate: 1.0}))
         if answer is None or not FAINT < answer.x[p.rate] < SMALL:
             break
-        p = build_program(problem, tableau, p.rate_of(answer.x))
-        seed_columns(p)
+        scale = p.rate_of(answer.x)
     return p
 
 
@@ -335,19 +329,14 @@ def _scale(problem: Problem, tableau: Tableau) -> float:
     if problem.rate is not None:
         best = min(best, problem.rate)
     if Role.TRAINER in problem.roles and problem.train is not None:
-        best = min(best, _max_training_rate(problem, problem.train))
+        rates, train = [], problem.train
+        for pool in problem.pools:
+            found = training_layout(problem, pool, train)
+            if not isinstance(found, str):
+                devices = train.devices or min(found.most, pool.count)
+                rates.append(devices / max(found.work + devices * train.seconds_per_step / train.batch, 1e-300))
+        best = min(best, max(rates, default=math.inf))
     return float(best) if math.isfinite(best) and best > 0 else 1.0
-
-
-def _max_training_rate(problem: Problem, train: TrainingWork) -> float:
-    """Trajectories/s of the best pool if it only trained; infinite if none can."""
-    rates = []
-    for pool in problem.pools:
-        found = training_layout(problem, pool, train)
-        if not isinstance(found, str):
-            devices = train.devices or min(found.most, pool.count)
-            rates.append(devices / max(found.work + devices * train.seconds_per_step / train.batch, 1e-300))
-    return max(rates, default=math.inf)
 
 
 def _add_resource_rows(p: PlacementProgram) -> None:
@@ -375,29 +364,21 @@ def _add_training(p: PlacementProgram) -> None:
         if isinstance(found, str):
             p.refused.append(found)
             continue
-        least = found.least
-        if train.devices is not None:
-            if not least <= train.devices <= pool.count:
-                p.refused.append(
-                    f"training does not fit on {pool.name}: it is given {train.devices} devices, needs at least "
-                    f"{least}, and the pool has {pool.count}"
-                )
-                continue
-        elif least > pool.count:
+        least, given = found.least, train.devices
+        if given is None and least > pool.count:
             p.refused.append(f"training needs {least} devices of {pool.name} to hold its state, which has {pool.count}")
+            continue
+        if given is not None and not least <= given <= pool.count:
+            p.refused.append(
+                f"training does not fit on {pool.name}: it is given {given} devices, needs at least {least}, and the "
+                f"pool has {pool.count}"
+            )
             continue
         if pool.device.is_cpu and pool.memory_gb is None:
             p.notes.append(f"host memory of {pool.name} is not stated: whether training fits there is not checked")
-        option = TrainerOption(
-            pool=g,
-            devices=m.column(high=float(pool.count), whole=True),
-            chosen=m.column(high=1.0, whole=True),
-            rate=m.column(),
-            work=found.work,
-            fixed=train.seconds_per_step / train.batch,
-            least=least,
-            most=min(found.most, pool.count),
-        )
+        devices, chosen = m.column(high=float(pool.count), whole=True), m.column(high=1.0, whole=True)
+        fixed, most = train.seconds_per_step / train.batch, min(found.most, pool.count)
+        option = TrainerOption(g, devices, chosen, m.column(), found.work, fixed, least, most)
         p.trainers.append(option)
         _add_trainer_rows(p, option, train)
     m.row(("trained",), [(p.rate, -1.0), *((t.rate, 1.0) for t in p.trainers)], low=0.0, high=0.0)
@@ -405,13 +386,17 @@ def _add_training(p: PlacementProgram) -> None:
 
 
 def _add_trainer_rows(p: PlacementProgram, option: TrainerOption, train: TrainingWork) -> None:
-    m, g = p.matrix, option.pool
+    m, g, most = p.matrix, option.pool, option.most
     if train.devices is not None:
         m.row(("train size", g), [(option.devices, 1.0), (option.chosen, -float(train.devices))], low=0.0, high=0.0)
+        points = [train.devices - 1, train.devices]
     else:
-        m.row(("train most", g), [(option.devices, 1.0), (option.chosen, -float(option.most))], high=0.0)
+        m.row(("train most", g), [(option.devices, 1.0), (option.chosen, -float(most))], high=0.0)
         m.row(("train least", g), [(option.devices, 1.0), (option.chosen, -float(option.least))], low=0.0)
-    points = [train.devices - 1, train.devices] if train.devices else _chord_points(option.most, option.fixed)
+        # Every whole number to 32, then every 5 %: the rate is exact there and slightly low in between.
+        points = [0, most] if option.fixed == 0 else list(range(min(most, 32) + 1))
+        while points[-1] < most:
+            points.append(min(most, math.ceil(points[-1] * 1.05)))
 
     def rate(devices: int) -> float:
         return devices / (option.work + option.fixed * devices)
@@ -421,17 +406,6 @@ def _add_trainer_rows(p: PlacementProgram, option: TrainerOption, train: Trainin
         base = rate(a) - slope * a
         terms = [(option.rate, 1.0), (option.devices, -slope / p.scale), (option.chosen, -base / p.scale)]
         m.row(("train", g, a), terms, high=0.0)
-
-
-def _chord_points(count: int, fixed: float) -> list[int]:
-    """The points where the chords meet: every whole number to 32, then every 5 %. The rate is exact there and slightly
-    low in between."""
-    if fixed == 0:
-        return [0, count]
-    points = list(range(min(count, 32) + 1))
-    while points[-1] < count:
-        points.append(min(count, math.ceil(points[-1] * 1.05)))
-    return points
 
 
 def _add_rewards(p: PlacementProgram) -> None:
@@ -452,10 +426,8 @@ def _add_rewards(p: PlacementProgram) -> None:
             )
             continue
         if not options:
-            kind = "GPU" if reward.on_gpu else "CPU"
-            why = "functions cannot run it (state, latency or no GPU on offer)"
-            if problem.functions is None:
-                why = "no functions are priced"
+            kind, priced = "GPU" if reward.on_gpu else "CPU", problem.functions is not None
+            why = "functions cannot run it (state, latency or no GPU on offer)" if priced else "no functions are priced"
             p.notes.append(f"the reward of {domain.name} is not placed: {why} and no {kind} pool fits it")
             continue
         p.rewards += options
@@ -493,14 +465,12 @@ def _reward_options(p: PlacementProgram, j: int, reward: RewardCost) -> Iterator
 
 def _function_usd(price: FunctionPrice | None, reward: RewardCost) -> float | None:
     """Dollars of one call; None if functions cannot run it: not stateless, no GPU on offer, or too slow."""
-    if price is None or not reward.stateless or (reward.on_gpu and price.usd_per_gpu_s is None):
+    if price is None or not reward.stateless or _is_late(reward, price.overhead_s):
         return None
-    if _is_late(reward, price.overhead_s):
-        return None
-    per_second = reward.memory_gb * price.usd_per_gb_s + reward.cores * price.usd_per_core_s
+    per_second: float | None = reward.memory_gb * price.usd_per_gb_s + reward.cores * price.usd_per_core_s
     if reward.on_gpu:
-        per_second = price.usd_per_gpu_s or 0.0
-    return reward.seconds * per_second + price.usd_per_million_requests / 1e6
+        per_second = price.usd_per_gpu_s
+    return None if per_second is None else reward.seconds * per_second + price.usd_per_million_requests / 1e6
 
 
 def _is_late(reward: RewardCost, overhead_s: float = 0.0) -> bool:
@@ -577,9 +547,7 @@ def set_holding_times(
 def _add_inventory_rows(p: PlacementProgram) -> None:
     m, pools, columns = p.matrix, p.problem.pools, p.device_columns()
     for g, pool in enumerate(pools):
-        m.row(("pool", g), high=float(pool.count))
-    for c in columns:
-        m.add(("pool", c.pool), [c.column], [float(c.devices)])
+        m.row(("pool", g), [(c.column, float(c.devices)) for c in columns if c.pool == g], high=float(pool.count))
     budget = p.problem.budget_usd_per_hour
     if budget is not None:
         paid = {c.column for c in columns if not pools[c.pool].rented}
@@ -694,7 +662,12 @@ def solve_relaxation(
         better = np.nonzero(gain > GAIN_TOLERANCE)[0]
         most = np.zeros(len(p.tableau.weights))
         np.maximum.at(most, p.tableau.paths.domain, gain)
-        answer = replace(answer, bound=_bound(p, answer, objective, float(most @ p.tableau.weights)))
+        missed = float(most @ p.tableau.weights)  # the gain of a trajectory of the mix over the existing columns
+        if objective.get(p.rate) != 1.0:
+            bound = answer.value + missed * float(answer.x[p.rate])
+        else:
+            bound = answer.value / (1 - missed) if answer.value > 0 and missed < 1 else answer.value + missed
+        answer = replace(answer, bound=bound)
         values.append(answer.value)
         stalled = (
             near > BOUND_TOLERANCE
@@ -707,13 +680,6 @@ def solve_relaxation(
         best = _best_by_group(gain, paths.domain * len(p.tableau.units) + paths.unit, better)
         p.extend(best[np.argsort(-gain[best], kind="stable")[:COLUMNS_PER_ROUND]])
     return answer
-
-
-def _bound(p: PlacementProgram, answer: MilpSolution, objective: Weights, missed: float) -> float:
-    """An upper bound on the value if a trajectory of the mix can gain `missed` over the existing columns."""
-    if objective.get(p.rate) == 1.0:
-        return answer.value / (1 - missed) if answer.value > 0 and missed < 1 else answer.value + missed
-    return answer.value + missed * float(answer.x[p.rate])
 
 
 def _best_by_group(gain: Floats, group: Ints, among: Ints) -> Ints:

@@ -49,6 +49,8 @@ def build_placement(p: PlacementProgram, x: Floats, bound: float, first: FirstSt
             f"warning: the search ended {gap:.0%} short of the bound: a much better plan may exist; solve a smaller "
             "problem (placement.tensor_parallel, fewer pools) or give placement.train.devices",
         )
+    unused = ((q, q.count - n) for q, n in zip(p.problem.pools, p.devices_used(x), strict=True))
+    idle_usd = sum(n * q.usd_per_device_hour for q, n in unused if not q.rented)
     assumed = [d.name for d in p.problem.domains if d.source == "assumed"]
     notes += [f"the profile of {name} is assumed, not measured" for name in assumed]
     return Placement(
@@ -57,7 +59,7 @@ def build_placement(p: PlacementProgram, x: Floats, bound: float, first: FirstSt
         bound=bound if gap > 1e-9 else value,
         gap=gap if gap > 1e-9 else 0.0,
         usd_per_hour=cost,
-        usd_per_hour_all=cost + _idle_usd(p, x),
+        usd_per_hour_all=cost + idle_usd,
         deployments=tuple(_deployments(p, x)),
         flows=tuple(_flows(p, x)),
         rewards=tuple(_rewards(p, x)),
@@ -187,12 +189,6 @@ def _flows(p: PlacementProgram, x: Floats) -> Iterable[Flow]:
             prefill_pool=names[units[f].pool] if f >= 0 else None,
             prefill_tp=units[f].tp if f >= 0 else None,
         )
-
-
-def _idle_usd(p: PlacementProgram, x: Floats) -> float:
-    """$/h of devices that are paid but unused."""
-    used = zip(p.problem.pools, p.devices_used(x), strict=True)
-    return sum((q.count - n) * q.usd_per_device_hour for q, n in used if not q.rented)
 
 
 def _rewards(p: PlacementProgram, x: Floats) -> Iterable[RewardChoice]:

@@ -99,12 +99,12 @@ def relaxed_value(p: PlacementProgram) -> tuple[float, Floats | None]:
 def plan_value(p: PlacementProgram, x: Floats) -> float:
     """The value of a plan under the problem's objective, higher being better: rate, negative dollars, or rate per
     dollar."""
-    if p.problem.objective is Objective.MAX_THROUGHPUT:
-        return p.rate_of(x)
-    cost = p.usd_per_hour(x)
+    rate, cost = p.rate_of(x), p.usd_per_hour(x)
     if p.problem.objective is Objective.MIN_COST:
         return -cost
-    return p.rate_of(x) / cost if cost > 0 else 0.0
+    if p.problem.objective is Objective.MAX_THROUGHPUT:
+        return rate
+    return rate / cost if cost > 0 else 0.0
 
 
 def search_best(
@@ -137,9 +137,10 @@ def search_best(
         rest = bool(fixed) and 1.0 not in fixed.values()
         if rest or (found is not None and near.value <= _value(objective, found.x) * (1 + gap)):
             continue
-        limits = _column_limits(p, _unused_units(p, near, found)) | {
-            column: (value, value) for column, value in fixed.items()
-        }
+        # Units that neither solution uses have no instance here.
+        instances = near.x[p.units] + (0.0 if found is None else np.round(found.x[p.units]))
+        unused = [c for c, n in zip(p.units, instances, strict=True) if n <= 1e-6 and p.matrix.low[c] <= 0]
+        limits = _column_limits(p, dict.fromkeys(unused, 0.0)) | {c: (value, value) for c, value in fixed.items()}
         here = p.matrix.maximise(p.vector(objective), gap=gap, nodes=NEIGHBOURHOOD_NODES, within=limits)
         found = _better(here, found, objective, p, relaxed.bound)
     # Only one pool trains, so that the best of all cases bounds the relaxed problem, which spreads training over
@@ -269,16 +270,6 @@ def _trainer_cases(p: PlacementProgram, relaxed: MilpSolution) -> list[dict[int,
     return cases or [{}]
 
 
-def _unused_units(p: PlacementProgram, near: MilpSolution, found: MilpSolution | None) -> dict[int, float]:
-    """Units that neither solution uses, fixed at 0."""
-    out = {}
-    for column in p.units:
-        used = near.x[column] > 1e-6 or (found is not None and found.x[column] > 0.5)
-        if not used and p.matrix.low[column] <= 0:
-            out[column] = 0.0
-    return out
-
-
 def _column_limits(p: PlacementProgram, most: Mapping[int, float]) -> dict[int, tuple[float, float]]:
     """Column limits: at most `most` instances of these units, and no flow on paths of units without instances."""
     return {column: (0.0, high) for column, high in {**p.closed_columns(most), **most}.items()}
@@ -293,11 +284,10 @@ def _better(
 ) -> MilpSolution | None:
     """The better of two solutions, extended to all current columns, with the relaxed problem's bound or its own if
     tighter."""
-    both = [(_value(objective, answer.x), -k, answer) for k, answer in enumerate((b, a)) if answer is not None]
-    if not both:
+    best = max((answer for answer in (b, a) if answer is not None), key=lambda s: _value(objective, s.x), default=None)
+    if best is None:
         return None
-    value, _, answer = max(both, key=lambda row: row[:2])
-    x = np.concatenate([answer.x, np.zeros(p.matrix.width - len(answer.x))])
-    complete = a is not None and p.complete and a.complete
-    tight = min(bound, a.bound) if complete and a is not None else bound
+    value = _value(objective, best.x)
+    x = np.concatenate([best.x, np.zeros(p.matrix.width - len(best.x))])
+    tight = min(bound, a.bound) if a is not None and a.complete and p.complete else bound
     return MilpSolution(x, value, max(value, tight))

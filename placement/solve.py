@@ -142,8 +142,10 @@ def _search_window(p: PlacementProgram, seconds: Floats, *, tied: bool) -> _Plan
     best = most = -math.inf
     cases = []
     for case in _cases(p, seconds, tied=tied):
+        size, option = p.trainer_size(case.option), case.option
+        # Seconds of a step on the largest useful trainer, and on the smallest.
+        low, high = (p.step_s(option, n) for n in ((option.most, option.least) if size is None else (size, size)))
         with case.restricted():
-            low, high = case.step_range()
             cases.append((case.relaxed_bound(low, high), low, high, case))
     for limit, low, high, case in sorted(cases, key=lambda each: -each[0]):
         if limit <= best:
@@ -212,12 +214,6 @@ class _TrainerCase:
         pairs = zip(self.slopes(train_s), self.seconds.tolist(), strict=True)
         held = np.array([slope.own * s + slope.rest * rest_s for slope, s in pairs])
         return float((q.rate_of(x) * weights * held / (q.problem.trajectories_in_flight * weights)).max())
-
-    def step_range(self) -> tuple[float, float]:
-        """Seconds of a step on the largest useful trainer and on the smallest."""
-        size = self.p.trainer_size(self.option)
-        least, most = (self.option.least, self.option.most) if size is None else (size, size)
-        return self.p.step_s(self.option, most), self.p.step_s(self.option, least)
 
     def relaxed_bound(self, low: float, high: float) -> float:
         """An upper bound in an interval of step durations: the shortest training with the smallest trainer, at the
@@ -382,31 +378,26 @@ def _explain_infeasibility(problem: Problem, table: Tableau) -> Infeasible:
     p = build_program(problem, table)
     if Role.TRAINER in problem.roles and problem.train is not None and not p.trainers:
         return Infeasible(f"nothing can train: {'; '.join(p.refused)}", tuple(p.refused))
+    if p.late:
+        return Infeasible(p.late[0], tuple(p.late))
     for key in p.matrix.rows:
-        if key[0] == "latency":
-            return Infeasible(p.late[0], tuple(p.late))
         if key[0] == "given":
             text = f"the given {key[2]} with {key[3]} devices each cannot run on {key[1]}"
             return Infeasible(text, (text, *(r[2] for r in table.reasons if r[0] == key[1])))
     if problem.objective is Objective.MIN_COST:
-        most = solve(replace(problem, objective=Objective.MAX_THROUGHPUT, rate=None))
+        free = replace(problem, objective=Objective.MAX_THROUGHPUT, rate=None)
+        most, budget = solve(free), problem.budget_usd_per_hour
         if isinstance(most, Infeasible):
             return most
         if most.rate < (problem.rate or 0.0):
-            asked = f"{problem.rate:g} trajectories/s are asked for"
-            return Infeasible(_rate_shortfall(problem, most), (asked, *most.binds))
+            asked, limits = f"{problem.rate:g} are asked for", ", ".join(most.binds[:3])
+            text = f"{most.rate:.3g} trajectories/s are possible, {asked}; what limits it: {limits}"
+            # With whole instances a budget can bind while its price is 0: only a solution without it shows its effect.
+            unpaid = None if budget is None else solve(replace(free, budget_usd_per_hour=None))
+            if isinstance(unpaid, Placement) and unpaid.rate > most.rate * (1 + 1e-3):
+                text = f"the budget of ${budget:g}/h allows {most.rate:.3g} trajectories/s, {asked}"
+            return Infeasible(text, (f"{problem.rate:g} trajectories/s are asked for", *most.binds))
     return _elastic_diagnosis(p)
-
-
-def _rate_shortfall(problem: Problem, most: Placement) -> str:
-    asked, budget = f"{problem.rate:g} are asked for", problem.budget_usd_per_hour
-    if budget is not None:
-        # With whole instances a budget can bind while its price is 0, so that only a solution without it shows its
-        # effect.
-        free = solve(replace(problem, budget_usd_per_hour=None, rate=None, objective=Objective.MAX_THROUGHPUT))
-        if isinstance(free, Placement) and free.rate > most.rate * (1 + 1e-3):
-            return f"the budget of ${budget:g}/h allows {most.rate:.3g} trajectories/s, {asked}"
-    return f"{most.rate:.3g} trajectories/s are possible, {asked}; what limits it: {', '.join(most.binds[:3])}"
 
 
 def _elastic_diagnosis(p: PlacementProgram) -> Infeasible:

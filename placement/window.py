@@ -78,7 +78,7 @@ def domain_windows(found: Placement, problem: Problem, window: InFlightWindow) -
         seconds = sum(f.rate * f.seconds for f in flows) / rate
         longest = seconds * mean_longest_ratio(domain, window.groups.get(domain.name, 1), window.context)
         slots = bound * domain.weight / total
-        held_s, _ = _holding_time(problem, window, domain, seconds, train_s + publish_s)
+        held_s, _ = _holding_time(problem, domain, seconds, train_s + publish_s)
         held.append(DomainWindow(domain.name, seconds, longest, train_s, publish_s, slots, held_s, bound / held_s))
     return tuple(held)
 
@@ -86,37 +86,32 @@ def domain_windows(found: Placement, problem: Problem, window: InFlightWindow) -
 def holding_slopes(problem: Problem, domain: DomainProfile, seconds: float, rest_s: float) -> HoldingSlopes:
     """The slopes of the holding time near `seconds` in flight and `rest_s` of training and publish. The holding time is
     homogeneous of degree one in both, so that its slopes determine it."""
-    window = problem.window
-    assert window is not None, "there are places to hold"
     if seconds <= 0 or rest_s <= 0:
-        held_s, started = _holding_time(problem, window, domain, max(seconds, 1e-9), 0.0)
+        held_s, started = _holding_time(problem, domain, max(seconds, 1e-9), 0.0)
         return HoldingSlopes(held_s / max(seconds, 1e-9), 1.0, started)
-    here, started = _holding_time(problem, window, domain, seconds, rest_s)
-    above, _ = _holding_time(problem, window, domain, seconds * (1 + SLOPE_STEP), rest_s)
-    below, _ = _holding_time(problem, window, domain, seconds * (1 - SLOPE_STEP), rest_s)
+    here, started = _holding_time(problem, domain, seconds, rest_s)
+    above, _ = _holding_time(problem, domain, seconds * (1 + SLOPE_STEP), rest_s)
+    below, _ = _holding_time(problem, domain, seconds * (1 - SLOPE_STEP), rest_s)
     own = max((above - below) / (2 * SLOPE_STEP * seconds), 0.0)
     return HoldingSlopes(own, max(here - own * seconds, 0.0) / rest_s, started)
 
 
-def _holding_time(
-    problem: Problem, window: InFlightWindow, domain: DomainProfile, seconds: float, rest_s: float
-) -> tuple[float, float]:
+def _holding_time(problem: Problem, domain: DomainProfile, seconds: float, rest_s: float) -> tuple[float, float]:
     """Seconds that a slot is held, and trajectories started per trained trajectory."""
-    train = problem.train
+    train, window = problem.train, problem.window
     assert train is not None, "there is training"
+    assert window is not None, "there are slots to hold"
     members = window.groups.get(domain.name, 1)
     share = domain.weight / sum(d.weight for d in problem.domains)
     places = problem.trajectories_in_flight / train.batch
-    lengths = longest_member_ratios(domain, members, window.context)
-    groups = max(share * train.batch / members, 1.0)
     between, started = publish_interval(
-        lengths,
+        longest_member_ratios(domain, members, window.context),
         rest_s / seconds,
         staleness=train.staleness,
         places=places,
         aborts=window.aborts,
         waits=window.waits,
-        groups=groups,
+        groups=max(share * train.batch / members, 1.0),
     )
     return places * between * seconds, started
 
