@@ -37,7 +37,7 @@ if __name__ == "placement":  # another benchmark meant the package and found thi
     sys.path[:] = _PATH
 
 from benchmarks.papers.models import shape
-from placement.explain import baselines, best_baseline, gain
+from placement.explain import baselines, gain
 from placement.hardware import device
 from placement.problem import DomainProfile, EnvironmentCost, Problem, Quantity
 from placement.roofline import RooflinePerformance
@@ -99,16 +99,14 @@ def compared(problem: Problem) -> dict[str, object]:
     others = baselines(problem)
     if not isinstance(plan, Placement):
         raise SystemExit(f"no plan: {plan.message}")
-    top = best_baseline(others)
-    assert top is not None
-    assert top.placement is not None
+    top, best = max(((b, b.placement) for b in others if b.placement is not None), key=lambda each: each[1].worth)
     none = next(b.placement for b in others if b.name == "no affinity")
     return {
         "rate": plan.rate,
         "usd_per_hour": plan.usd_per_hour,
         "baselines": {b.name: None if b.placement is None else b.placement.rate for b in others},
         "best": top.name,
-        "over_best": gain(plan, top.placement),
+        "over_best": gain(plan, best),
         "over_no_affinity": None if none is None else gain(plan, none),
         "cpu_s": seconds,
         "plan": [f"{d.replicas}×{d.pool} {d.role} tp{d.tp}" for d in plan.deployments],

@@ -27,7 +27,6 @@ class DecoderShape:
     """
 
     name: str
-    model_type: str
     layers: int
     hidden: int
     vocab: int
@@ -253,7 +252,6 @@ def shape_of(
     notes += [f"{k} is not in the config: {v}, as in the family's reference implementation" for k, v in absent.items()]
     return DecoderShape(
         name=name or model_type,
-        model_type=model_type,
         layers=layers,
         hidden=hidden,
         vocab=vocab,

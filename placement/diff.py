@@ -82,11 +82,6 @@ class Move:
     def devices(self) -> int:
         return self.tp * self.replicas
 
-    @property
-    def frees(self) -> int:
-        """Devices of the pool that it frees; below 0 if it takes some."""
-        return {MoveKind.FLIP: 0, MoveKind.DRAIN: self.devices, MoveKind.START: -self.devices}[self.kind]
-
 
 _Key = tuple[str, Role, int]
 """(pool, role, tp): instances with the same key are the same to the router."""

@@ -1,8 +1,7 @@
 """Explanation of a plan, in short lines for a reader, and its comparison with simpler plans.
 
-The lines give the distance to the bound, the gain of one more device, the binding constraints, the device preference of
-each domain's phases, and the utilisation at which a dedicated device beats functions. Preferences are computed for this
-model, workload and prices; the name of a device decides nothing.
+The lines give the gain of one more device, the binding constraints, and the device preference of each domain's phases.
+Preferences are computed for this model, workload and prices; the name of a device decides nothing.
 
 Baselines show the value of a plan: simple mappings, solved on the same model with the same hardware. Each is a
 restriction of the problem: one device type, the same mix everywhere, a pool per domain, no prefill/decode split, or
@@ -13,7 +12,7 @@ constraints (affinity, budget, a running plan) hold for baselines too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -67,14 +66,12 @@ class Marginal:
 
 @dataclass(frozen=True, slots=True)
 class Affinity:
-    """The cost of a domain's phase on each device type: device-seconds per trajectory, and dollars where every type has
-    a price. `best` is the cheapest type per dollar (without prices: per device) and `factor` its advantage over the
-    next; None and 1 if they are within 5 %. Types that cannot hold the model or a trajectory are left out."""
+    """The device type on which a domain's phase costs least: dollars per trajectory where every type has a price,
+    device-seconds otherwise. `factor` is its advantage over the next; None and 1 if they are within 5 %. Types that
+    cannot hold the model or a trajectory are left out."""
 
     domain: str
     phase: str
-    device_seconds: Mapping[str, float]
-    usd: Mapping[str, float] | None
     best: str | None
     factor: float
     words: str
@@ -82,21 +79,11 @@ class Affinity:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """`lines` is the whole explanation as text; the other fields are for programs."""
+    """The value of more resources, the constraints that bind, and the devices that domains prefer."""
 
-    summary: tuple[str, ...]
     marginals: tuple[Marginal, ...]
     binds: tuple[str, ...]
     affinities: tuple[Affinity, ...]
-    rewards: tuple[str, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def lines(self) -> tuple[str, ...]:
-        binds = tuple(f"binds: {text}" for text in self.binds)
-        moves = tuple(m.words for m in self.marginals)
-        leans = tuple(dict.fromkeys(a.words for a in self.affinities))
-        return (*self.summary, *binds, *moves, *leans, *self.rewards, *(f"note: {n}" for n in self.notes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +93,6 @@ class Baseline:
 
     name: str
     answer: Placement | Infeasible
-    device_type: str | None = None
-    """Set for the single-type baselines."""
 
     @property
     def placement(self) -> Placement | None:
@@ -118,14 +103,7 @@ def explain(problem: Problem, placement: Placement, *, resolve: bool = True) -> 
     """Explain a plan. `resolve`: solve again with more devices of each serving pool, and confirm the binding
     constraints by the result; up to three first-stage solutions per pool."""
     found = marginals(problem, placement, resolve=resolve)
-    return Explanation(
-        summary=_summary(placement),
-        marginals=found,
-        binds=_confirmed_constraints(problem, placement, found),
-        affinities=affinities(problem, placement),
-        rewards=_rewards(placement),
-        notes=placement.notes,
-    )
+    return Explanation(found, _confirmed_constraints(problem, placement, found), affinities(problem, placement))
 
 
 def marginals(problem: Problem, placement: Placement, *, resolve: bool = True) -> tuple[Marginal, ...]:
@@ -216,22 +194,11 @@ def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Af
 
 def baselines(problem: Problem) -> tuple[Baseline, ...]:
     """Every baseline of the problem: single types by name (if there are several), then the restrictions in order."""
-    found = []
-    types = single_device_types(problem)
-    if len(types) > 1:
-        for name in types:
-            only = replace(problem, device_types=frozenset({name}))
-            found.append(Baseline(f"only {name}", solve(only), device_type=name))
-    for restriction in Restriction:
-        if restriction is not Restriction.FULL:
-            found.append(Baseline(str(restriction), solve(replace(problem, restriction=restriction))))
-    return tuple(found)
-
-
-def single_device_types(problem: Problem) -> tuple[str, ...]:
-    """The device types that rollout may use, by name: GPUs where there are any, else CPUs."""
     allowed = [p for p in problem.pools if problem.device_types is None or p.device.name in problem.device_types]
-    return tuple(sorted({p.device.name for p in _gpus_first(allowed)}))
+    types = sorted({p.device.name for p in _gpus_first(allowed)})
+    asked = {f"only {t}": replace(problem, device_types=frozenset({t})) for t in types if len(types) > 1}
+    asked |= {str(r): replace(problem, restriction=r) for r in Restriction if r is not Restriction.FULL}
+    return tuple(Baseline(name, solve(restricted)) for name, restricted in asked.items())
 
 
 def gain(placement: Placement, baseline: Placement) -> float:
@@ -241,32 +208,6 @@ def gain(placement: Placement, baseline: Placement) -> float:
     if theirs <= 0:
         return 1.0 if ours <= 0 else float("inf")
     return ours / theirs
-
-
-def best_baseline(found: Iterable[Baseline]) -> Baseline | None:
-    """The best feasible baseline (ties: the first)."""
-    feasible = [b for b in found if b.placement is not None]
-    return max(feasible, key=lambda b: b.placement.worth if b.placement else 0.0, default=None)
-
-
-def _summary(placement: Placement) -> tuple[str, ...]:
-    rate, band = placement.rate, placement.band
-    between = f" (±{_percent(band)}: {rate * (1 - band):.3g} to {rate * (1 + band):.3g})" if band else ""
-    gap = f"within {100 * placement.gap:.2g} % of" if placement.gap > 1e-9 else "equal to"
-    what = {
-        Objective.MAX_THROUGHPUT: "trajectories/s",
-        Objective.MIN_COST: "$/h",
-        Objective.MAX_THROUGHPUT_PER_DOLLAR: "trajectories/s per $/h",
-    }[placement.objective]
-    cost = f"${placement.usd_per_hour:,.2f}/h: ${placement.usd_per_thousand:,.2f}/1k"
-    lines = [
-        f"{rate:.3g} trajectories/s{between} at {cost}",
-        f"{gap} the best that any plan could have, {placement.bound:.5g} {what}",
-    ]
-    idle = placement.usd_per_hour_all - placement.usd_per_hour
-    if idle > 0.005:
-        lines.append(f"${idle:,.2f}/h more is paid for devices that the plan leaves idle")
-    return tuple(lines)
 
 
 def _gpus_first(pools: Sequence[Pool]) -> Sequence[Pool]:
@@ -332,25 +273,15 @@ def _publish_marginals(problem: Problem, placement: Placement) -> Iterator[Margi
 def _marginal(
     placement: Placement, what: str, amount: float, unit: str, words: str, worth: float, *, solved: bool
 ) -> Marginal:
-    figure = {
-        Objective.MAX_THROUGHPUT: "trajectories/s",
-        Objective.MIN_COST: "cost",
-        Objective.MAX_THROUGHPUT_PER_DOLLAR: "trajectories per dollar",
+    share, figure = {
+        Objective.MAX_THROUGHPUT: (worth, "trajectories/s"),
+        Objective.MIN_COST: (1 / (1 + worth) - 1, "cost"),
+        Objective.MAX_THROUGHPUT_PER_DOLLAR: (worth, "trajectories per dollar"),
     }[placement.objective]
-    if abs(worth) < NEGLIGIBLE_GAIN:
-        buys = "nothing"
-    elif placement.objective is Objective.MIN_COST:
-        buys = f"{_percent(1 / (1 + worth) - 1, sign=True)} {figure}"
-    else:
-        buys = f"{_percent(worth, sign=True)} {figure}"
+    digits = 0 if abs(share) >= 0.0995 else 1  # one decimal below ten per cent
+    buys = "nothing" if abs(worth) < NEGLIGIBLE_GAIN else f"{100 * share:+.{digits}f} % {figure}"
     how = "solved again" if solved else "at the margin"
     return Marginal(what, amount, unit, worth, solved, f"{words}: {buys} ({how})")
-
-
-def _percent(share: float, *, sign: bool = False) -> str:
-    """`+2.1 %`: one decimal below ten per cent."""
-    digits = 0 if abs(share) >= 0.0995 else 1
-    return f"{100 * share:+.{digits}f} %" if sign else f"{100 * share:.{digits}f} %"
 
 
 def _resolved_gain(asked: Problem, placement: Placement) -> float:
@@ -387,30 +318,13 @@ def _decode_s(problem: Problem, model: Roofline, tp: int, turns: paths.Represent
 
 
 def _affinity(domain: str, phase: str, seconds: dict[str, float], prices: Mapping[str, float] | None) -> Affinity:
-    usd = None if prices is None else {name: s / 3600.0 * prices[name] for name, s in seconds.items()}
-    cost = seconds if usd is None else usd
+    cost = seconds if prices is None else {name: s / 3600.0 * prices[name] for name, s in seconds.items()}
     ranked = sorted(cost, key=lambda name: (cost[name], name))
     factor = cost[ranked[1]] / cost[ranked[0]] if len(ranked) > 1 else 1.0
-    per = "per device" if usd is None else "per dollar"
-    verb = f"{phase}s"
+    per, verb = "per device" if prices is None else "per dollar", f"{domain} {phase}s"
     if len(ranked) == 1:
-        return Affinity(domain, phase, seconds, usd, ranked[0], 1.0, f"{domain} {verb} on {ranked[0]} only")
+        return Affinity(domain, phase, ranked[0], 1.0, f"{verb} on {ranked[0]} only")
     if factor < NO_PREFERENCE:
-        words = f"{domain} {verb} as cheaply on {ranked[0]} as on {ranked[1]} {per}"
-        return Affinity(domain, phase, seconds, usd, None, 1.0, words)
-    words = f"{domain} {verb} {factor:.1f}x cheaper on {ranked[0]} than on {ranked[1]} {per}"
-    return Affinity(domain, phase, seconds, usd, ranked[0], factor, words)
-
-
-def _rewards(placement: Placement) -> tuple[str, ...]:
-    lines = []
-    for choice in placement.rewards:
-        text = f"{choice.domain} is scored on {choice.where} at ${choice.usd_per_thousand:.3g}/1k"
-        share = choice.break_even_utilisation
-        if share is not None:
-            wins = f"wins above {_percent(share)} busy" if share <= 1 else "never wins"
-            have = choice.dedicated_utilisation
-            here = "" if have is None else f" (this rate: {_percent(have)})"
-            text += f"; a dedicated device {wins}{here}"
-        lines.append(text + (f"; {choice.note}" if choice.note else ""))
-    return tuple(lines)
+        return Affinity(domain, phase, None, 1.0, f"{verb} as cheaply on {ranked[0]} as on {ranked[1]} {per}")
+    words = f"{verb} {factor:.1f}x cheaper on {ranked[0]} than on {ranked[1]} {per}"
+    return Affinity(domain, phase, ranked[0], factor, words)

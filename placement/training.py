@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from placement.architecture import DecoderShape
 from placement.problem import Problem, TrainingConstants, TrainingWork
 from placement.roofline import ACTIVATION_BYTES, RING_SHARE
-from placement.types import Device, Pool
+from placement.types import Pool
 
 LARGEST_SHARE = 0.25
 """Of a pool that the smallest trainer may take where a layout that computes less needs more devices. A guess; RollArt
@@ -20,26 +21,12 @@ trains on 32 of 128 GPUs."""
 
 
 @dataclass(frozen=True, slots=True)
-class TrainingMemory:
-    """GB of one training device."""
-
-    state: float
-    """Weights, gradients and optimizer state."""
-    activations: float
-    logits: float
-    reserve: float
-
-    @property
-    def total(self) -> float:
-        return self.state + self.activations + self.logits + self.reserve
-
-
-@dataclass(frozen=True, slots=True)
 class TrainingLayout:
     """How a pool trains: `split` devices share a sequence, activations are recomputed in the backward pass or kept.
 
     `least` devices hold everything. Of more than `most`, some have less than a full micro-batch in an optimizer step:
-    they shorten it little. `work`: device-seconds of one trajectory of the mix; `compute` of them are arithmetic.
+    they shorten it little. `work`: device-seconds of one trajectory of the mix. `state_gb` (weights, gradients and
+    optimizer state) is divided over the devices; the other figures are of each device.
     """
 
     split: int
@@ -47,15 +34,10 @@ class TrainingLayout:
     least: int
     most: int
     work: float
-    compute: float
     state_gb: float
     activations_gb: float
     logits_gb: float
     reserve_gb: float
-
-    def memory(self, devices: int) -> TrainingMemory:
-        """Of each of so many devices."""
-        return TrainingMemory(self.state_gb / devices, self.activations_gb, self.logits_gb, self.reserve_gb)
 
 
 def training_layout(problem: Problem, pool: Pool, train: TrainingWork) -> TrainingLayout | str:
@@ -70,7 +52,9 @@ def training_layout(problem: Problem, pool: Pool, train: TrainingWork) -> Traini
         return _cpu_layout(problem, pool, train)
     if device.memory_gb is None:
         return f"memory of {device.name} is not stated: nothing is trained on {pool.name}"
-    splits = (train.split,) if train.split is not None else _sequence_splits(device)
+    # Powers of two within a host. Devices without a host size are taken one by one.
+    powers = tuple(2**i for i in range((device.devices_per_host or 1).bit_length()))
+    splits = powers if train.split is None else (train.split,)
     options = (train.recompute,) if train.recompute is not None else (False, True)
     found = [_gpu_layout(problem, pool, train, split, again) for split in splits for again in options]
     fit = [one for one in found if not isinstance(one, str)]
@@ -119,16 +103,10 @@ def fit_training_constants(
     return constants
 
 
-def adapter_parameters(shape: object, rank: int, targets: tuple[str, ...]) -> float:
+def adapter_parameters(shape: DecoderShape, rank: int, targets: tuple[str, ...]) -> float:
     """Parameters of low-rank adapters of the named linear modules (`all-linear`: all but the output layer)."""
-    linears = getattr(shape, "linears", {})
-    chosen = linears if "all-linear" in targets else {k: v for k, v in linears.items() if k in targets}
-    return float(sum(rank * (a + b) * count for a, b, count in chosen.values()))
-
-
-def _sequence_splits(device: Device) -> tuple[int, ...]:
-    """Powers of two within a host. Devices without a host size are taken one by one."""
-    return tuple(2**i for i in range((device.devices_per_host or 1).bit_length()))
+    chosen = (shape.linears[name] for name in shape.linears if "all-linear" in targets or name in targets)
+    return float(sum(rank * (a + b) * count for a, b, count in chosen))
 
 
 def _cpu_layout(problem: Problem, pool: Pool, train: TrainingWork) -> TrainingLayout | str:
@@ -138,7 +116,7 @@ def _cpu_layout(problem: Problem, pool: Pool, train: TrainingWork) -> TrainingLa
     if pool.memory_gb is not None and need > pool.memory_gb:
         return f"training needs {need:.4g} GB, and {pool.name} has {pool.memory_gb:g} GB"
     compute = _compute_s(problem, pool, train, recompute=bool(train.recompute))
-    return TrainingLayout(1, bool(train.recompute), 1, pool.count, compute, compute, state, activations, logits, 0.0)
+    return TrainingLayout(1, bool(train.recompute), 1, pool.count, compute, state, activations, logits, 0.0)
 
 
 def _gpu_layout(problem: Problem, pool: Pool, train: TrainingWork, split: int, recompute: bool) -> TrainingLayout | str:
@@ -162,7 +140,7 @@ def _gpu_layout(problem: Problem, pool: Pool, train: TrainingWork, split: int, r
         longer, shorter = max(compute, moved), min(compute, moved)
         work = longer + (1 - constants.overlap) * shorter
     most = max(least, int(train.batch * _tokens(problem) / train.minibatches / _microbatch_tokens(problem, train)))
-    return TrainingLayout(split, recompute, least, most, work, compute, state, activations, logits, reserve)
+    return TrainingLayout(split, recompute, least, most, work, state, activations, logits, reserve)
 
 
 def _state_gb(problem: Problem, train: TrainingWork) -> float:
@@ -217,15 +195,12 @@ def _communication_s(
     if alone:
         return 0.0
     shape, device, constants = problem.performance.shape, pool.device, train.constants
-    per_host = device.devices_per_host or 1
-    if device.nvlink_gb_per_s is not None:
-        inside = device.nvlink_gb_per_s / 2 * RING_SHARE
-    else:
-        inside = constants.pcie_gb_per_s * constants.pcie_share
+    nvlink = device.nvlink_gb_per_s
+    inside = constants.pcie_gb_per_s * constants.pcie_share if nvlink is None else nvlink / 2 * RING_SHARE
     passes = 2 if train.trained_parameters is not None else 3
     weights = passes * ACTIVATION_BYTES * shape.parameters / 1e9
     gathered = weights / inside
-    if pool.count > per_host:
+    if pool.count > (device.devices_per_host or 1):
         gathered = max(gathered, weights / _host_gb_per_s(problem, pool, train))
     tokens = _microbatch_tokens(problem, train)
     between = 12 if recompute else 8

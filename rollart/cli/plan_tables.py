@@ -187,7 +187,6 @@ def _training(problem: Problem, found: Placement) -> Iterator[Table]:
         how = "given" if train is None else training_layout(problem, pools[d.pool], train)
         if train is None or isinstance(how, str) or pools[d.pool].device.is_cpu:
             continue
-        held = how.memory(d.devices)
         row: Row = {
             "pool": d.pool,
             "devices": as_count(d.devices),
@@ -195,10 +194,10 @@ def _training(problem: Problem, found: Placement) -> Iterator[Table]:
             "most_useful": as_count(how.most),
             "sequence_split": as_count(how.split),
             "recompute": "yes" if how.recompute else "no",
-            "state_gb": as_number(held.state),
-            "activations_gb": as_number(held.activations),
-            "logits_gb": as_number(held.logits),
-            "reserve_gb": as_number(held.reserve),
+            "state_gb": as_number(how.state_gb / d.devices),
+            "activations_gb": as_number(how.activations_gb),
+            "logits_gb": as_number(how.logits_gb),
+            "reserve_gb": as_number(how.reserve_gb),
             "device_gb": as_number(pools[d.pool].device.memory_gb),
             "mfu": as_share(mfu(problem, pools[d.pool], train) if train.seconds_per_token is None else None),
         }

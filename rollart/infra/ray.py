@@ -17,30 +17,22 @@ from rollart.settings.cluster import RuntimeSpec
 PORT = 6379
 """Port of the head's control store (Ray's default)."""
 
-
 HEAD_INSTANCE = "m7i.2xlarge"
 """8 cores and 32 GB: the controller, its environments, local function workers and Ray's own services."""
 
-
 HEAD = "ray.head"
-
 
 TOKEN_AT = "~/.ray/auth_token"
 """Ray's default path, on the machine that runs `ray up` and on every node."""
 
-
 TOKEN = {"RAY_AUTH_MODE": "token"}
 """Only processes with the token can connect to the cluster, since any connection can run code on it."""
 
-
 CLIENT = "ray://"
-
 
 DISK_GB = 500
 
-
 IDLE_MINUTES = 5
-
 
 WORKER_PORTS = range(10002, 20000)
 """Ray's default ports of worker processes (`ray start --min-worker-port`, `--max-worker-port`)."""

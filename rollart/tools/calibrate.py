@@ -22,12 +22,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, median_high
 from typing import Any
 
 import numpy as np
 
-from placement.calibrate import FREE, Fit, Row, fit
+from placement.calibrate import FREE, FREE_EFFECTIVE, Fit, Row, fit
 from placement.problem import DomainProfile, TrainingConstants
 from placement.publish import PublishSpeeds
 from placement.training import fit_training_constants
@@ -55,22 +55,15 @@ from rollart.tools.replay import CPU_ENGINE
 
 SCHEMA = 1
 
-
 WARMUP_STEPS = 3
 """Steps at the start of a run that its rate excludes: engines, workers and caches warm up, and the pipeline fills."""
-
 
 CONTROLLER_PRIOR = (4e-4, 1.6e-4, 3e-6)
 """Controller seconds per trajectory, turn and sampled token, measured on an idle machine of two cores (games of 5 turns
 alone: 1.2 ms, words of 20 tokens alone: 0.57 ms). Only the proportions are used."""
 
-
 PRIOR_WEIGHT = 0.1
 """Weight of the prior relative to a measurement: a measurement is trusted to 7 %, the prior to a factor of two."""
-
-
-FITTED_CONSTANTS = ("effective_tflops", "effective_tb_per_s", "step_s", "row_s", "request_s")
-
 
 PASSES = 3
 """Measurements of each load, of which the median counts. A pass takes about 5 s."""
@@ -142,10 +135,8 @@ class Machine:
 
     def controller_s(self, domains: Sequence[DomainProfile]) -> float:
         """CPU-seconds of the controller per trajectory of the mix."""
-        return sum(
-            w * f
-            for w, f in zip((self.trajectory_s, self.turn_s, self.said_s), controller_features(domains), strict=True)
-        )
+        weights = (self.trajectory_s, self.turn_s, self.said_s)
+        return sum(w * f for w, f in zip(weights, controller_features(domains), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +148,11 @@ class TrainingMeasurement:
     epochs: int
     minibatches: int
     cpu_s: float
+
+    @property
+    def features(self) -> tuple[float, float, float]:
+        """Features that the CPU-seconds of an epoch are linear in."""
+        return self.minibatches, self.tokens, self.actions
 
 
 def calibrate(
@@ -178,19 +174,17 @@ def calibrate(
     return machine, runs
 
 
-def measure(resolved: Resolved, run_dir: str | Path | None = None) -> SteadyStateMeasurement:
-    """Run to the end, in `run_dir` or a temporary directory, and measure the steady part."""
-    if run_dir is None:
-        with tempfile.TemporaryDirectory(prefix="rollart-measure-") as directory:
-            return measure(resolved, Path(directory) / "run")
+def measure(resolved: Resolved) -> SteadyStateMeasurement:
+    """Run to the end in a temporary directory, and measure the steady part."""
     marks: list[tuple[float, dict[str, float]]] = []
 
     def watch(event: RunEvent) -> None:
         if event.kind == "step":
             marks.append((event.t, _cpu_by_part()))
 
-    launch(resolved, run_dir=run_dir, on_progress=watch)
-    return _measure_steady_state(resolved, Path(run_dir), marks)
+    with tempfile.TemporaryDirectory(prefix="rollart-measure-") as directory:
+        launch(resolved, run_dir=Path(directory) / "run", on_progress=watch)
+        return _measure_steady_state(resolved, Path(directory) / "run", marks)
 
 
 def fit_machine(
@@ -204,14 +198,14 @@ def fit_machine(
         rows,
         shape,
         devices,
-        free=FITTED_CONSTANTS,
+        free=FREE_EFFECTIVE,
         start=CPU_ENGINE,
         engine="rollart.engine",
         source="probe of the local machine",
     )
-    alone = _fit_weights([(r.minibatches, r.tokens, r.actions) for r in steps], [r.cpu_s / r.epochs for r in steps])
+    alone = _fit_weights([r.features for r in steps], [r.cpu_s / r.epochs for r in steps])
     # Beside an engine the same work takes longer: caches and memory are shared.
-    slowdown = _average([r.train.cpu_s / _predicted_cpu_s(alone, r.train) for r in runs])
+    slowdown = fmean(r.train.cpu_s / r.train.epochs / float(np.dot(alone, r.train.features)) for r in runs)
     update, token, action = (slowdown * weight for weight in alone)
     trajectory, turn, sampled = _fit_weights(
         [controller_features(r.profiles) for r in runs], [r.cpu["controller"] for r in runs], prior=CONTROLLER_PRIOR
@@ -224,10 +218,10 @@ def fit_machine(
         trajectory_s=trajectory,
         turn_s=turn,
         said_s=sampled,
-        function_s=_average([r.cpu.get("functions", 0.0) for r in runs]),
-        publish_s=_average([r.publish_s for r in runs]),
-        queue=_average([r.handover_s / (r.batch * r.cpu["controller"]) for r in runs]),
-        reward_latency_s=_average([r.reward_latency_s for r in runs]),
+        function_s=fmean(r.cpu.get("functions", 0.0) for r in runs),
+        publish_s=fmean(r.publish_s for r in runs),
+        queue=fmean(r.handover_s / (r.batch * r.cpu["controller"]) for r in runs),
+        reward_latency_s=fmean(r.reward_latency_s for r in runs),
         cores=os.cpu_count() or 1,
     )
 
@@ -249,7 +243,7 @@ def _measure_steady_state(
     (t0, before), (t1, after) = marks[WARMUP_STEPS], marks[last]
     batch = resolved.run.batch.trajectories
     trained = batch * len(window)
-    own = _average([cpu_s[int(_number(e.fields["step"]))] for e in window])
+    own = fmean(cpu_s[step] for e in window if isinstance(step := e.fields["step"], int))
     span = (done[WARMUP_STEPS].t, done[last].t)
     spent = {
         state: seconds_within((i for i in trainer if i.state == state), *span) / len(window)
@@ -320,11 +314,6 @@ def _fit_weights(
     return tuple(float(w) for w in weights)
 
 
-def _predicted_cpu_s(weights: Sequence[float], row: TrainingMeasurement) -> float:
-    update, token, action = weights
-    return row.epochs * (row.minibatches * update + row.tokens * token + row.actions * action)
-
-
 def controller_features(profiles: Sequence[DomainProfile]) -> tuple[float, float, float]:
     """Features that the controller's work is linear in, as means over the mix: one per trajectory, its turns, its
     sampled tokens."""
@@ -336,15 +325,6 @@ def mix_mean(profiles: Sequence[DomainProfile], of: Callable[[DomainProfile], fl
     """Weighted mean over the mix."""
     total = sum(p.weight for p in profiles)
     return float(sum(p.weight * of(p) for p in profiles) / total)
-
-
-def _average(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return float(value)
 
 
 MIN_ROWS = 4
@@ -375,7 +355,7 @@ def fit_engines(resolved: Resolved, directory: Path) -> list[Fit]:
     source = f"counters of run {directory.name}"
     fits = []
     for name, own in sorted(enough.items()):
-        free, start = (FITTED_CONSTANTS, CPU_ENGINE) if devices[name].is_cpu else (FREE, None)
+        free, start = (FREE_EFFECTIVE, CPU_ENGINE) if devices[name].is_cpu else (FREE, None)
         fits.append(fit(own, shape, devices, free=free, start=start, engine=kind, source=source))
     return fits
 
@@ -415,10 +395,11 @@ def fit_publish(resolved: Resolved, directory: Path) -> PublishSpeeds:
         if interval.role in ENGINE_ROLES:
             loads[interval.resource] += interval.seconds
     written = math.fsum(i.seconds for i in syncs if i.role == "trainer")
-    sent = bool(events["weights_sent"])
+    pushed, sent = _median(_speeds(events["weights_pushed"], "sent_bytes")), bool(events["weights_sent"])
+    if pushed is None and not sent and gb * versions > 0 and written > 0:
+        pushed = gb * versions / written
     return PublishSpeeds(
-        _median(_speeds(events["weights_pushed"], "sent_bytes"))
-        or (None if sent else _rate_or_none(gb * versions, written)),
+        pushed,
         _median(_speeds(events["weights_pulled"], "received_bytes")),
         None if sent else _median(gb * versions / seconds for seconds in loads.values() if seconds > 0),
         _median(_speeds(events["weights_sent"], "bytes")),
@@ -432,18 +413,13 @@ def _speeds(events: Iterable[RunEvent], field: str) -> Iterator[float]:
             yield moved / 1e9 / seconds
 
 
-def _rate_or_none(gb: float, seconds: float) -> float | None:
-    return gb / seconds if gb > 0 and seconds > 0 else None
-
-
 def _median(values: Iterable[float]) -> float | None:
-    found = sorted(values)
-    return found[len(found) // 2] if found else None
+    found = list(values)
+    return median_high(found) if found else None
 
 
 ACTIONS = (10, 11, 12, 13)
 """Token ids that one-token answers are restricted to, like an agent's legal actions."""
-
 
 PROMPT_TOKEN_RANGE = (10, 60)
 """Token ids that prompts are drawn from: small enough for any vocabulary that is worth training."""
@@ -505,12 +481,10 @@ TRAINING_LOADS = (
 )
 
 
-async def probe(
-    resolved: Resolved, directory: Path, *, device: str = "cpu", passes: int = PASSES
-) -> tuple[list[Row], list[TrainingMeasurement]]:
+async def probe(resolved: Resolved, directory: Path, *, passes: int) -> tuple[list[Row], list[TrainingMeasurement]]:
     """Start both parts on this machine, under `directory`, and measure them. Both are stopped at return.
 
-    Engine rows are of kind `turn`, for `placement.calibrate.fit`, and refer to `device`.
+    Engine rows are of kind `turn`, for `placement.calibrate.fit`, and refer to device `cpu`.
     """
     resolved = replace(resolved, cluster=resolved.cluster.model_copy(update={"runtime": RuntimeSpec()}))
     tokenizer = prepare_tokenizer(resolved, directory)
@@ -530,7 +504,7 @@ async def probe(
         address = await part.call("start", ["--model", weights.path, "--weight-version", "0"])
         engine = HttpEngine(EngineId("probed"), address)
         try:
-            rows = await _measure_engine(engine, part, resolved, device, passes)
+            rows = await _measure_engine(engine, part, resolved, passes)
         finally:
             await engine.close()
     finally:
@@ -565,17 +539,17 @@ def _ticks_s(ticks: Sequence[str]) -> float:
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
-async def _measure_engine(engine: HttpEngine, part: Handle, resolved: Resolved, device: str, passes: int) -> list[Row]:
+async def _measure_engine(engine: HttpEngine, part: Handle, resolved: Resolved, passes: int) -> list[Row]:
     pid = int(await part.call("pid"))
     context = resolved.run.model.context
     fitting = [r for r in ENGINE_LOADS if r.first + r.turns * (r.new + r.output) <= context]
-    await _measure_load(engine, pid, fitting[0], device)  # the first steps of a process are slower than later ones
+    await _measure_load(engine, pid, fitting[0])  # the first steps of a process are slower than later ones
     # Repeat the whole sequence, not each load: a disturbance of a second then affects different loads.
-    seen = [[await _measure_load(engine, pid, rung, device) for rung in fitting] for _ in range(passes)]
+    seen = [[await _measure_load(engine, pid, rung) for rung in fitting] for _ in range(passes)]
     return [sorted(same, key=lambda row: row.seconds)[passes // 2] for same in zip(*seen, strict=True)]
 
 
-async def _measure_load(engine: HttpEngine, pid: int, rung: EngineProbeLoad, device: str) -> Row:
+async def _measure_load(engine: HttpEngine, pid: int, rung: EngineProbeLoad) -> Row:
     """Measure one load: engine CPU-seconds per turn, and the average turn."""
     seen: list[tuple[int, int, int]] = []
 
@@ -599,15 +573,8 @@ async def _measure_load(engine: HttpEngine, pid: int, rung: EngineProbeLoad, dev
             tasks.create_task(client(index))
     spent = process_cpu_s(pid) - began
     prompt, cached, output = (sum(column) / len(seen) for column in zip(*seen, strict=True))
-    return Row(
-        "turn",
-        max(spent, 1e-6) / len(seen),
-        device,
-        new=prompt - cached,
-        cached=cached,
-        batch=float(rung.clients),
-        output=output,
-    )
+    seconds, clients = max(spent, 1e-6) / len(seen), float(rung.clients)
+    return Row("turn", seconds, "cpu", new=prompt - cached, cached=cached, batch=clients, output=output)
 
 
 async def _measure_trainer(trainer: HttpTrainer, resolved: Resolved) -> list[TrainingMeasurement]:

@@ -165,7 +165,6 @@ def _line(p: PriceEntry) -> str:
 SOURCES = ("aws_lambda", "modal")
 """Providers with a price API."""
 
-
 DEFAULT_REGION = "us-east-1"
 """The default region, and the region of AWS's price API, which has prices of all regions."""
 
@@ -263,7 +262,6 @@ LAMBDA_GROUPS = {
 }
 """By product group: name and unit of the price entry, and the number of AWS units in one of its units."""
 
-
 EC2_FAMILIES = {
     "g4dn": "T4",
     "g5": "A10G",
@@ -279,7 +277,6 @@ EC2_FAMILIES = {
     "c7i": "cpu",
 }
 """Device by instance family. A `cpu` is a physical core: two vCPUs of these families."""
-
 
 THREADS_PER_CORE = 2
 
@@ -398,9 +395,7 @@ def _of_region(products: Sequence[Product], region: str) -> list[Product]:
 
 CPU_WORDS, MEMORY_WORDS = {"cpu", "core"}, {"memory", "mem", "gib"}
 
-
 IGNORED_WORDS = {"modal", "per", "usd", "container"}
-
 
 SECONDS_PER_UNIT = {"second": 1, "seconds": 1, "sec": 1, "hour": 3600, "hours": 3600}
 

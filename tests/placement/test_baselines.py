@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from placement.explain import Baseline, baselines, best_baseline, gain, single_device_types
+from placement.explain import baselines, gain
 from placement.problem import Problem, Restriction
 from placement.solve import solve
 from placement.types import Infeasible, Objective, Placement, Role
@@ -86,14 +86,4 @@ def test_a_baseline_that_cannot_be_says_so() -> None:
 
 def test_there_is_no_single_type_baseline_with_one_type() -> None:
     asked = problem(0, 4, tensor_parallel=(1,))
-    assert single_device_types(asked) == ("H20",)
     assert [b.name for b in baselines(asked)] == RESTRICTED
-
-
-def test_the_best_of_the_single_types() -> None:
-    found = [b for b in baselines(SMALL) if b.device_type is not None]
-    top = best_baseline(found)
-    assert top is not None
-    assert top.placement is not None
-    assert top.placement.rate == max(b.placement.rate for b in found if b.placement is not None)
-    assert best_baseline([Baseline("none", Infeasible("no plan"))]) is None

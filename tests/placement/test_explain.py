@@ -9,7 +9,7 @@ import pytest
 from placement.explain import Affinity, affinities, explain, gain, marginals
 from placement.problem import Problem, TrainingWork
 from placement.solve import solve
-from placement.types import Device, Objective, Placement, Pool, RewardChoice, Role
+from placement.types import Device, Objective, Placement, Pool, Role
 from tests.placement.fleet import AGENTIC, MATH, problem
 from tests.placement.test_windowed import GPU, SLOW
 from tests.placement.test_windowed import problem as windowed
@@ -35,13 +35,12 @@ def by_phase(found: tuple[Affinity, ...]) -> dict[tuple[str, str], Affinity]:
 
 
 def test_the_lines_of_a_plan(small: Placement) -> None:
-    """Short, with rate, cost, bound, binding constraints, marginals, preferences and notes."""
-    lines = explain(SMALL, small).lines
+    """Short, with binding constraints, marginals and preferences."""
+    why = explain(SMALL, small)
+    lines = [*why.binds, *(m.words for m in why.marginals), *(a.words for a in why.affinities)]
+    assert why.binds
     assert all(line and "\n" not in line and len(line) < 140 for line in lines)
-    assert lines[0].startswith(f"{small.rate:.3g} trajectories/s (±")
-    assert f"${small.usd_per_hour:,.2f}/h" in lines[0]
-    assert "the best that any plan could have" in lines[1]
-    for start in ("binds: ", "one more H20: +", "one more H800: +", "agentic prefills ", "math decodes ", "note: "):
+    for start in ("one more H20: +", "one more H800: +", "agentic prefills ", "math decodes "):
         assert any(line.startswith(start) for line in lines), start
 
 
@@ -96,9 +95,9 @@ def test_preferences_are_of_the_model_and_the_prices(small: Placement) -> None:
     assert found["agentic", "prefill"].best == "H800"
     assert found["math", "decode"].best == "H20"
     prefill = found["agentic", "prefill"]
-    assert prefill.usd is not None
-    assert prefill.usd["H800"] == pytest.approx(prefill.device_seconds["H800"] / 3600 * 5.28)
-    assert prefill.factor == pytest.approx(prefill.usd["H20"] / prefill.usd["H800"])
+    unpriced = replace(SMALL, pools=tuple(replace(p, usd_per_device_hour=0.0) for p in SMALL.pools))
+    per_device = by_phase(affinities(unpriced, small))["agentic", "prefill"].factor
+    assert prefill.factor == pytest.approx(per_device * 1.85 / 5.28)
     assert prefill.words == f"agentic prefills {prefill.factor:.1f}x cheaper on H800 than on H20 per dollar"
 
 
@@ -133,7 +132,7 @@ def test_equal_devices_are_called_equal_and_missing_prices_are_not_invented() ->
     }
     free = replace(SMALL, pools=tuple(replace(p, usd_per_device_hour=0.0) for p in SMALL.pools), domains=(AGENTIC,))
     prefill = by_phase(affinities(free))["agentic", "prefill"]
-    assert (prefill.usd, prefill.best) == (None, "H800")
+    assert prefill.best == "H800"
     assert prefill.words.endswith("per device")
 
 
@@ -143,24 +142,10 @@ def test_a_device_that_cannot_hold_the_model_has_no_preference_to_offer() -> Non
     assert [a.words for a in found] == ["math prefills on H20 only", "math decodes on H20 only"]
 
 
-def test_rewards_say_when_a_dedicated_device_would_win(small: Placement) -> None:
-    choices = (
-        RewardChoice("math", "functions", 1.0, 0.12, break_even_utilisation=0.43, dedicated_utilisation=0.06),
-        RewardChoice("judge", "functions", 1.0, 2.5, break_even_utilisation=1.7, dedicated_utilisation=0.2),
-        RewardChoice("tests", "cpus", 1.0, 0.4, note="keeps state"),
-    )
-    assert explain(SMALL, replace(small, rewards=choices), resolve=False).rewards == (
-        "math is scored on functions at $0.12/1k; a dedicated device wins above 43 % busy (this rate: 6.0 %)",
-        "judge is scored on functions at $2.5/1k; a dedicated device never wins (this rate: 20 %)",
-        "tests is scored on cpus at $0.4/1k; keeps state",
-    )
-
-
 @pytest.mark.slow  # solves three plans
 def test_cost_is_explained_as_cost() -> None:
     asked = problem(2, 4, tensor_parallel=(1,), objective=Objective.MIN_COST, rate=0.3)
     told = explain(asked, plan_of(asked))
-    assert "$/h" in told.summary[1]
     assert all(m.solved for m in told.marginals)
     assert all("nothing" in m.words or "% cost" in m.words for m in told.marginals)
 

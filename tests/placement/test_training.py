@@ -54,6 +54,11 @@ def laid(problem: Problem) -> TrainingLayout:
     return found
 
 
+def device_gb(layout: TrainingLayout, devices: int) -> float:
+    """Memory that each of so many devices needs."""
+    return layout.state_gb / devices + layout.activations_gb + layout.logits_gb + layout.reserve_gb
+
+
 def reached(problem: Problem) -> float:
     assert problem.train is not None
     return mfu(problem, problem.pools[0], problem.train)
@@ -62,14 +67,13 @@ def reached(problem: Problem) -> float:
 def test_memory_is_counted_part_by_part() -> None:
     """32B at a context of 40,960: 16 bytes per parameter, the layers' inputs and one layer, two copies of logits."""
     found = laid(asked("32B", "H800", 96, sequence=40_960, recompute=True, split=2))
-    held = found.memory(32)
-    assert held.state == pytest.approx(16 * SHAPES["32B"].parameters / 32 / 1e9)
-    assert held.logits == pytest.approx(40_960 * 151_936 * 4 / 1e9), "two copies over two devices"
-    assert held.activations == pytest.approx(
+    assert found.state_gb == pytest.approx(16 * SHAPES["32B"].parameters / 1e9)
+    assert found.logits_gb == pytest.approx(40_960 * 151_936 * 4 / 1e9), "two copies over two devices"
+    assert found.activations_gb == pytest.approx(
         (2 * 64 * 5120 + 2 * (4 * 5120 + 4 * 25600 + 2 * 64 * 128 + 2048)) * 40_960 / 2 / 1e9
     )
-    assert (held.reserve, found.memory(found.least).total <= 80) == (8.0, True)
-    assert found.memory(found.least - found.split).total > 80, "fewer devices do not hold it"
+    assert (found.reserve_gb, device_gb(found, found.least) <= 80) == (8.0, True)
+    assert device_gb(found, found.least - found.split) > 80, "fewer devices do not hold it"
     problem = asked("32B", "H800", 96, sequence=40_960, recompute=False, split=2)
     assert problem.train is not None
     kept = training_layout(problem, problem.pools[0], problem.train)
@@ -84,7 +88,10 @@ def test_adapters_need_no_gradients_of_the_model() -> None:
     assert adapter_parameters(SHAPES["32B"], 32, ("q_proj",)) == 32 * (5120 + 8192) * 64
     adapted = laid(asked("32B", "H100", 8, split=1, recompute=True, trained_parameters=rank))
     assert whole.least > 8 >= 2 * adapted.least, "half of a host holds it"
-    assert adapted.compute == pytest.approx(whole.compute * 0.75), "no gradients of weights"
+    alone, rank = {"split": 1, "recompute": True}, adapter_parameters(SHAPES["8B"], 32, ("all-linear",))
+    work = laid(asked("8B", "H100", 1, **alone)).work
+    adapted = laid(asked("8B", "H100", 1, trained_parameters=rank, **alone))
+    assert adapted.work == pytest.approx(work * 0.75), "no gradients of weights"
 
 
 def test_the_interconnect_takes_time() -> None:
@@ -112,7 +119,7 @@ def test_a_fit_finds_the_constants_of_what_was_measured() -> None:
     pool, train = problem.pools[0], problem.train
     true = training_layout(problem, pool, replace(train, constants=truth))
     assert isinstance(true, TrainingLayout)
-    gb = true.memory(8).total - true.memory(8).reserve
+    gb = device_gb(true, 8) - true.reserve_gb
     found = fit_training_constants(problem, pool, train, seconds_per_token=true.work / 4500, peak=(gb, 16_384))
     assert found.mfu == pytest.approx(0.31, rel=1e-3)
     assert found.activations == pytest.approx(1.7)
