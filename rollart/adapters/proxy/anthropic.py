@@ -46,58 +46,49 @@ ERROR_TYPES = {
 
 
 def _messages(value: Any) -> list[Message]:
-    return [message for given in objects(value) for message in _split_blocks(given)]
-
-
-def _split_blocks(given: Mapping[str, Any]) -> list[Message]:
-    """The messages of one message: each tool result is a message of its own."""
-    role, content = given.get("role"), given.get("content")
-    if role not in ("user", "assistant", "system"):
-        raise ValueError(f"has the role {role!r}")
-    if not isinstance(content, list):
-        return [Message(role, plain_text(content))]
-    texts: list[str] = []
-    calls: list[ToolCall] = []
-    results: list[Message] = []
-    for block in content:
-        kind = block.get("type") if isinstance(block, Mapping) else None
-        if kind == "tool_use":
-            calls.append(tool_call(block.get("name"), block.get("input") or {}, block.get("id")))
-        elif kind == "tool_result":
-            result = plain_text(block.get("content"))
-            results.append(Message("tool", result, call_id=str(block.get("tool_use_id") or "")))
-        else:
-            texts.append(plain_text([block]))
-    rest = [Message(role, "".join(texts), tuple(calls))] if texts or calls or not results else []
-    return [*results, *rest]
-
-
-def _choice_type(choice: Any) -> Any:
-    return choice.get("type") if isinstance(choice, Mapping) else None
+    """The messages; each tool result in one is a message of its own."""
+    found: list[Message] = []
+    for given in objects(value):
+        role, content = given.get("role"), given.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise ValueError(f"has the role {role!r}")
+        if not isinstance(content, list):
+            found.append(Message(role, plain_text(content)))
+            continue
+        texts: list[str] = []
+        calls: list[ToolCall] = []
+        before = len(found)
+        for block in content:
+            kind = block.get("type") if isinstance(block, Mapping) else None
+            if kind == "tool_use":
+                calls.append(tool_call(block.get("name"), block.get("input") or {}, block.get("id")))
+            elif kind == "tool_result":
+                result = plain_text(block.get("content"))
+                found.append(Message("tool", result, call_id=str(block.get("tool_use_id") or "")))
+            else:
+                texts.append(plain_text([block]))
+        if texts or calls or len(found) == before:
+            found.append(Message(role, "".join(texts), tuple(calls)))
+    return found
 
 
 def _tools(value: Any, info: ValidationInfo) -> list[Mapping[str, Any]]:
-    return [] if info.data.get("tool_choice") == "none" else [_function_tool(tool) for tool in objects(value)]
-
-
-def _function_tool(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "input_schema" not in tool:
-        raise ValueError(
-            f": {tool.get('type') or tool.get('name')} is run by a server (rule: tools of the caller's, with an "
-            "input_schema)"
-        )
-    function = {
-        "name": tool.get("name"),
-        "description": tool.get("description") or "",
-        "parameters": tool["input_schema"],
-    }
-    return {"type": "function", "function": function}
+    found: list[Mapping[str, Any]] = []
+    for tool in () if info.data.get("tool_choice") == "none" else objects(value):
+        if "input_schema" not in tool:
+            raise ValueError(
+                f": {tool.get('type') or tool.get('name')} is run by a server (rule: tools of the caller's, with an "
+                "input_schema)"
+            )
+        about = {"name": tool.get("name"), "description": tool.get("description") or ""}
+        found.append({"type": "function", "function": {**about, "parameters": tool["input_schema"]}})
+    return found
 
 
 class PromptBody(RequestBody):
     """The body of `/v1/messages/count_tokens`."""
 
-    tool_choice: Annotated[Any, PlainValidator(_choice_type)] = None
+    tool_choice: Annotated[Any, PlainValidator(lambda value: isinstance(value, Mapping) and value.get("type"))] = None
     """The choice's type."""
     system: Content = ""
     messages: Annotated[Sequence[Message], PlainValidator(_messages)] = ()
@@ -131,8 +122,10 @@ class Messages(ApiResponse):
         self._open = ""
         """The type of the open content block; '' if none is open."""
 
-    @staticmethod
-    def error_body(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+    @classmethod
+    def error_body(
+        cls, message: str, status: int, *, field: str | None = None, code: str | None = None
+    ) -> dict[str, Any]:
         return {"type": "error", "error": {"type": ERROR_TYPES.get(status, "api_error"), "message": message}}
 
     def body(self, answer: PolicyResponse) -> dict[str, Any]:

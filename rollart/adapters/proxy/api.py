@@ -75,10 +75,10 @@ class ApiResponse(ABC):
     def end(self, answer: PolicyResponse) -> Iterator[bytes]: ...
 
     @staticmethod
-    @abstractmethod
-    def error_body(
-        message: str, status: int, *, field: str | None = None, code: str | None = None
-    ) -> dict[str, Any]: ...
+    def error_body(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
+        """The body of an error, by default in OpenAI's format."""
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        return {"error": {"message": message, "type": kind, "param": field, "code": code}}
 
     @classmethod
     def error_event(cls, message: str) -> bytes:

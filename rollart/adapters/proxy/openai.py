@@ -38,7 +38,6 @@ from rollart.adapters.proxy.messages import (
     ResponseHeader,
     TextDelta,
     ToolCall,
-    ToolCallEnd,
     ToolCallStart,
 )
 
@@ -70,15 +69,6 @@ def _unenforced(choice: Any, form: Any, name: str) -> tuple[str, ...]:
     return (*(("tool_choice",) if choice not in (None, "auto", "none") else ()), *((name,) if other_form else ()))
 
 
-class OpenAIResponse(ApiResponse):
-    """A response of any of the three endpoints."""
-
-    @staticmethod
-    def error_body(message: str, status: int, *, field: str | None = None, code: str | None = None) -> dict[str, Any]:
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        return {"error": {"message": message, "type": kind, "param": field, "code": code}}
-
-
 class CompletionsBody(SamplingBody):
     """The options of `/v1/chat/completions` and `/v1/completions`."""
 
@@ -95,27 +85,33 @@ class CompletionsBody(SamplingBody):
         )
 
 
-class CompletionsResponse(OpenAIResponse):
+class CompletionsResponse(ApiResponse):
     """A response of `/v1/chat/completions` or `/v1/completions`. Log-probabilities and ids are sent with the text of
     their tokens."""
 
     id_prefix: ClassVar[str]
     stream_object: ClassVar[str]
+    empty: ClassVar[Any]
+    """The content of the last choice of a stream."""
 
     def end(self, answer: PolicyResponse) -> Iterator[bytes]:
-        yield self._last_choice(answer)
+        yield self._send_choice(self.empty, answer.finish)
         if self._ask.usage:
             yield self._send([], usage=_usage(answer))
         yield encode_event("[DONE]")
 
     @abstractmethod
-    def _last_choice(self, answer: PolicyResponse) -> bytes: ...
+    def _choice(self, content: Any, finish: str | None) -> dict[str, Any]:
+        """A choice of a stream."""
 
     @abstractmethod
     def _logprobs(self, tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]: ...
 
     def _answer_logprobs(self, answer: PolicyResponse) -> dict[str, Any] | None:
         return self._logprobs(answer.tokens, answer.completion.logprobs) if self._ask.logprobs else None
+
+    def _send_choice(self, content: Any, finish: str | None = None) -> bytes:
+        return self._send([{**self._choice(content, finish), **self._token_fields()}])
 
     def _send(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
         return encode_event({**self._fields(self.stream_object), "choices": choices, **more})
@@ -186,7 +182,7 @@ class ChatCompletions(CompletionsResponse):
     """Empty content is never sent with calls: it would read as missing content."""
 
     path, request = "/v1/chat/completions", ChatBody
-    id_prefix, stream_object = "chatcmpl", "chat.completion.chunk"
+    id_prefix, stream_object, empty = "chatcmpl", "chat.completion.chunk", {}
 
     def body(self, answer: PolicyResponse) -> dict[str, Any]:
         """`return_token_ids` adds the ids in vLLM's format."""
@@ -216,24 +212,22 @@ class ChatCompletions(CompletionsResponse):
 
     def event(self, event: OutputEvent) -> Iterator[bytes]:
         if isinstance(event, TextDelta):
-            yield self._choice({"content": event.text})
+            yield self._send_choice({"content": event.text})
         elif isinstance(event, ToolCallStart):
             id, function = self._head.call_id(event.index), {"name": event.name, "arguments": ""}
             call = {"index": event.index, "id": id, "type": "function", "function": function}
-            yield self._choice({"tool_calls": [call]})
+            yield self._send_choice({"tool_calls": [call]})
         elif isinstance(event, ArgumentsDelta):
-            yield self._choice({"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]})
+            call = {"index": event.index, "function": {"arguments": event.text}}
+            yield self._send_choice({"tool_calls": [call]})
 
     def end(self, answer: PolicyResponse) -> Iterator[bytes]:
         if not answer.parts:
-            yield self._choice({"content": ""})
+            yield self._send_choice({"content": ""})
         yield from super().end(answer)
 
-    def _last_choice(self, answer: PolicyResponse) -> bytes:
-        return self._choice({}, answer.finish)
-
-    def _choice(self, delta: Mapping[str, Any], finish: str | None = None) -> bytes:
-        return self._send([{"index": 0, "delta": delta, "finish_reason": finish, **self._token_fields()}])
+    def _choice(self, content: Any, finish: str | None) -> dict[str, Any]:
+        return {"index": 0, "delta": content, "finish_reason": finish}
 
     def _token_fields(self) -> dict[str, Any]:
         return super()._token_fields() if self._unsent is not None and self._unsent.token_ids else {}
@@ -275,10 +269,10 @@ class TextCompletions(CompletionsResponse):
     """The prompt is a text or token ids; the response is text."""
 
     path, request = "/v1/completions", TextBody
-    id_prefix, stream_object = "cmpl", "text_completion"
+    id_prefix, stream_object, empty = "cmpl", "text_completion", ""
 
     def body(self, answer: PolicyResponse) -> dict[str, Any]:
-        choice = self._choice_fields(answer.message.content, answer.finish, self._answer_logprobs(answer))
+        choice = self._choice(answer.message.content, answer.finish) | {"logprobs": self._answer_logprobs(answer)}
         if self._ask.ids:
             choice["token_ids"] = list(answer.completion.token_ids)
             choice["prompt_token_ids"] = list(answer.head.prompt_ids)
@@ -286,21 +280,14 @@ class TextCompletions(CompletionsResponse):
 
     def event(self, event: OutputEvent) -> Iterator[bytes]:
         if isinstance(event, TextDelta):
-            yield self._send([{**self._choice_fields(event.text, None), **self._token_fields()}])
+            yield self._send_choice(event.text)
 
-    def _last_choice(self, answer: PolicyResponse) -> bytes:
-        return self._send([{**self._choice_fields("", answer.finish), **self._token_fields()}])
-
-    def _choice_fields(self, text: str, finish: str | None, logprobs: Any = None) -> dict[str, Any]:
-        return {"index": 0, "text": text, "finish_reason": finish, "logprobs": logprobs}
+    def _choice(self, content: Any, finish: str | None) -> dict[str, Any]:
+        return {"index": 0, "text": content, "finish_reason": finish, "logprobs": None}
 
     def _logprobs(self, tokens: Sequence[str], logprobs: Sequence[float]) -> dict[str, Any]:
-        return {
-            "tokens": list(tokens),
-            "token_logprobs": list(logprobs),
-            "top_logprobs": None,
-            "text_offset": [],
-        }
+        found = {"tokens": list(tokens), "token_logprobs": list(logprobs)}
+        return {**found, "top_logprobs": None, "text_offset": []}
 
 
 def _usage(answer: PolicyResponse) -> dict[str, Any]:
@@ -369,7 +356,7 @@ class ResponsesBody(SamplingBody):
         )
 
 
-class Responses(OpenAIResponse):
+class Responses(ApiResponse):
     """The conversation is in `input` or behind `previous_response_id`."""
 
     path, request = "/v1/responses", ResponsesBody
@@ -395,7 +382,10 @@ class Responses(OpenAIResponse):
     def event(self, event: OutputEvent) -> Iterator[bytes]:
         if isinstance(event, TextDelta):
             if self._text is None:
-                yield from self._open_message()
+                self._items += 1
+                item = self._message_item(self._items - 1, "in_progress")
+                yield self._send("response.output_item.added", **self._item_index(), item=item)
+                yield self._send("response.content_part.added", **self._part_index(), part=_text_part(""))
             self._text = (self._text or "") + event.text
             if event.text:
                 yield self._send("response.output_text.delta", **self._part_index(), delta=event.text, logprobs=[])
@@ -405,30 +395,19 @@ class Responses(OpenAIResponse):
             self._items += 1
             yield self._send("response.output_item.added", **self._item_index(), item=item)
         elif isinstance(event, ArgumentsDelta):
-            id = f"fc-{self._head.call_id(event.index)}"
-            yield self._send(
-                "response.function_call_arguments.delta", **self._item_index(), item_id=id, delta=event.text
-            )
+            call = {**self._item_index(), "item_id": f"fc-{self._head.call_id(event.index)}"}
+            yield self._send("response.function_call_arguments.delta", **call, delta=event.text)
         else:
-            yield from self._end_call(event)
+            item = _call_item(event.call)
+            call = {**self._item_index(), "item_id": item["id"], "arguments": item["arguments"], "name": item["name"]}
+            yield self._send("response.function_call_arguments.done", **call)
+            yield self._send("response.output_item.done", **self._item_index(), item=item)
 
     def end(self, answer: PolicyResponse) -> Iterator[bytes]:
         if not answer.parts:
             yield from self.event(TextDelta(""))
         yield from self._close_message(_status(answer))
         yield self._send(f"response.{_status(answer)}", response=self.body(answer))
-
-    def _end_call(self, event: ToolCallEnd) -> Iterator[bytes]:
-        item = _call_item(event.call)
-        call = {"arguments": item["arguments"], "name": item["name"]}
-        yield self._send("response.function_call_arguments.done", **self._item_index(), item_id=item["id"], **call)
-        yield self._send("response.output_item.done", **self._item_index(), item=item)
-
-    def _open_message(self) -> Iterator[bytes]:
-        self._items += 1
-        item = self._message_item(self._items - 1, "in_progress")
-        yield self._send("response.output_item.added", **self._item_index(), item=item)
-        yield self._send("response.content_part.added", **self._part_index(), part=_text_part(""))
 
     def _close_message(self, status: str) -> Iterator[bytes]:
         if self._text is not None:
@@ -449,14 +428,12 @@ class Responses(OpenAIResponse):
         return encode_event({"type": kind, "sequence_number": self._sent - 1, **fields}, kind)
 
     def _output_items(self, answer: PolicyResponse) -> list[dict[str, Any]]:
-        found, parts = [], answer.parts or ("",)
-        for index, part in enumerate(parts):
-            if isinstance(part, ToolCall):
-                found.append(_call_item(part))
-            else:
-                status = _status(answer) if index == len(parts) - 1 else "completed"
-                found.append(self._message_item(index, status, part))
-        return found
+        parts = answer.parts or ("",)
+        statuses = ["completed"] * (len(parts) - 1) + [_status(answer)]
+        return [
+            _call_item(part) if isinstance(part, ToolCall) else self._message_item(index, status, part)
+            for index, (part, status) in enumerate(zip(parts, statuses, strict=True))
+        ]
 
     def _message_id(self, index: int) -> str:
         return f"{self._head.id('msg')}-{index}" if index else self._head.id("msg")
@@ -467,8 +444,7 @@ class Responses(OpenAIResponse):
         return {**item, "status": status, "content": content}
 
     def _response(self, output: list[dict[str, Any]], status: str, answer: PolicyResponse | None) -> dict[str, Any]:
-        usage = {} if answer is None else {"usage": _responses_usage(answer)}
-        return {
+        response = {
             "id": self._head.id("resp"),
             "object": "response",
             "created_at": self._head.created,
@@ -487,19 +463,17 @@ class Responses(OpenAIResponse):
             "tools": [],
             "top_p": self._ask.top_p,
             "metadata": {},
-            **usage,
         }
-
-
-def _responses_usage(answer: PolicyResponse) -> dict[str, Any]:
-    prompt, sampled = len(answer.head.prompt_ids), len(answer.completion.token_ids)
-    return {
-        "input_tokens": prompt,
-        "input_tokens_details": {"cached_tokens": answer.cached, "cache_write_tokens": 0},
-        "output_tokens": sampled,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": prompt + sampled,
-    }
+        if answer is not None:
+            prompt, sampled = len(answer.head.prompt_ids), len(answer.completion.token_ids)
+            response["usage"] = {
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": answer.cached, "cache_write_tokens": 0},
+                "output_tokens": sampled,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + sampled,
+            }
+        return response
 
 
 def _status(answer: PolicyResponse) -> str:

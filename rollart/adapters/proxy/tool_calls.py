@@ -14,6 +14,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pydantic_core import from_json
+
 from rollart.adapters.proxy.messages import (
     ArgumentsDelta,
     OutputEvent,
@@ -293,8 +295,6 @@ class PartialJsonScanner:
         """The item that follows `sure`: "value", "key", "colon", "comma" or the rest of a "string". A "?" suffix also
         permits the end of the innermost object or list."""
         self._in_key = False
-        self._whole = (0, "")
-        """Length of the longest prefix whose values are all complete, and the brackets that close it."""
 
     def push(self, text: str) -> int:
         """Number of characters taken; less than all only where the object ends."""
@@ -308,9 +308,7 @@ class PartialJsonScanner:
 
     def value(self) -> dict[str, Any]:
         """The object's complete values; of two equal keys the last counts."""
-        at, closing = self._whole
-        found: dict[str, Any] = json.loads(self.written[:at] + closing)
-        return found
+        return dict(from_json(self.written[: self.sure], allow_partial=True))
 
     def _token(self) -> bool:
         """Read one token outside strings; False if it is incomplete or broken."""
@@ -330,10 +328,10 @@ class PartialJsonScanner:
             self._due = "key" if self._stack[-1] == "{" else "value"
         elif character in _CLOSING and due.startswith("value") and len(self._stack) < MAX_DEPTH:
             self._stack.append(character)
-            self._keep_whole("key?" if character == "{" else "value?")
+            self._due = "key?" if character == "{" else "value?"
         elif character in "}]" and (due.endswith("?") or due == "comma") and character == _CLOSING[self._stack[-1]]:
             self._stack.pop()
-            self._keep_whole("comma")
+            self._due = "comma"
             self.done = not self._stack
         else:
             self.sure, self.broken = at, True
@@ -347,10 +345,7 @@ class PartialJsonScanner:
             self.broken = not _PARTIAL_ESCAPE.match(self.written, self.sure)
             return False
         self.sure += 1
-        if self._in_key:
-            self._due = "colon"
-        else:
-            self._keep_whole("comma")
+        self._due = "colon" if self._in_key else "comma"
         return True
 
     def _atom(self) -> bool:
@@ -361,8 +356,7 @@ class PartialJsonScanner:
             self.broken = True
         elif end < len(self.written):
             if word in ("true", "false", "null") or (_NUMBER.match(word) and math.isfinite(float(word))):
-                self.sure = end
-                self._keep_whole("comma")
+                self.sure, self._due = end, "comma"
             else:
                 self.broken = True
         return end < len(self.written) and not self.broken
@@ -371,8 +365,3 @@ class PartialJsonScanner:
         match = pattern.match(self.written, self.sure)
         assert match is not None
         return match.end()
-
-    def _keep_whole(self, due: str) -> None:
-        """All values that were begun are complete, or may be closed here."""
-        self._due = due
-        self._whole = self.sure, "".join(_CLOSING[opened] for opened in reversed(self._stack))
