@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollart.adapters.rewards.offload import OffloadRewarder, RewardFunctions
+from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.architecture import stamp_of
@@ -315,7 +315,7 @@ class RunContext:
                     seed=self.resolved.run.seed,
                 )
                 await stack.enter_async_context(offload)
-                self.rewarder = OffloadRewarder(RewardFunctions(offload, rewards.stateful), plan)
+                self.rewarder = OffloadRewarder(offload, plan, rewards.stateful)
                 scheduler = self.control.scheduler
                 scaling = make_scaler(
                     self.resolved,

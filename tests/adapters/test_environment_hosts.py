@@ -26,7 +26,6 @@ from rollart.adapters.env_hosts.server import (
     EnvironmentLoop,
     IdleEnvironment,
     WarmPool,
-    start_environment,
 )
 from rollart.adapters.env_hosts.wire import (
     CallStatus,
@@ -358,9 +357,12 @@ async def settled(pool: WarmPool) -> None:
         await asyncio.sleep(0)
 
 
-def pool_of(make: Callable[[], Once], *, size: int, reuse: int = 1) -> WarmPool:
-    loop = asyncio.get_running_loop()
-    return WarmPool("lake", DomainFactory(make), lambda name: EnvironmentLoop(loop), size, reuse)
+def pool_of(
+    make: Callable[[], Once], tasks: asyncio.TaskGroup | None = None, *, size: int = 0, reuse: int = 1
+) -> WarmPool:
+    pool = WarmPool("lake", DomainFactory(make), asyncio.get_running_loop(), size, reuse, tasks)
+    pool.fill()
+    return pool
 
 
 @given(
@@ -375,13 +377,12 @@ def test_bounds_hold_after_any_moves(size: int, reuse: int, again: bool, moves: 
         playing: list[IdleEnvironment] = []
         failed: list[object] = []
         async with asyncio.TaskGroup() as tasks:
-            pool = pool_of(kind, size=size, reuse=reuse)
-            pool.open(tasks)
+            pool = pool_of(kind, tasks, size=size, reuse=reuse)
             for move, which in moves:
                 if move == "begin":
                     idle = pool.take()
                     if idle is None:  # as a host does: the episode makes its own
-                        made = await start_environment(kind)
+                        made = await pool.make()
                         idle = IdleEnvironment(EnvironmentLoop(asyncio.get_running_loop()), made)
                         pool.mark_in_use(made)
                     assert idle.environment not in [other.environment for other in playing]
@@ -413,8 +414,7 @@ def test_bounds_hold_after_any_moves(size: int, reuse: int, again: bool, moves: 
 def test_as_many_as_wanted_are_made_ahead_and_made_again() -> None:
     async def play() -> None:
         async with asyncio.TaskGroup() as tasks:
-            pool = pool_of(Once, size=3)
-            pool.open(tasks)
+            pool = pool_of(Once, tasks, size=3)
             await settled(pool)
             assert len(pool.idle) == 3
             idle = pool.take()
@@ -441,12 +441,11 @@ def test_an_environment_that_cannot_be_made_is_not_retried_for_ever() -> None:
 
     async def play() -> None:
         async with asyncio.TaskGroup() as tasks:
-            pool = pool_of(broken, size=3)
-            pool.open(tasks)
+            pool = pool_of(broken, tasks, size=3)
             await settled(pool)
             assert (len(tries), len(pool.idle), pool.failing) == (3, 0, True)
             assert pool.take() is None
-            made = await start_environment(broken)  # an episode's own try, which goes well
+            made = await pool.make()  # an episode's own try, which goes well
             pool.mark_in_use(made)
             await settled(pool)
             assert (len(tries), len(pool.idle)) == (7, 3)
@@ -463,6 +462,9 @@ def test_an_environment_whose_start_fails_is_closed() -> None:
             self.made.append(self)
             raise OSError("no container")
 
-    with pytest.raises(OSError, match="no container"):
-        asyncio.run(start_environment(Half))
+    async def play() -> None:
+        with pytest.raises(OSError, match="no container"):
+            await pool_of(Half).make()
+
+    asyncio.run(play())
     assert [one.closed for one in Half.made] == [True]

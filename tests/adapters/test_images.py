@@ -163,10 +163,10 @@ def test_a_host_holds_no_images_for_an_episode_that_gave_up_waiting_for_them() -
         )
         async with asyncio.TaskGroup() as tasks:
             front.images = ImageCache(shelf, tasks)
-            pull = tasks.create_task(front._handle(HostRequest(1, HostOperation.PULL, "tale-0", ["tale", 0])))
+            pull = tasks.create_task(front.handle(HostRequest(1, HostOperation.PULL, "tale-0", ["tale", 0])))
             await shelf.under_way.wait()
-            await front._handle(HostRequest(2, HostOperation.CANCEL, "tale-0", 1))
-            await front._handle(HostRequest(3, HostOperation.CLOSE, "tale-0", None))
+            await front.handle(HostRequest(2, HostOperation.CANCEL, "tale-0", 1))
+            await front.handle(HostRequest(3, HostOperation.CLOSE, "tale-0", None))
             shelf.go.set()
             await asyncio.gather(pull, return_exceptions=True)
             assert (front.pinned, front.calls) == ({}, {})

@@ -21,7 +21,6 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollart.adapters.envs.images import load_image_hook
 from rollart.adapters.envs.worked import METHOD
 from rollart.errors import did_you_mean, one_line
 from rollart.user_code import UserCodeGuard, declares_quick
@@ -76,23 +75,10 @@ def check_environments(
 def _check_environment(
     domain: str, path: str, arguments: Mapping[str, Any], *, worked: bool
 ) -> Generator[EnvironmentProblem, None, Any]:
-    """Returns the environment; None if it cannot be made."""
-    make, problem = _import_callable(path)
-    if make is None:
-        yield EnvironmentProblem(domain, "", problem)
-        return None
-    unknown = list(_unknown_arguments(make, arguments))
-    if unknown:
-        for key, hint in unknown:
-            yield EnvironmentProblem(domain, key, f"environment_args has '{key}' (rule: what {path} takes{hint})")
-        return None
-    try:
-        with UserCodeGuard():
-            instance = make(**arguments)
-    except Exception as error:  # user code may raise anything
-        message = f"'{path}' cannot be made{_arguments_text(arguments)}: {one_line(error, 500)}"
-        yield EnvironmentProblem(domain, "*" if arguments else "", message)
-        return None
+    """Returns the environment; `_NOT_MADE` if it cannot be made."""
+    instance = yield from _make(domain, path, arguments, "environment_args")
+    if instance is _NOT_MADE:
+        return instance
     lacking = [name for name in ENVIRONMENT_METHODS if not callable(getattr(instance, name, None))]
     if lacking:
         yield EnvironmentProblem(
@@ -101,57 +87,52 @@ def _check_environment(
             f"'{path}' makes {type(instance).__name__} without {', '.join(lacking)} (rule: an environment has "
             "async reset(seed), step(action) and close())",
         )
-    if worked:
-        yield from _check_worked_example(domain, path, instance)
+    solve = getattr(instance, METHOD, None)
+    if worked and not callable(solve):
+        message = f"'{path}' gives no worked examples (rule: worked_example(seed) -> (prompt, answer))"
+        yield EnvironmentProblem(domain, WARM_START_ARGUMENT, message)
+    elif worked and solve is not None:
+        try:
+            with UserCodeGuard():
+                _, _ = solve(0)
+        except Exception as error:  # user code may raise anything
+            message = f"'{path}' gave no worked example: {one_line(error, 500)}"
+            yield EnvironmentProblem(domain, WARM_START_ARGUMENT, message)
     return instance
 
 
-def _check_worked_example(domain: str, path: str, instance: Any) -> Iterator[EnvironmentProblem]:
-    """Ask for one worked example."""
-    solve = getattr(instance, METHOD, None)
-    if not callable(solve):
-        yield EnvironmentProblem(
-            domain,
-            WARM_START_ARGUMENT,
-            f"'{path}' gives no worked examples (rule: worked_example(seed) -> (prompt, answer))",
-        )
-        return
-    try:
-        with UserCodeGuard():
-            _, _ = solve(0)
-    except Exception as error:  # user code may raise anything
-        yield EnvironmentProblem(
-            domain, WARM_START_ARGUMENT, f"'{path}' gave no worked example: {one_line(error, 500)}"
-        )
-
-
-def _arguments_text(arguments: Mapping[str, Any]) -> str:
-    text = str(dict(arguments))
-    return f" with {text if len(text) <= 200 else text[:197] + '...'}" if arguments else ""
-
-
 def _check_image_hook(images: Mapping[str, Any]) -> Iterator[EnvironmentProblem]:
-    path, arguments = str(images["hook"]), dict(images.get("arguments", {}))
+    path = str(images["hook"])
+    hook = yield from _make("", path, dict(images.get("arguments", {})), "images_args")
+    lacking = [name for name in HOOK_METHODS if not callable(getattr(hook, name, None))]
+    if lacking and hook is not _NOT_MADE:
+        message = f"'{path}' has no {' and no '.join(lacking)} (rule: async images() and ensure(image))"
+        yield EnvironmentProblem("", "", message)
+
+
+_NOT_MADE = object()
+
+
+def _make(domain: str, path: str, arguments: Mapping[str, Any], field: str) -> Generator[EnvironmentProblem, None, Any]:
+    """Returns the object that a spec names, or `_NOT_MADE`. `field`: the spec's field of its arguments."""
     make, problem = _import_callable(path)
     if make is None:
-        yield EnvironmentProblem("", "", problem)
-        return
+        yield EnvironmentProblem(domain, "", problem)
+        return _NOT_MADE
     unknown = list(_unknown_arguments(make, arguments))
     for key, hint in unknown:
-        yield EnvironmentProblem("", key, f"images_args has '{key}' (rule: what {path} takes{hint})")
+        yield EnvironmentProblem(domain, key, f"{field} has '{key}' (rule: what {path} takes{hint})")
     if unknown:
-        return
+        return _NOT_MADE
     try:
-        hook, _ = load_image_hook(images)
-    except Exception as error:
-        message = f"'{path}' cannot be made{_arguments_text(arguments)}: {one_line(error, 500)}"
-        yield EnvironmentProblem("", "*" if arguments else "", message)
-        return
-    lacking = [name for name in HOOK_METHODS if not callable(getattr(hook, name, None))]
-    if lacking:
-        yield EnvironmentProblem(
-            "", "", f"'{path}' has no {' and no '.join(lacking)} (rule: async images() and ensure(image))"
-        )
+        with UserCodeGuard():
+            return make(**arguments)
+    except Exception as error:  # user code may raise anything
+        text = str(dict(arguments))
+        given = f" with {text if len(text) <= 200 else text[:197] + '...'}" if arguments else ""
+        message = f"'{path}' cannot be made{given}: {one_line(error, 500)}"
+        yield EnvironmentProblem(domain, "*" if arguments else "", message)
+        return _NOT_MADE
 
 
 def _import_callable(path: str) -> tuple[Callable[..., Any] | None, str]:
@@ -178,9 +159,8 @@ def _similar_module_hint(module: str) -> str:
     """A module with a similar name beside the missing one's siblings, or in the spec's directory."""
     parent, _, name = module.rpartition(".")
     try:
-        search_path = (
-            list(importlib.import_module(parent).__path__) if parent else sys.path[:2]
-        )  # the spec's directory, and the working directory
+        # Without a package: the spec's directory, and the working directory.
+        search_path = list(importlib.import_module(parent).__path__) if parent else sys.path[:2]
     except Exception:
         return ""
     near = did_you_mean(name, [found.name for found in pkgutil.iter_modules(search_path)])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import importlib
 import os
 import threading
@@ -51,7 +50,6 @@ class HostedEpisode:
     """One episode. `running` is its current call; `over` is True once a step returned done."""
 
     name: str
-    factory: DomainFactory
     env_loop: EnvironmentLoop
     pool: WarmPool
     environment: Environment | None = None
@@ -110,7 +108,8 @@ class EnvironmentHostServer:
             if authenticated and not self.connected:
                 self.connected = True
                 problems = {name: one.problem for name, one in self.factories.items() if one.problem}
-                about = [os.getpid(), problems, self._domains_with_images()]
+                images = [name for name, one in self.factories.items() if one.images and self.hook is not None]
+                about = [os.getpid(), problems, images]
                 writer.write(encode_frame(hello.answer(CallStatus.OK, about).to_json()))
                 await self._converse(reader, writer)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, ValueError):
@@ -121,7 +120,14 @@ class EnvironmentHostServer:
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._warm(tasks)
+                self.pinned.clear()
+                self.pools = {
+                    name: WarmPool(name, factory, self.main, self.size, self.reuse, tasks)
+                    for name, factory in self.factories.items()
+                    if factory.make is not None
+                }
+                for pool in self.pools.values():
+                    pool.fill()
                 self.images = None if self.hook is None else ImageCache(self.hook, tasks, self.max_image_bytes)
                 while True:
                     request = HostRequest.from_json(await read_frame(reader))
@@ -140,25 +146,11 @@ class EnvironmentHostServer:
                 await asyncio.gather(*(pool.close() for pool in pools))
         await asyncio.gather(*(self._close(one) for one in list(self.episodes.values())))
 
-    def _warm(self, tasks: asyncio.TaskGroup) -> None:
-        """Start making environments in advance."""
-        self.pinned.clear()
-        self.pools = {
-            name: WarmPool(name, factory, functools.partial(self._new_loop, factory), self.size, self.reuse)
-            for name, factory in self.factories.items()
-            if factory.make is not None
-        }
-        for pool in self.pools.values():
-            pool.open(tasks)
-
-    def _new_loop(self, factory: DomainFactory, name: str) -> EnvironmentLoop:
-        return EnvironmentLoop.on_thread(name) if factory.blocking else EnvironmentLoop(self.main)
-
     async def _answer(self, request: HostRequest, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         try:
-            response = await self._handle(request)
+            response = await self.handle(request)
         except asyncio.CancelledError:
             if task.cancelling() and request.id not in self.cancelled:
                 raise  # the connection ends
@@ -176,7 +168,8 @@ class EnvironmentHostServer:
         with contextlib.suppress(ConnectionError):
             await writer.drain()
 
-    async def _handle(self, request: HostRequest) -> HostResponse | None:
+    async def handle(self, request: HostRequest) -> HostResponse | None:
+        """The response to a request; None if it gets none."""
         match request.op:
             case HostOperation.HEALTH:
                 return request.answer(CallStatus.OK, self._health())
@@ -206,15 +199,14 @@ class EnvironmentHostServer:
             if factory is None or factory.make is None:
                 reason = f"no domain '{domain}' here" if factory is None else factory.problem
                 return request.answer(CallStatus.REFUSED, reason)
-            episode = self.episodes[request.episode] = self._open_episode(request.episode, factory, self.pools[domain])
+            episode = self.episodes[request.episode] = self._open_episode(request.episode, self.pools[domain])
         elif episode.environment is not None:
             episode.made = AGAIN
 
         async def reset() -> Any:
-            assert episode.factory.make is not None
             if episode.environment is None:
                 began = asyncio.get_running_loop().time()
-                episode.environment = await start_environment(episode.factory.make)
+                episode.environment = await episode.pool.make()
                 episode.made = EnvironmentOrigin("cold", asyncio.get_running_loop().time() - began)
             observation = await require_awaitable(episode.environment.reset(seed), "reset")
             return [encode_result(lambda: packed_observation(checked_observation(observation))), *episode.made.values()]
@@ -227,21 +219,13 @@ class EnvironmentHostServer:
                 episode.counted = True
                 episode.pool.mark_in_use(episode.environment)
 
-    def _open_episode(self, name: str, factory: DomainFactory, pool: WarmPool) -> HostedEpisode:
+    def _open_episode(self, name: str, pool: WarmPool) -> HostedEpisode:
         """An episode, with an idle environment of the pool if there is one."""
         idle = pool.take()
         if idle is None:
-            return HostedEpisode(name, factory, self._new_loop(factory, name), pool)
+            return HostedEpisode(name, pool.new_loop(name), pool)
         made = EnvironmentOrigin("reused" if idle.played else "ahead", 0.0 if idle.played else idle.make_s)
-        return HostedEpisode(
-            name, factory, idle.env_loop, pool, idle.environment, made, counted=True, played=idle.played
-        )
-
-    def _domains_with_images(self) -> list[str]:
-        """Domains whose environments name images that this host can pull."""
-        return [
-            name for name, factory in self.factories.items() if factory.images is not None and self.hook is not None
-        ]
+        return HostedEpisode(name, idle.env_loop, pool, idle.environment, made, counted=True, played=idle.played)
 
     async def _images(self, request: HostRequest) -> HostResponse:
         """List the images that an episode needs and the images on this host; a PULL request also pulls the missing
@@ -253,9 +237,8 @@ class EnvironmentHostServer:
         began, pulled = asyncio.get_running_loop().time(), 0
         task = asyncio.current_task()
         assert task is not None
-        self.calls[request.id] = (
-            task  # a CANCEL request cancels this task, so that nothing stays pinned without an episode
-        )
+        # A CANCEL request cancels this task, so that nothing stays pinned without an episode.
+        self.calls[request.id] = task
         try:
             named = factory.images
 
@@ -477,26 +460,6 @@ class IdleEnvironment:
     played: int = 0
 
 
-def reusable(environment: Environment | None) -> bool:
-    """True if the environment declares that a reset removes all state of the episode before."""
-    return getattr(environment, "reusable", False) is True
-
-
-async def start_environment(make: Callable[[], Environment]) -> Environment:
-    """Make an environment and run its own `async start()`, if it has one (a container, a browser): all work that needs
-    no seed. An environment whose start fails is closed."""
-    environment = make()
-    start: Callable[[], Any] | None = getattr(environment, "start", None)
-    if start is not None:
-        try:
-            await start()
-        except BaseException:
-            with contextlib.suppress(Exception):
-                await environment.close()
-            raise
-    return environment
-
-
 @dataclass(slots=True)
 class WarmPool:
     """The idle environments of one domain. Used on the loop of the host's server, from `open` to `close`; `take` and
@@ -510,26 +473,42 @@ class WarmPool:
 
     name: str
     factory: DomainFactory
-    new_loop: Callable[[str], EnvironmentLoop]
-    size: int = 0
-    reuse: int = 1
+    main: asyncio.AbstractEventLoop
+    """The loop of environments that do not block."""
+    size: int
+    reuse: int
+    tasks: asyncio.TaskGroup | None
+    """The tasks of the connection, which make environments; None once the pool is closed."""
     idle: deque[IdleEnvironment] = field(default_factory=deque)
     making: int = 0
     in_use: int = 0
     """Episodes whose environment may come back."""
     failing: bool = False
-    tasks: asyncio.TaskGroup | None = None
 
-    def open(self, tasks: asyncio.TaskGroup) -> None:
-        """Start making environments, in tasks of the connection."""
-        self.tasks = tasks
-        self.fill()
+    def new_loop(self, name: str) -> EnvironmentLoop:
+        """The loop of another environment; a thread for it has this name."""
+        return EnvironmentLoop.on_thread(name) if self.factory.blocking else EnvironmentLoop(self.main)
+
+    async def make(self) -> Environment:
+        """Make an environment and run its own `async start()`, if it has one (a container, a browser): all work that
+        needs no seed. An environment whose start fails is closed."""
+        assert self.factory.make is not None
+        environment = self.factory.make()
+        start: Callable[[], Any] | None = getattr(environment, "start", None)
+        if start is not None:
+            try:
+                await start()
+            except BaseException:
+                with contextlib.suppress(Exception):
+                    await environment.close()
+                raise
+        return environment
 
     def fill(self) -> None:
         """Make environments until the pool is full."""
-        while self.tasks is not None and not self.failing and self._committed() < self.size:
+        while self.tasks is not None and not self.failing and len(self.idle) + self.making + self.in_use < self.size:
             self.making += 1
-            self.tasks.create_task(self._make())
+            self.tasks.create_task(self._make_ahead())
 
     def take(self) -> IdleEnvironment | None:
         """The environment that has been idle longest; None if there is none."""
@@ -569,19 +548,14 @@ class WarmPool:
                 )
             idle.env_loop.stop()
 
-    def _committed(self) -> int:
-        return len(self.idle) + self.making + self.in_use
-
     def _is_reusable(self, environment: Environment) -> bool:
-        return self.reuse > 1 and self.size > 0 and reusable(environment)
+        """True if the environment declares that a reset removes all state of the episode before."""
+        return self.reuse > 1 and self.size > 0 and getattr(environment, "reusable", False) is True
 
-    async def _make(self) -> None:
-        make = self.factory.make
+    async def _make_ahead(self) -> None:
         env_loop = self.new_loop(f"{self.name} ahead")
         try:
-            if make is None:
-                raise AssertionError("a domain that cannot be made has no pool")
-            work = run_timed(f"make of {self.name}", asyncio.Lock(), lambda: start_environment(make))
+            work = run_timed(f"make of {self.name}", asyncio.Lock(), self.make)
             status, value, seconds = await run_on_loop(env_loop.loop, work)
         except BaseException:
             env_loop.stop()

@@ -9,7 +9,7 @@ value:
                             decides, turns first), and the rest of its score at the last action token
 The reward of a turn without action tokens is credited to the last action token before it (else to the first).
 
-Functions that keep state run in this process, one call at a time; all others are offloaded (`RewardFunctions`).
+Functions that keep state run in this process, one call at a time; all others are offloaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import asyncio
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from rollart.errors import UsageError
 from rollart.model import InfraFault, Item, ModelFault, Outcome, Scored, SegmentKind, Trajectory
@@ -51,30 +50,23 @@ class DomainRewards:
     env_weight: float = 0.0
 
 
-class FunctionSubmitter(Protocol):
-    """Runs functions: an `Offload`, or `RewardFunctions`, which chooses between it and this process."""
-
-    @property
-    def functions(self) -> Mapping[str, Any]: ...
-
-    async def submit(self, function: str, item: Item, deadline_s: float) -> Outcome: ...
-
-
 class OffloadRewarder:
-    """Implements `Rewarder`. Stateless: any number of tasks may call `score`, each waits for its own functions.
+    """Implements `Rewarder`. Any number of tasks may call `score`, each waits for its own functions.
 
-    The functions of a domain are called concurrently. An InfraFault of any is the whole outcome, never a number (the
-    first in the domain's order, if several); a ModelFault of any makes the whole a ModelFault, whose floor is the
-    combined value with that function's floor as its score.
+    The functions of a domain are called concurrently: those in `local` in this process, all others by `offload`. An
+    InfraFault of any is the whole outcome, never a number (the first in the domain's order, if several); a ModelFault
+    of any makes the whole a ModelFault, whose floor is the combined value with that function's floor as its score.
     """
 
-    def __init__(self, offload: FunctionSubmitter, plan: Mapping[str, DomainRewards]) -> None:
-        self._offload = offload
-        self._plan = plan
+    def __init__(
+        self, offload: Offload, plan: Mapping[str, DomainRewards], local: Mapping[str, InlineScorer] | None = None
+    ) -> None:
+        self._offload, self._plan, self._local = offload, plan, local or {}
+        functions = dict.fromkeys((*offload.functions, *self._local))
         for domain, rewards in plan.items():
             for term in rewards.terms:
-                if term.function not in offload.functions:
-                    known = ", ".join(offload.functions) or "none"
+                if term.function not in functions:
+                    known = ", ".join(functions) or "none"
                     raise UsageError(
                         f"domain {domain} is rewarded by {term.function!r}, which is no function",
                         remedy=f"functions: {known}",
@@ -88,26 +80,11 @@ class OffloadRewarder:
         if rewards.terms:
             item = item_of(trajectory)
             async with asyncio.TaskGroup() as group:
-                calls = [
-                    group.create_task(self._offload.submit(term.function, item, deadline_s)) for term in rewards.terms
-                ]
+                calls = [group.create_task(self._submit(term.function, item, deadline_s)) for term in rewards.terms]
             outcomes = [call.result() for call in calls]
         return combine(trajectory, rewards, outcomes)
 
-
-class RewardFunctions:
-    """Functions by name, local and offloaded. Any number of tasks may call `submit`."""
-
-    def __init__(self, offload: Offload, local: Mapping[str, InlineScorer]) -> None:
-        self._offload = offload
-        self._local = dict(local)
-
-    @property
-    def functions(self) -> Mapping[str, Any]:
-        """Names that `submit` accepts."""
-        return {**self._offload.functions, **self._local}
-
-    async def submit(self, function: str, item: Item, deadline_s: float) -> Outcome:
+    async def _submit(self, function: str, item: Item, deadline_s: float) -> Outcome:
         """See `Offload.submit`. The deadline of a local function covers its wait for its turn and its awaits."""
         scorer = self._local.get(function)
         if scorer is None:
