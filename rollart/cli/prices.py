@@ -56,10 +56,9 @@ def import_(file: Path, cluster: Path | None, into: Path, region: str, output: s
 def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region: str, output: str) -> None:
     chosen = _chosen(providers, SOURCES)
     functions = cluster_functions(cluster)
-    settings = {name: functions.settings(name) for name in chosen}
     known = load_prices(into) if into.exists() else base_list(cluster)
     today = dt.date.today()
-    found = ask(chosen, settings, known, root=Path(".rollart/functions"), today=today, region=region)
+    found = ask(chosen, functions, known, root=Path(".rollart/functions"), today=today, region=region)
     _show(merge_into(into, found.entries, cluster=cluster, today=today), into, output)
     if found.unused:
         click.echo(f"not used: {', '.join(found.unused)}", err=True)

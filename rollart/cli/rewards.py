@@ -29,6 +29,7 @@ from rollart.launch.functions import (
 )
 from rollart.ledger.prices import PriceBook
 from rollart.report.tables import Report, Row, Table, TableColumn, as_count, as_number, as_seconds, as_text, as_usd
+from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.prices import PriceList
 from rollart.tools.prices import effective_prices
 from serverless.deploy import template
@@ -106,8 +107,7 @@ def invoke(
     function = source if package is None else package.spec.name
 
     async def main() -> Any:
-        settings, unsafe = functions.settings(name), functions.allow_unsafe
-        async with backend(name, settings, root=root, allow_unsafe=unsafe) as target:
+        async with backend(name, functions, root=root) as target:
             if package is None:
                 await attach_function(target, name, function, root=root)
             else:
@@ -201,7 +201,7 @@ def _rehearsed(source: str, cases: Path | None, *, allow_unsafe: bool = False) -
 
         async def all_of_them() -> list[Rehearsal]:
             prices = units_by_provider()
-            async with backend("local", allow_unsafe=allow_unsafe) as target:
+            async with backend("local", ClusterFunctions(allow_unsafe=allow_unsafe)) as target:
                 return [await rehearse(package, items, backend=target, prices=prices) for package in packages]
 
         return asyncio.run(all_of_them())
@@ -219,8 +219,7 @@ def _with(
     name, functions = canonical_provider(provider), cluster_functions(cluster)
 
     async def main() -> T:
-        settings, unsafe = functions.settings(name), functions.allow_unsafe
-        async with deployer(name, settings, root=root, meter=meter, allow_unsafe=unsafe) as target:
+        async with deployer(name, functions, root=root, meter=meter) as target:
             return await do(target)
 
     with translated_errors():

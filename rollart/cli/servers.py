@@ -70,7 +70,8 @@ def serve(
     packages = packages_in(source)
     functions = cluster_functions(cluster)
     with translated_errors():
-        target = backend("local", functions.settings("local"), allow_unsafe=allow_unsafe or functions.allow_unsafe)
+        unsafe = allow_unsafe or functions.allow_unsafe
+        target = backend("local", functions.model_copy(update={"allow_unsafe": unsafe}))
         _serve(
             _reward_server(packages, target, host=host, port=port, token=token),
             lambda url: _announce_rewards(url, packages, token_env or "", as_json),

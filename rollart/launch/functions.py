@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
@@ -21,10 +21,11 @@ from rollart.control.groups import ActiveRollouts
 from rollart.errors import ProviderError, RollartError, RunFailed, SpecError, StorageFailed, UsageError, did_you_mean
 from rollart.ledger.intervals import FUNCTION_HEALTH, OFFLOAD_STAGE
 from rollart.ledger.prices import PriceBook
-from rollart.ports import RunEvent
-from rollart.settings.cluster import ClusterFunctions, FunctionProvider, LocalFunctions
+from rollart.ledger.store import Ledger
+from rollart.ports import Recorder, RunEvent
+from rollart.settings.cluster import ClusterFunctions, FunctionProvider, HttpFunction
+from rollart.settings.functions import settings_model
 from rollart.settings.load import builtin, function_layer_settings, load_prices
-from rollart.settings.prices import PriceList
 from rollart.settings.resolve import Resolved
 from serverless.declare import declarations
 from serverless.deploy.package import Package, build
@@ -39,14 +40,15 @@ from serverless.errors import (
 )
 from serverless.meter import MeterSink, NullMeter, Saving, WorkerSpan
 from serverless.pipeline.offload import Offload
-from serverless.pipeline.stages import PipelineSpec
 from serverless.providers.base import Backend, Deployer
 from serverless.scaling.decisions import StatisticsMeter
 from serverless.scaling.scaler import Scaler, ScalerContext, ScalingDecision, ScalingPrices
-from serverless.scaling.settings import ScalingSpec
 from serverless.spec import FunctionSpec
 from serverless.types import Invocation
 from serverless.workers.remote import WorkerHosts
+
+if TYPE_CHECKING:
+    from serverless.providers.http import Endpoint  # its client is not needed without this provider
 
 PROVIDERS: tuple[str, ...] = get_args(FunctionProvider)
 """Provider names as in the ledger and the price list."""
@@ -73,24 +75,20 @@ def translated_errors(prefix: str = "") -> Iterator[None]:
     try:
         yield
     except ServerlessError as error:
-        raise _translate(error, prefix) from None
+        kind: type[RollartError] = RunFailed
+        if isinstance(error, CredentialsMissing | ExtraMissing | BackendFailed):
+            kind = ProviderError
+        elif isinstance(error, SpecInvalid):
+            kind = SpecError
+        elif isinstance(error, PackageError | UnknownFunction):
+            kind = UsageError
+        raise kind(prefix + error.message, remedy=error.remedy) from None
     except OSError as error:
         if error.filename is None:
             raise
         raise StorageFailed(
             f"{prefix}{error.filename}: {error.strerror}", remedy="choose another place, or mend its permissions"
         ) from None
-
-
-def _translate(error: ServerlessError, prefix: str) -> RollartError:
-    kind: type[RollartError] = RunFailed
-    if isinstance(error, CredentialsMissing | ExtraMissing | BackendFailed):
-        kind = ProviderError
-    elif isinstance(error, SpecInvalid):
-        kind = SpecError
-    elif isinstance(error, PackageError | UnknownFunction):
-        kind = UsageError
-    return kind(prefix + error.message, remedy=error.remedy)
 
 
 def packages_in(source: str, *, name: str | None = None, base: Path | None = None) -> list[Package]:
@@ -149,29 +147,22 @@ def _name(attribute: str) -> str:
     return attribute.rpartition(".")[2].rpartition("/")[2]
 
 
-def deployer(
-    provider: str,
-    settings: Mapping[str, Any] | None = None,
-    *,
-    root: Path,
-    meter: MeterSink | None = None,
-    allow_unsafe: bool = False,
-) -> Deployer:
+def deployer(provider: str, functions: ClusterFunctions, *, root: Path, meter: MeterSink | None = None) -> Deployer:
     """The control plane of a provider, not open yet. `root`: directory of local deployments; `meter`: receives the
-    bills of trials; `allow_unsafe`: for local trials. SpecError for invalid settings."""
+    bills of trials. SpecError for invalid settings."""
     with translated_errors():
         if provider == "local":
             from serverless.deploy.local import LocalDeployer
 
-            return LocalDeployer(root, meter=meter, allow_unsafe=allow_unsafe)
+            return LocalDeployer(root, meter=meter, allow_unsafe=functions.allow_unsafe)
         if provider == "aws_lambda":
             from serverless.deploy.aws import AwsDeployer
 
-            return AwsDeployer(_aws(settings), meter=meter)
+            return AwsDeployer(function_settings(provider, functions), meter=meter)
         if provider == "modal":
             from serverless.deploy.modal_app import ModalDeployer
 
-            return ModalDeployer(_modal(settings), meter=meter)
+            return ModalDeployer(function_settings(provider, functions), meter=meter)
     raise UsageError(
         f"nothing is deployed to '{provider}'", remedy=f"deploy to one of {', '.join(DEPLOYABLE_PROVIDERS)}"
     )
@@ -209,11 +200,10 @@ class TrialMeter(NullMeter):
 
 def backend(
     provider: str,
-    settings: Mapping[str, Any] | None = None,
+    functions: ClusterFunctions,
     *,
     meter: MeterSink | None = None,
     root: Path | None = None,
-    allow_unsafe: bool = False,
     hosts: WorkerHosts | None = None,
     run: str = "",
 ) -> Backend:
@@ -222,19 +212,19 @@ def backend(
     calls does not become current. SpecError for invalid settings."""
     with translated_errors():
         if provider == "local":
-            return _local(settings or {}, meter=meter, root=root, allow_unsafe=allow_unsafe, hosts=hosts)
+            return _local(functions, meter, root, hosts)
         if provider == "aws_lambda":
             from serverless.providers.aws import AwsLambdaBackend
 
-            return AwsLambdaBackend(_aws(settings), meter=meter, run=run)
+            return AwsLambdaBackend(function_settings(provider, functions), meter=meter, run=run)
         if provider == "modal":
             from serverless.providers.modal import ModalBackend
 
-            return ModalBackend(_modal(settings), meter=meter, current=bool(run))
+            return ModalBackend(function_settings(provider, functions), meter=meter, current=bool(run))
         if provider == "http":
             from serverless.providers.http import HttpBackend
 
-            return HttpBackend(_endpoints(settings or {}), meter=meter)
+            return HttpBackend(_endpoints(functions.http), meter=meter)
     raise UsageError(f"no provider '{provider}' (rule: one of {', '.join(PROVIDERS)})")
 
 
@@ -252,24 +242,19 @@ async def attach_function(backend: Backend, provider: str, function: str, *, roo
 
 
 def _local(
-    settings: Mapping[str, Any],
-    *,
-    meter: MeterSink | None,
-    root: Path | None,
-    allow_unsafe: bool,
-    hosts: WorkerHosts | None,
+    functions: ClusterFunctions, meter: MeterSink | None, root: Path | None, hosts: WorkerHosts | None
 ) -> Backend:
     """Workers on this machine or on `hosts`, either plain or in imitation of a provider (`rehearse`), with its start
     delay, throttling and overhead."""
     from serverless.workers.local import LocalBackend
     from serverless.workers.remote import HostedBackend
 
-    local = function_layer_settings(LocalFunctions, "functions.local", settings)
+    local, unsafe = functions.local, functions.allow_unsafe
 
     def workers(**more: Any) -> Backend:
         if hosts is not None:
-            return HostedBackend(hosts, meter=meter, allow_unsafe=allow_unsafe, **more)
-        return LocalBackend(meter=meter, root=root, runtime=local.runtime, allow_unsafe=allow_unsafe, **more)
+            return HostedBackend(hosts, meter=meter, allow_unsafe=unsafe, **more)
+        return LocalBackend(meter=meter, root=root, runtime=local.runtime, allow_unsafe=unsafe, **more)
 
     if local.rehearse is None:
         return workers()
@@ -284,9 +269,9 @@ def check_providers(functions: ClusterFunctions, names: Collection[str] = ()) ->
     """Check everything about the run's providers that is known without asking them: settings, client libraries, named
     secrets, and the URLs of the run's functions. `SpecError` or `ProviderError`. Credentials are tested only when a
     provider is called."""
-    pipeline_settings(functions.pipeline)
+    function_settings("pipeline", functions)
     for name in functions.chain:
-        backend(name, functions.settings(name))
+        backend(name, functions)
         for library in _LIBRARIES.get(name, ()):
             if importlib.util.find_spec(library) is None:
                 raise ProviderError(f"{library} is not installed", remedy=f"pip install 'rollart[{_EXTRAS[name]}]'")
@@ -296,39 +281,23 @@ def check_providers(functions: ClusterFunctions, names: Collection[str] = ()) ->
             f"functions.http has no URL for function '{without[0]}' (rule: one for each function of the run)",
             remedy=f"give it one; functions with a URL: {', '.join(functions.http) or 'none'}",
         )
+    function_settings("scaling", functions)
 
 
 _LIBRARIES = {"aws_lambda": ("boto3", "aiobotocore"), "modal": ("modal",)}
 _EXTRAS = {"aws_lambda": "aws", "modal": "modal"}
 
 
-def pipeline_settings(given: Mapping[str, Any]) -> PipelineSpec:
-    """SpecError for an unknown stage or constant."""
-    return function_layer_settings(PipelineSpec, "functions.pipeline", given)
+def function_settings(key: str, functions: ClusterFunctions) -> Any:
+    """The function layer's own settings under `functions`, validated: `AwsSettings`, `ModalSettings`, `PipelineSpec` or
+    `ScalingSpec`. SpecError for invalid ones."""
+    return function_layer_settings(settings_model(key), f"functions.{key}", getattr(functions, key))
 
 
-def function_settings(provider: str, functions: ClusterFunctions) -> Any:
-    """A provider's own settings, validated: `AwsSettings` or `ModalSettings`. SpecError for invalid ones."""
-    return {"aws_lambda": _aws, "modal": _modal}[provider](functions.settings(provider))
-
-
-def _aws(settings: Mapping[str, Any] | None) -> Any:
-    from serverless.deploy.aws_function import AwsSettings
-
-    return function_layer_settings(AwsSettings, "functions.aws_lambda", settings or {})
-
-
-def _modal(settings: Mapping[str, Any] | None) -> Any:
-    from serverless.providers.modal_client import ModalSettings
-
-    return function_layer_settings(ModalSettings, "functions.modal", settings or {})
-
-
-def _endpoints(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """`{function: {url, token_env | secret_env + key}}`: specs name secrets and never contain them."""
+def _endpoints(functions: Mapping[str, HttpFunction]) -> dict[str, Endpoint]:
+    """The URLs with their secrets, which specs name and never contain."""
     from serverless.providers.http import Bearer, Endpoint, Signed
 
-    functions = function_layer_settings(ClusterFunctions, "functions", {"http": settings}).http
     found = {}
     for name, given in functions.items():
         auth: Bearer | Signed | None = None
@@ -349,25 +318,17 @@ def _secret(function: str, variable: str) -> str:
     return value
 
 
-def units_by_provider(
-    prices: PriceList | None = None, providers: Sequence[str] | None = None
-) -> dict[str, dict[str, float]]:
-    """Dollars by unit for each function provider in a price list."""
-    listed = prices or load_prices(builtin("prices.yaml"))
+def units_by_provider() -> dict[str, dict[str, float]]:
+    """Dollars by unit for each function provider in the shipped price list."""
     found: dict[str, dict[str, float]] = {}
-    for entry in listed.prices:
-        if entry.unit != "device-hour" and (providers is None or entry.name in providers):
+    for entry in load_prices(builtin("prices.yaml")).prices:
+        if entry.unit != "device-hour":
             found.setdefault(entry.name, {})[entry.unit] = entry.usd
     return found
 
 
 PROVISIONED_FILE = "provisioned.json"
 """File in the run's directory with the provisioned levels from before the run changed them, until they are restored."""
-
-
-def scaling_settings(given: Mapping[str, Any]) -> ScalingSpec:
-    """SpecError for an unknown setting or an invalid value."""
-    return function_layer_settings(ScalingSpec, "functions.scaling", given)
 
 
 class TrajectoryDemand:
@@ -406,12 +367,6 @@ def scaling_prices(resolved: Resolved, live: Callable[[], int]) -> ScalingPrices
     return ScalingPrices(idle, lambda: every_second / max(1, live()))
 
 
-class RunEventSink(Protocol):
-    """Receiver of scaling events."""
-
-    def event(self, event: RunEvent) -> None: ...
-
-
 def make_scaler(
     resolved: Resolved,
     offload: Offload,
@@ -421,7 +376,7 @@ def make_scaler(
     rolling: ActiveRollouts,
     plan: Mapping[str, DomainRewards],
     live: Callable[[], int],
-    events: RunEventSink,
+    events: Recorder,
     directory: Path,
 ) -> Scaler:
     """The run's scaler, not open yet. `live`: number of live trajectories. Every change is an event of kind
@@ -451,20 +406,8 @@ def make_scaler(
         tell=emit,
         remember=directory / PROVISIONED_FILE,
     )
-    settings = scaling_settings(resolved.cluster.functions.scaling)
+    settings = function_settings("scaling", resolved.cluster.functions)
     return Scaler(offload.functions, chain, seen=seen, meter=seen, settings=settings, around=around)
-
-
-class LedgerWriter(Protocol):
-    """The part of a ledger that receives function records."""
-
-    def event(self, event: RunEvent) -> None: ...
-
-    def invocation(self, invocation: Invocation) -> None: ...
-
-    def saving(self, saving: Saving) -> None: ...
-
-    def worker(self, span: WorkerSpan) -> None: ...
 
 
 class LedgerMeter:
@@ -474,7 +417,7 @@ class LedgerMeter:
     that are being closed, and must not disturb that.
     """
 
-    def __init__(self, ledger: LedgerWriter) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
 
     def invocation(self, invocation: Invocation) -> None:
@@ -491,7 +434,7 @@ class LedgerMeter:
             self._ledger.saving(saving)
 
 
-def record_offload(ledger: LedgerWriter, offload: Offload, now: float) -> None:
+def record_offload(ledger: Ledger, offload: Offload, now: float) -> None:
     """At the end of a run's life, record work, cost and savings of every pipeline stage, and the health of every
     function."""
     with contextlib.suppress(StorageFailed):

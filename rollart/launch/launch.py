@@ -262,7 +262,7 @@ async def _start_hosts(context: RunContext) -> list[HostAutoscaler]:
     """Wait until the initial hosts serve; the keepers that maintain their number in an elastic cluster."""
     for fleet in _fleets(context):
         await fleet.ready()
-    return host_count_keepers(context.wanted, context.nodes, context.environments, context.functions, context)
+    return host_count_keepers(context.wanted, context.nodes, context.environments, context.functions, context.ledger)
 
 
 async def _start_engines(context: RunContext) -> None:

@@ -39,7 +39,7 @@ from rollart.adapters.text import HubTokenizer
 from rollart.architecture import LINEAR, read_architecture, refuse_truncated, refuse_unsupported, weight_files
 from rollart.errors import RollartError, SpecError, UsageError
 from rollart.launch.broadcasts import collective_backend
-from rollart.launch.functions import check_providers, scaling_settings
+from rollart.launch.functions import check_providers
 from rollart.launch.hosts import function_actor, hosted_domains, image_hook_config, import_paths, initial_function_hosts
 from rollart.launch.layout import attached_urls, engine_actor, engine_command, torch_device, trainer_actors
 from rollart.launch.prepare import (
@@ -245,7 +245,6 @@ def _refuse_local_problems(resolved: Resolved, others: bool) -> None:
         _refuse_programs(resolved)
     functions = resolved.cluster.functions
     check_providers(functions, [function.name for function in resolved.run.functions])
-    scaling_settings(functions.scaling)
     if resolved.cluster.engines.kind == "vllm":  # imported late for the sake of other runs
         from rollart.launch.vllm import refuse_dead_servers, refuse_without_vllm
 

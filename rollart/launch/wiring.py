@@ -33,8 +33,8 @@ from rollart.launch.engines import ClusterEngineSite, TrainerProgram
 from rollart.launch.functions import (
     LedgerMeter,
     backend,
+    function_settings,
     make_scaler,
-    pipeline_settings,
     record_offload,
     translated_errors,
 )
@@ -69,7 +69,7 @@ from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
 from rollart.policy.collapse import CollapseAlarm
 from rollart.policy.schedules import resolve as schedule
-from rollart.ports import Charge, RunEvent, Runtime
+from rollart.ports import RunEvent, Runtime
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.settings.resolve import Resolved
 from rollart.settings.run import BatchSpec
@@ -245,7 +245,7 @@ class RunContext:
             trainer=self.trainer,
             journal=self.ledger,
             weights=self.weights,
-            recorder=self,
+            recorder=self.ledger,
             leases=self.leases,
             trainer_clock=self.trainer_clock,
             version=weights.version,
@@ -268,7 +268,7 @@ class RunContext:
         self.supervisor = EngineSupervisor(
             self.control.gateway,
             self.leases,
-            self,
+            self.ledger,
             shares=self.site.shares,
             weights=self._current_weights,
             start_s=engine_start_limits(self.resolved).most_s,
@@ -276,7 +276,7 @@ class RunContext:
             patience_s=node_wait_s(self.resolved),
         )
         self.fleet = EngineFleet(
-            self.control.gateway, self.supervisor, self.site, self, drain_s=self.resolved.run.leases.generate_s
+            self.control.gateway, self.supervisor, self.site, self.ledger, drain_s=self.resolved.run.leases.generate_s
         )
         if engines_are_movable(self.resolved):
             self.control.move_by(self.fleet)
@@ -289,27 +289,20 @@ class RunContext:
         """Deploy the reward functions while the body runs."""
         spec, root = self.resolved.cluster.functions, self.directory / "functions"
         meter, plan = StatisticsMeter(LedgerMeter(self.ledger)), reward_plan(self.resolved)
-        open_backend = functools.partial(
-            backend,
-            meter=meter,
-            root=root,
-            allow_unsafe=spec.allow_unsafe,
-            hosts=self.workers,
-            run=provider_run_id(self.directory),
-        )
         for name, why in rewards.why.items():
             self.emit("reward_beside", name, why=why)
         if (played := spec.local.rehearse) is not None and "local" in spec.chain:
             self.emit("rehearsal", "functions", provider=played, seed=spec.local.seed)
         with translated_errors("reward functions: "):
             async with contextlib.AsyncExitStack() as stack:
-                chain = [
-                    await stack.enter_async_context(open_backend(name, spec.settings(name))) for name in spec.chain
-                ]
+                chain, run = [], provider_run_id(self.directory)
+                for name in spec.chain:
+                    opened = backend(name, spec, meter=meter, root=root, hosts=self.workers, run=run)
+                    chain.append(await stack.enter_async_context(opened))
                 offload = Offload(
                     rewards.packages,
                     chain,
-                    settings=pipeline_settings(spec.pipeline),
+                    settings=function_settings("pipeline", spec),
                     cache=self.directory / "rewards.sqlite",
                     meter=meter,
                     seed=self.resolved.run.seed,
@@ -325,7 +318,7 @@ class RunContext:
                     rolling=scheduler.rolling,
                     plan=plan,
                     live=scheduler.live,
-                    events=self,
+                    events=self.ledger,
                     directory=self.directory,
                 )
                 await stack.enter_async_context(scaling)
@@ -342,7 +335,7 @@ class RunContext:
         """Monitor the run, from the first part's start on."""
         await watch_progress(
             self.leases,
-            self,
+            self.ledger,
             progress=self._progress_count,
             stall_s=stall_limit_s(self.resolved),
             check=self._flush_clocks,
@@ -354,16 +347,6 @@ class RunContext:
     async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
         """`Rewarder`: the functions are opened after this object is created."""
         return await self.rewarder.score(trajectory, deadline_s)
-
-    def interval(self, interval: object) -> None:
-        self.ledger.interval(interval)  # type: ignore[arg-type]
-
-    def event(self, event: RunEvent) -> None:
-        """`Recorder`."""
-        self.ledger.event(event)
-
-    def charge(self, charge: Charge) -> None:
-        self.ledger.charge(charge)
 
     def _progress_count(self) -> int:
         """A counter that grows while work gets done: started parts, generated turns, published versions."""

@@ -380,14 +380,6 @@ class ClusterFunctions(SpecEntry):
         """Providers in their order."""
         return tuple(self.backend) if isinstance(self.backend, list) else (self.backend,)
 
-    def settings(self, provider: str) -> dict[str, JsonValue]:
-        """The settings of one provider."""
-        if provider == "http":
-            return {name: one.model_dump(exclude_none=True) for name, one in self.http.items()}
-        if provider == "local":
-            return self.local.model_dump(exclude_none=True)
-        return {"aws_lambda": self.aws_lambda, "modal": self.modal}.get(provider, {})
-
 
 class ElasticSpec(SpecEntry):
     """Nodes may join and leave: the plan is recomputed for the present nodes. `true` alone: with the defaults. The

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.errors import ProviderError, RollartError, SpecError, UsageError
+from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.load import builtin, load_cluster, load_prices, price_list
 from rollart.settings.planning import merged_prices
 from rollart.settings.prices import PriceEntry, PriceList
@@ -180,7 +181,7 @@ class RefreshedPrices:
 
 def refresh_prices(
     providers: Sequence[str],
-    settings: Mapping[str, Mapping[str, Any]],
+    functions: ClusterFunctions,
     known: PriceList,
     *,
     root: Path,
@@ -195,9 +196,9 @@ def refresh_prices(
     for provider in providers:
         try:
             if provider == "aws_lambda":
-                found.entries += _lambda_prices(settings.get(provider, {}), region)
+                found.entries += _lambda_prices(functions, region)
             else:
-                entries, unused = modal_prices(_modal_rates(settings.get(provider, {}), root), known, today)
+                entries, unused = modal_prices(_modal_rates(functions, root), known, today)
                 found.entries += entries
                 found.unused += [f"{provider}: {name}" for name in unused]
         except RollartError as error:
@@ -211,14 +212,13 @@ def refresh_prices(
     raise ProviderError("\n".join(error.message for error in errors), remedy="; ".join(remedies))
 
 
-def _lambda_prices(given: Mapping[str, Any], region: str) -> list[PriceEntry]:
+def _lambda_prices(functions: ClusterFunctions, region: str) -> list[PriceEntry]:
     """AWS Lambda's prices in the settings' region (`AWSPriceListService.GetProducts`)."""
-    from rollart.launch.functions import translated_errors
-    from serverless.deploy.aws_function import AwsSettings
+    from rollart.launch.functions import function_settings, translated_errors
     from serverless.deploy.aws_session import Boto3Clients
     from serverless.deploy.aws_session import translate_errors as asking
 
-    settings = AwsSettings(**given)
+    settings = function_settings("aws_lambda", functions)
     environment = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or DEFAULT_REGION
     where = region or settings.region or environment
     clients = Boto3Clients(settings.model_copy(update={"region": DEFAULT_REGION}))
@@ -239,12 +239,12 @@ def _lambda_prices(given: Mapping[str, Any], region: str) -> list[PriceEntry]:
     return entries
 
 
-def _modal_rates(given: Mapping[str, Any], root: Path) -> Mapping[str, Decimal]:
+def _modal_rates(functions: ClusterFunctions, root: Path) -> Mapping[str, Decimal]:
     from rollart.launch.functions import deployer, translated_errors
     from serverless.deploy.modal_app import ModalDeployer
 
     async def main() -> Mapping[str, Decimal]:
-        async with deployer("modal", given, root=root) as modal:
+        async with deployer("modal", functions, root=root) as modal:
             assert isinstance(modal, ModalDeployer)
             return await modal.rates()
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from rollart.launch.functions import backend, packages_in
+from rollart.settings.cluster import ClusterFunctions, HttpFunction
 from serverless.deploy import template
 from serverless.types import Item
 from serverless.wire import encode
@@ -74,8 +75,8 @@ def test_another_run_calls_it_by_url_and_token(tmp_path: Path, monkeypatch: pyte
         (package,) = packages_in("mine/mine.py", base=tmp_path)
 
         async def main() -> Any:
-            http = {"mine": {"url": function["url"], "token_env": "CALLERS_TOKEN"}}
-            async with backend("http", http) as place:
+            http = {"mine": HttpFunction(url=function["url"], token_env="CALLERS_TOKEN")}
+            async with backend("http", ClusterFunctions(http=http)) as place:
                 await place.deploy(package)
                 return await place.invoke("mine", [encode(ITEM)], deadline_s=60.0)
 

@@ -11,7 +11,7 @@ import pytest
 from rollart.errors import ProviderError, SpecError, UsageError
 from rollart.launch.functions import TrialMeter, backend, check_providers, packages_in
 from rollart.ledger.prices import PriceBook
-from rollart.settings.cluster import ClusterFunctions
+from rollart.settings.cluster import ClusterFunctions, LocalFunctions
 from rollart.settings.load import builtin, load_prices
 from serverless.deploy import template
 from serverless.deploy.aws_function import AwsSettings
@@ -22,8 +22,8 @@ from serverless.workers.local import LocalBackend
 
 
 def test_local_workers_play_a_provider_when_told() -> None:
-    assert isinstance(backend("local"), LocalBackend)
-    played = backend("local", {"rehearse": "modal", "seed": 3})
+    assert isinstance(backend("local", ClusterFunctions()), LocalBackend)
+    played = backend("local", ClusterFunctions(local=LocalFunctions(rehearse="modal", seed=3)))
     assert isinstance(played, RehearsedBackend)
     assert played.provider == "local"
 
@@ -52,11 +52,9 @@ def test_a_secret_that_is_not_set_is_told_before_anything_starts(monkeypatch: py
     check_providers(functions)
 
 
-def test_urls_of_a_caller_are_checked_as_those_of_a_file() -> None:
-    with pytest.raises(SpecError, match=r"functions\.http\.f.*an http or https URL"):
-        backend("http", {"f": "ftp://h"})
+def test_no_such_provider() -> None:
     with pytest.raises(UsageError, match="no provider"):
-        backend("azure")
+        backend("azure", ClusterFunctions())
 
 
 def test_trials_are_priced_by_the_list() -> None:
@@ -88,7 +86,9 @@ def test_a_rehearsed_call_waits_for_the_providers_cold_start(tmp_path: Path) -> 
     cold_s = MODAL.cold_start.draw(random.Random("3/mine"))
 
     async def main() -> tuple[Reply, Reply]:
-        async with backend("local", {"rehearse": "modal", "seed": 3}, root=tmp_path / "functions") as place:
+        async with backend(
+            "local", ClusterFunctions(local=LocalFunctions(rehearse="modal", seed=3)), root=tmp_path / "functions"
+        ) as place:
             await place.deploy(package)
             return (
                 await place.invoke("mine", [], deadline_s=60.0),

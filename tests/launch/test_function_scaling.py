@@ -13,12 +13,13 @@ from rollart.control.domain import Domain
 from rollart.control.groups import ActiveRollouts
 from rollart.control.trajectory import TrajectoryState
 from rollart.errors import SpecError
-from rollart.launch.functions import TrajectoryDemand, make_scaler, scaling_prices, scaling_settings
+from rollart.launch.functions import TrajectoryDemand, function_settings, make_scaler, scaling_prices
 from rollart.model import GroupId, Purpose, TrajectoryId
-from rollart.ports import RunEvent
+from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.resolve import read_specs, resolve_specs
 from rollart.sim import loop as virtual
 from rollart.testing.functions import Meter
+from rollart.testing.ledger import MemoryRecorder
 from serverless.pipeline.offload import Offload
 from serverless.providers.simulated import SimulatedBackend
 from serverless.scaling.decisions import StatisticsMeter
@@ -49,7 +50,7 @@ def live(key: str, domain: str, started: float) -> TrajectoryState:
 )
 def test_a_wrong_setting_is_said_in_one_line(given: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecError) as told:
-        scaling_settings(given)
+        function_settings("scaling", ClusterFunctions(scaling=given))
     assert said in str(told.value)
     assert "\n" not in told.value.message
 
@@ -84,14 +85,7 @@ def test_a_trajectory_that_waits_costs_its_share_of_the_devices_and_a_worker_a_c
 
 
 def test_changes_are_events_of_the_ledger(tmp_path: pathlib.Path) -> None:
-    class Events:
-        def __init__(self) -> None:
-            self.all: list[RunEvent] = []
-
-        def event(self, event: RunEvent) -> None:
-            self.all.append(event)
-
-    events, rolling = Events(), ActiveRollouts()
+    events, rolling = MemoryRecorder(), ActiveRollouts()
     resolved = resolve_specs(read_specs())
 
     async def main() -> int:
@@ -123,10 +117,10 @@ def test_changes_are_events_of_the_ledger(tmp_path: pathlib.Path) -> None:
                 return backend.workers("behave")
 
     assert virtual.run(main()) >= 2
-    first, last = events.all[0], events.all[-1]
+    first, last = events.events[0], events.events[-1]
     assert (first.kind, first.subject) == ("function_scaled", "behave")
     assert first.fields["provider"] == "simulated"
     assert first.fields["from"] == 0
-    assert {e.fields["why"] for e in events.all} >= {"forecast", "set back"}
+    assert {e.fields["why"] for e in events.events} >= {"forecast", "set back"}
     assert last.fields["to"] == 0
     assert list(tmp_path.iterdir()) == [], "nothing was paid for"

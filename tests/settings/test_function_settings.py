@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollart.errors import SpecError
+from rollart.settings.cluster import HttpFunction, LocalFunctions
 from rollart.settings.functions import MODELS, settings_model
 from rollart.settings.load import load_cluster
 from rollart.settings.resolve import resolve_files, resolve_saved
@@ -78,9 +79,8 @@ def test_a_saved_run_is_checked_too(write: Write) -> None:
     saved = write(resolved.to_yaml(), "resolved.yaml")
     again = resolve_saved(saved)
     assert again == resolved
-    given = {"runtime": "rollart", "rehearse": "aws_lambda", "seed": 3}
-    assert again.cluster.functions.settings("local").items() >= given.items()
-    assert again.cluster.functions.settings("http") == {"f": {"url": "http://h/f", "key": "rollart"}}
+    assert again.cluster.functions.local == LocalFunctions(runtime="rollart", rehearse="aws_lambda", seed=3)
+    assert again.cluster.functions.http == {"f": HttpFunction(url="http://h/f")}
     with pytest.raises(SpecError, match=r"functions\.pipeline"):
         resolve_saved(saved, ["cluster.functions.pipeline.cash.enabled=false"])
 
