@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import json
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
+
+from pydantic import BaseModel
 
 from serverless import keys
 from serverless.deploy.package import Package
@@ -34,8 +35,7 @@ KEPT = 5
 """Versions kept after a deployment for rollbacks, the current one included, at a few KB each."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Version:
+class _Version(BaseModel):
     """A version. `number` increases and is the provider's own name of it."""
 
     version: str
@@ -44,8 +44,7 @@ class _Version:
     spec: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
+class _State(BaseModel):
     current: str = ""
     versions: tuple[_Version, ...] = ()
     warm: int | None = None
@@ -70,20 +69,12 @@ class LocalDeployer:
 
     provider = "local"
 
-    def __init__(
-        self,
-        root: pathlib.Path,
-        *,
-        meter: MeterSink | None = None,
-        clock: Callable[[], datetime.datetime] = lambda: datetime.datetime.now(datetime.UTC),
-        allow_unsafe: bool = False,
-    ) -> None:
+    def __init__(self, root: pathlib.Path, *, meter: MeterSink | None = None, allow_unsafe: bool = False) -> None:
         """The trial of a new version is billed to the meter as a SMOKE call. `allow_unsafe`: also try untrusted
         functions that never use the sandbox."""
         self._root = root.resolve()
         self._meter = meter
         self._allow_unsafe = allow_unsafe
-        self._clock = clock
 
     async def plan(self, package: Package) -> DeploymentChange:
         name = package.spec.name
@@ -114,13 +105,16 @@ class LocalDeployer:
             made = _Version(
                 version=package.version,
                 number=1 + max((one.number for one in state.versions), default=0),
-                created=self._clock().isoformat(timespec="seconds"),
+                created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
                 spec=package.spec.model_dump(mode="json"),
             )
             others = tuple(one for one in state.versions if one.version != package.version)
-            state = replace(state, current=package.version, versions=(made, *others)[:KEPT])
+            kept = (made, *others)[:KEPT]
+            state = state.model_copy(update={"current": package.version, "versions": kept})
             self._write(name, state)
-            self._prune(name, state)
+            for old in self._directory(name).glob("*/"):
+                if old.name not in {one.version for one in kept}:
+                    shutil.rmtree(old, ignore_errors=True)
             return self._deployed(name, state, made)
 
     async def functions(self) -> Sequence[DeployedFunction]:
@@ -146,7 +140,7 @@ class LocalDeployer:
                 if not older:
                     raise UnknownFunction(f"function {function} has no version before its current one")
                 chosen = older[0]
-            state = replace(state, current=chosen.version)
+            state = state.model_copy(update={"current": chosen.version})
             self._write(function, state)
             return self._deployed(function, state, chosen)
 
@@ -154,12 +148,8 @@ class LocalDeployer:
         self, function: str, *, warm: int | None = None, concurrency: int | None = None
     ) -> DeployedFunction:
         with self._locked():
-            state = self._known(function)
-            state = replace(
-                state,
-                warm=state.warm if warm is None else warm,
-                concurrency=state.concurrency if concurrency is None else concurrency,
-            )
+            given = {"warm": warm, "concurrency": concurrency}
+            state = self._known(function).model_copy(update={k: v for k, v in given.items() if v is not None})
             chosen = state.find(function, state.current)
             deployed = self._deployed(function, state, chosen)
             least, most = deployed.warm or 0, deployed.concurrency or 0
@@ -183,13 +173,13 @@ class LocalDeployer:
             shutil.rmtree(self._directory(function))
             shutil.rmtree(self._root / "logs" / function, ignore_errors=True)
 
-    def package(self, function: str, version: str = "") -> Package:
-        """A deployed version, by default the current one, as it was packed, with its current scaling settings.
+    def package(self, function: str) -> Package:
+        """The current version as it was packed, with its current scaling settings.
 
         Raises `PackageError` if its files differ from the deployed ones.
         """
         state = self._known(function)
-        chosen = state.find(function, version or state.current)
+        chosen = state.find(function, state.current)
         directory = self._directory(function) / chosen.version
         files = {
             path.relative_to(directory).as_posix(): path.read_bytes()
@@ -237,25 +227,18 @@ class LocalDeployer:
 
     def _read(self, function: str) -> _State:
         try:
-            raw = json.loads((self._directory(function) / "state.json").read_text())
+            return _State.model_validate_json((self._directory(function) / "state.json").read_text())
         except FileNotFoundError:
             return _State()
-        return _State(**{**raw, "versions": tuple(_Version(**one) for one in raw["versions"])})
 
     def _write(self, function: str, state: _State) -> None:
         path = self._directory(function) / "state.json"
         partial = path.with_suffix(".partial")
         with partial.open("w") as file:
-            json.dump(asdict(state), file, indent=1)
+            file.write(state.model_dump_json(indent=1))
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-
-    def _prune(self, function: str, state: _State) -> None:
-        kept = {one.version for one in state.versions}
-        for directory in self._directory(function).glob("*/"):
-            if directory.name not in kept:
-                shutil.rmtree(directory, ignore_errors=True)
 
     def _deployed(self, function: str, state: _State, one: _Version) -> DeployedFunction:
         return DeployedFunction(

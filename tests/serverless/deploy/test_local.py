@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import datetime
 import pathlib
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -32,11 +31,8 @@ def version(directory: pathlib.Path, value: float | None, **settings: Any) -> Pa
 
 
 def run(work: Callable[[LocalDeployer], Coroutine[Any, Any, None]], root: pathlib.Path) -> None:
-    times = iter(range(100))
-    start = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
-
     async def main() -> None:
-        async with LocalDeployer(root, clock=lambda: start + datetime.timedelta(seconds=next(times))) as deployer:
+        async with LocalDeployer(root) as deployer:
             await work(deployer)
 
     asyncio.run(main())
