@@ -8,6 +8,7 @@ item's score depends on the other items of its call. Costs are those of warm cal
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import pathlib
 import statistics
@@ -23,7 +24,7 @@ from serverless.errors import SpecInvalid
 from serverless.meter import billed_seconds
 from serverless.providers.base import Backend, Reply
 from serverless.spec import FunctionSpec
-from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
+from serverless.types import FaultKind, InfraFault, Invocation, Item, ModelFault, Outcome, Scored
 from serverless.workers.local import LocalBackend
 
 _TOLERANCE = 1e-6
@@ -204,43 +205,47 @@ def _first_error(error: ValidationError) -> str:
 
 
 async def rehearse(
-    package: Package,
-    cases: Sequence[RehearsalCase],
-    *,
-    backend: Backend | None = None,
-    prices: Mapping[str, Mapping[str, float]] | None = None,
+    package: Package, cases: Sequence[RehearsalCase], *, backend: Backend, prices: Mapping[str, Mapping[str, float]]
 ) -> Rehearsal:
-    """Run the cases, of which there must be at least one, on an open `backend`, or on a temporary local one.
+    """Run the cases, of which there must be at least one, on an open `backend`.
 
     `prices` maps a provider to US dollars by unit (see `cost`). Faults are results, not errors. Raises `BackendFailed`
     and similar errors if the function cannot run at all.
     """
     if not cases:
         raise SpecInvalid("no cases to rehearse", remedy="give at least one item")
-    async with contextlib.AsyncExitStack() as stack:
-        if backend is None:
-            backend = await stack.enter_async_context(LocalBackend())
-        await backend.deploy(package)
-        first, peak = await _each(backend, package, cases)
-        again, later = await _each(backend, package, cases)
-        batch, batched, full = await _full_batch(backend, package, cases, again)
-        peak = max((p for p in (peak, later, _peak_mb(backend)) if p is not None), default=None)
-    spec = package.spec
-    warm = [r.seconds for r in (*first, *again) if not r.cold_start_s] or [r.seconds for r in again]
-    single_s = statistics.median(warm)
+    await backend.deploy(package)
+    caller = _Caller(backend, package)
+    first = [await caller.single(case) for case in cases]
+    again = [await caller.single(case) for case in cases]
+    batch, batched, full = await caller.full_batch(again)
+    spec, results = package.spec, (*first, *again)
+    warm = [r.seconds for r in results if not r.cold_start_s] or [r.seconds for r in again]
+    warnings = list(package.warnings)
+    if spec.deterministic:
+        changed = [a.case.item.id for a, b in zip(first, again, strict=True) if a.outcome != b.outcome]
+        mixed = {r.case.item.id: None for r, outcome in full if r.outcome != outcome}
+        if changed:
+            warnings.append(f"declared deterministic, but gave another answer the second time: {', '.join(changed)}")
+        elif mixed:
+            warnings.append(f"the answer depends on what else is in the call: {', '.join(mixed)}")
+    # For a batch of one, use the mean over every case, not the first one alone.
+    mean_s = statistics.mean(warm)
     return Rehearsal(
         function=spec.name,
         version=package.version,
         results=tuple(first),
-        single_s=single_s,
+        single_s=statistics.median(warm),
         batch=batch,
         batched_item_s=batched,
-        cold_start_s=max((r.cold_start_s for r in (*first, *again)), default=0.0),
-        memory_mb=peak,
+        cold_start_s=max(r.cold_start_s for r in results),
+        memory_mb=caller.peak_mb,
         memory_limit_mb=spec.memory_mb,
-        # For a batch of one, use the mean over every case, not the first one alone.
-        costs=costs(spec, statistics.mean(warm), statistics.mean(warm) if batch == 1 else batched, batch, prices or {}),
-        warnings=(*package.warnings, *_warnings(spec, first, again, full)),
+        costs=tuple(
+            _costs(spec, provider, units, mean_s, mean_s if batch == 1 else batched, batch)
+            for provider, units in prices.items()
+        ),
+        warnings=tuple(warnings),
     )
 
 
@@ -272,112 +277,87 @@ def _container_usd(spec: FunctionSpec, prices: Mapping[str, float]) -> float | N
     return second + (prices["gpu-second"] if spec.gpu else 0.0)
 
 
-def costs(
+def _costs(
     spec: FunctionSpec,
+    provider: str,
+    units: Mapping[str, float],
     single_s: float,
     batched_item_s: float | None,
     batch: int,
-    prices: Mapping[str, Mapping[str, float]],
-) -> tuple[CostPerMillion, ...]:
-    """The costs at every provider, with items sent one by one and in full batches."""
-    out = []
-    for provider, units in prices.items():
-        single = cost(spec, units, single_s, 1)
-        batched = None if batched_item_s is None else cost(spec, units, batched_item_s * batch, batch)
+) -> CostPerMillion:
+    """The costs at a provider, with items sent one by one and in full batches."""
+    single = cost(spec, units, single_s, 1)
+    batched = None if batched_item_s is None else cost(spec, units, batched_item_s * batch, batch)
+    waits = None if "GB-second" in units else _container_usd(spec, units)
+    if waits is None:
         note = "" if single is not None else "no price for its GPU" if spec.gpu else "no price per second"
-        waits = None if "GB-second" in units else _container_usd(spec, units)
-        idle_s = 0.0 if waits is None else min(IDLE_MOST_S, max(IDLE_LEAST_S, spec.keep_alive_s))
-        usd_idle = (waits or 0.0) * idle_s
-        if waits is not None:
-            note = f"and ${usd_idle:.2g} for each {idle_s:g} s that a container waits (keep_alive_s)"
-        out.append(CostPerMillion(provider, single, batched, batch, note, usd_idle, idle_s))
-    return tuple(out)
-
-
-async def _each(
-    backend: Backend, package: Package, cases: Sequence[RehearsalCase]
-) -> tuple[list[CaseResult], float | None]:
-    """Call every case alone. Returns the results and the peak memory."""
-    results: list[CaseResult] = []
-    peak: float | None = None
-    for case in cases:
-        event = [wire.encode(case.item)]
-        reply = await _invoke(backend, package, event)
-        outcome = _outcomes(reply, event, package.spec)[0]
-        bill = reply.invocation
-        cold = bill.cold_start_s if bill is not None else 0.0
-        seconds = max(0.0, bill.t1 - bill.t0 - cold) if bill is not None else 0.0
-        problem = (case.expected or _ANY_SCORE).mismatch(outcome)
-        if case.expected is None and isinstance(outcome, ModelFault):
-            problem = ""
-        results.append(CaseResult(case, outcome, seconds, cold, problem))
-        seen = _peak_mb(backend)
-        peak = seen if peak is None else max(peak, seen or 0.0)
-    return results, peak
+        return CostPerMillion(provider, single, batched, batch, note)
+    idle_s = min(IDLE_MOST_S, max(IDLE_LEAST_S, spec.keep_alive_s))
+    usd_idle = waits * idle_s
+    note = f"and ${usd_idle:.2g} for each {idle_s:g} s that a container waits (keep_alive_s)"
+    return CostPerMillion(provider, single, batched, batch, note, usd_idle, idle_s)
 
 
 _ANY_SCORE = ExpectedOutcome()
 
 
-async def _full_batch(
-    backend: Backend, package: Package, cases: Sequence[RehearsalCase], alone: Sequence[CaseResult]
-) -> tuple[int, float | None, list[tuple[CaseResult, Outcome]]]:
-    """One call with a full batch of the cases in rotation, without those whose single call failed.
+class _Caller:
+    """Calls a deployed function. `peak_mb`: the peak memory of its workers, None if they are not visible."""
 
-    Returns the number of items, the seconds per item (None if the call failed), and the outcome of each case beside its
-    single result.
-    """
-    spec = package.spec
-    good = [r for r in alone if not isinstance(r.outcome, InfraFault)]
-    if not good:
-        return spec.batch.max_items, None, []
-    chosen: list[CaseResult] = []
-    total = 0
-    for n in range(spec.batch.max_items):
-        total += wire.size(wire.encode(good[n % len(good)].case.item))
-        if chosen and total > spec.batch.max_bytes:
-            break
-        chosen.append(good[n % len(good)])
-    event = [{**wire.encode(r.case.item), "id": f"{n}"} for n, r in enumerate(chosen)]
-    reply = await _invoke(backend, package, event)
-    bill = reply.invocation
-    if reply.fault is not None or bill is None:
-        return len(chosen), None, []
-    seconds = max(0.0, bill.t1 - bill.t0 - bill.cold_start_s)
-    outcomes = _outcomes(reply, event, spec)
-    return len(chosen), seconds / len(chosen), list(zip(chosen, outcomes, strict=True))
+    def __init__(self, backend: Backend, package: Package) -> None:
+        self._backend = backend
+        self._spec = package.spec
+        self.peak_mb: float | None = None
+
+    async def single(self, case: RehearsalCase) -> CaseResult:
+        """Call a case alone."""
+        reply, outcomes = await self._call([wire.encode(case.item)])
+        outcome, bill = outcomes[0], reply.invocation
+        problem = (case.expected or _ANY_SCORE).mismatch(outcome)
+        if case.expected is None and isinstance(outcome, ModelFault):
+            problem = ""
+        return CaseResult(case, outcome, _warm_seconds(bill), bill.cold_start_s if bill else 0.0, problem)
+
+    async def full_batch(
+        self, alone: Sequence[CaseResult]
+    ) -> tuple[int, float | None, list[tuple[CaseResult, Outcome]]]:
+        """One call with a full batch of the cases in rotation, without those whose single call failed.
+
+        Returns the number of items, the seconds per item (None if the call failed), and the outcome of each case beside
+        its single result.
+        """
+        limits = self._spec.batch
+        good = [r for r in alone if not isinstance(r.outcome, InfraFault)]
+        if not good:
+            return limits.max_items, None, []
+        chosen: list[CaseResult] = []
+        total = 0
+        for result in itertools.islice(itertools.cycle(good), limits.max_items):
+            total += wire.size(wire.encode(result.case.item))
+            if chosen and total > limits.max_bytes:
+                break
+            chosen.append(result)
+        reply, outcomes = await self._call([{**wire.encode(r.case.item), "id": f"{n}"} for n, r in enumerate(chosen)])
+        if reply.fault is not None or reply.invocation is None:
+            return len(chosen), None, []
+        return len(chosen), _warm_seconds(reply.invocation) / len(chosen), list(zip(chosen, outcomes, strict=True))
+
+    async def _call(self, event: list[wire.WireItem]) -> tuple[Reply, list[Outcome]]:
+        spec = self._spec
+        reply = await self._backend.invoke(spec.name, event, deadline_s=spec.timeout_s + spec.init_timeout_s + 1.0)
+        seen = _peak_mb(self._backend)
+        self.peak_mb = seen if self.peak_mb is None else max(self.peak_mb, seen or 0.0)
+        fault = reply.fault
+        if fault is None:
+            return reply, wire.outcomes(reply.body, event, deterministic=spec.deterministic)
+        if fault.kind is FaultKind.TIMEOUT and spec.timeout_floor is not None:
+            return reply, [ModelFault(spec.timeout_floor, fault.detail)] * len(event)
+        return reply, [fault] * len(event)
 
 
-async def _invoke(backend: Backend, package: Package, event: Sequence[dict[str, Any]]) -> Reply:
-    limit = package.spec.timeout_s + package.spec.init_timeout_s + 1.0
-    return await backend.invoke(package.spec.name, event, deadline_s=limit)
-
-
-def _outcomes(reply: Reply, event: Sequence[dict[str, Any]], spec: FunctionSpec) -> list[Outcome]:
-    fault = reply.fault
-    if fault is None:
-        return wire.outcomes(reply.body, event, deterministic=spec.deterministic)
-    if fault.kind is FaultKind.TIMEOUT and spec.timeout_floor is not None:
-        return [ModelFault(spec.timeout_floor, fault.detail)] * len(event)
-    return [fault] * len(event)
-
-
-def _warnings(
-    spec: FunctionSpec,
-    first: Sequence[CaseResult],
-    again: Sequence[CaseResult],
-    full: Sequence[tuple[CaseResult, Outcome]],
-) -> list[str]:
-    out = []
-    if spec.deterministic:
-        changed = [a.case.item.id for a, b in zip(first, again, strict=True) if a.outcome != b.outcome]
-        if changed:
-            out.append(f"declared deterministic, but gave another answer the second time: {', '.join(changed)}")
-        else:
-            mixed = {r.case.item.id: None for r, outcome in full if r.outcome != outcome}
-            if mixed:
-                out.append(f"the answer depends on what else is in the call: {', '.join(mixed)}")
-    return out
+def _warm_seconds(bill: Invocation | None) -> float:
+    """The duration of a call without its cold start."""
+    return max(0.0, bill.t1 - bill.t0 - bill.cold_start_s) if bill is not None else 0.0
 
 
 def _peak_mb(backend: Backend) -> float | None:

@@ -16,6 +16,7 @@ from serverless.providers.simulated import Profile, SimulatedBackend
 from serverless.rehearse import ExpectedOutcome, Rehearsal, RehearsalCase, cost, read_cases, rehearse
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Scored
+from serverless.workers.local import LocalBackend
 from tests.serverless.support import Simulated, package
 
 LAMBDA = {"GB-second": 0.0000166667, "million-requests": 0.20}
@@ -183,7 +184,13 @@ def test_the_template_is_written_once_and_can_be_packed(tmp_path: pathlib.Path) 
 def test_the_template_passes_its_own_test(tmp_path: pathlib.Path) -> None:
     template.write(tmp_path)
     one = build(FunctionSpec(name="my_reward", source="my_reward.py"), base=tmp_path)
-    got = asyncio.run(rehearse(one, read_cases(tmp_path / "cases.jsonl"), prices={"aws_lambda": LAMBDA}))
+
+    async def main() -> Rehearsal:
+        cases = read_cases(tmp_path / "cases.jsonl")
+        async with LocalBackend() as backend:
+            return await rehearse(one, cases, backend=backend, prices={"aws_lambda": LAMBDA})
+
+    got = asyncio.run(main())
     assert got.passed, got
     assert [type(r.outcome).__name__ for r in got.results] == ["Scored", "Scored", "Scored", "ModelFault"]
     assert got.warnings == ()
