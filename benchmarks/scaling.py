@@ -48,7 +48,7 @@ from serverless.deploy.package import Package, build
 from serverless.pipeline.offload import Offload
 from serverless.providers.simulated import Profile, SimulatedBackend
 from serverless.scaling.decisions import StatisticsMeter
-from serverless.scaling.scaler import Scaler, ScalerContext, ScalingPrices
+from serverless.scaling.scaler import DemandSource, Scaler, ScalerContext, ScalingPrices
 from serverless.scaling.settings import ScalingSpec
 from serverless.spec import FunctionBatchSpec, FunctionSpec
 from serverless.types import Item, Scored
@@ -87,8 +87,8 @@ class Way:
     usd_per_thousand: float
 
 
-class Rollouts:
-    """Implements `Demand`: the trajectories of one domain, as a scheduler knows them."""
+class Rollouts(DemandSource):
+    """The trajectories of one domain, as a scheduler knows them."""
 
     def __init__(self, function: str) -> None:
         self._function = function

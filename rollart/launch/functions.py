@@ -42,7 +42,7 @@ from serverless.meter import MeterSink, NullMeter, Saving, WorkerSpan
 from serverless.pipeline.offload import Offload
 from serverless.providers.base import Backend, Deployer
 from serverless.scaling.decisions import StatisticsMeter
-from serverless.scaling.scaler import Scaler, ScalerContext, ScalingDecision, ScalingPrices
+from serverless.scaling.scaler import DemandSource, Scaler, ScalerContext, ScalingDecision, ScalingPrices
 from serverless.spec import FunctionSpec
 from serverless.types import Invocation
 from serverless.workers.remote import WorkerHosts
@@ -331,9 +331,8 @@ PROVISIONED_FILE = "provisioned.json"
 """File in the run's directory with the provisioned levels from before the run changed them, until they are restored."""
 
 
-class TrajectoryDemand:
-    """Implements `serverless.scaling.scaler.DemandSource`: kinds are domains, and a domain's functions are those of its
-    rewards."""
+class TrajectoryDemand(DemandSource):
+    """Kinds are domains, and a domain's functions are those of its rewards."""
 
     def __init__(self, rolling: ActiveRollouts, plan: Mapping[str, DomainRewards]) -> None:
         self._rolling = rolling

@@ -53,8 +53,8 @@ class Autoscaler:
         panic = self._mean(t - settings.stable_s * settings.panic_share) / carried
         most = math.ceil(settings.max_up * max(1, ready))
         least = math.floor(ready / settings.max_down)
-        calm = _between(_ceil(stable), least, most)
-        urgent = _between(_ceil(panic), least, most)
+        calm = max(least, min(math.ceil(stable - 1e-9), most))
+        urgent = max(least, min(math.ceil(panic - 1e-9), most))
         if urgent >= settings.panic_threshold * max(1, ready):
             self._panic_since = t
             self._panic_most = max(self._panic_most, urgent)
@@ -65,22 +65,11 @@ class Autoscaler:
             self._panic_most = number = max(self._panic_most, urgent, calm)
         if number == 0 and t - self._last_call < settings.grace_s:
             number = min(1, ready)
-        return self._delayed(t, number)
+        self._asked.append((t, number))
+        while self._asked[0][0] < t - settings.down_delay_s:
+            self._asked.popleft()
+        return max(n for _, n in self._asked)
 
     def _mean(self, since: float) -> float:
         values = [value for t, value in self._seen if t > since]
         return sum(values) / len(values) if values else 0.0
-
-    def _delayed(self, t: float, number: int) -> int:
-        self._asked.append((t, number))
-        while self._asked[0][0] < t - self._settings.down_delay_s:
-            self._asked.popleft()
-        return max(n for _, n in self._asked)
-
-
-def _ceil(value: float) -> int:
-    return math.ceil(value - 1e-9)
-
-
-def _between(value: int, least: int, most: int) -> int:
-    return max(least, min(value, most))

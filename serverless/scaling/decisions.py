@@ -9,7 +9,7 @@ Svitkina and Kumar, 2018).
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -135,10 +135,6 @@ class KeepAlive:
     cold_usd: float
     trust: float = 0.5
 
-    def __post_init__(self) -> None:
-        if not (self.idle_usd_per_s >= 0 and self.cold_usd >= 0 and 0 < self.trust <= 1):
-            raise ValueError("costs are at least 0, trust is in (0, 1]")
-
     @property
     def break_even_s(self) -> float:
         """The idle seconds that cost as much as a cold start. Infinite where idling is free."""
@@ -151,12 +147,6 @@ class KeepAlive:
             return even
         return even * self.trust if forecast_s > even else even / self.trust
 
-    def cost(self, gap_s: float, kept_s: float) -> float:
-        """Cost in US dollars of a gap of `gap_s` between two calls if the worker is kept for `kept_s`."""
-        if gap_s <= kept_s:
-            return gap_s * self.idle_usd_per_s
-        return kept_s * self.idle_usd_per_s + self.cold_usd
-
 
 @dataclass(slots=True)
 class Hysteresis:
@@ -168,10 +158,11 @@ class Hysteresis:
     down_s: float = 300.0
     share: float = 0.2
     changed: float = -math.inf
+    """The time of the last attempted change, successful or failed; set by the caller."""
     requested: deque[tuple[float, int]] = field(default_factory=deque)
 
     def next(self, now: float, level: int, wanted: int) -> int:
-        """The next level, or `level` for no change. After a change, the caller calls `changed_at`."""
+        """The next level, or `level` for no change."""
         self.requested.append((now, wanted))
         while self.requested[0][0] < now - self.down_s:
             self.requested.popleft()
@@ -181,10 +172,6 @@ class Hysteresis:
         if highest < level and self._enough(level, highest) and now >= self.changed + self.down_s:
             return highest
         return level
-
-    def changed_at(self, now: float) -> None:
-        """Record an attempted change, successful or failed."""
-        self.changed = now
 
     def _enough(self, level: int, to: int) -> bool:
         return abs(to - level) >= max(1.0, self.share * level)
@@ -240,18 +227,11 @@ class StatisticsMeter:
         self._pass_on = meter.invocation
         self.worker: Callable[[WorkerSpan], None] = meter.worker
         self.saving: Callable[[Saving], None] = meter.saving
-        self._statistics_by_key: dict[tuple[str, str], CallStatistics] = {}
+        self._statistics: defaultdict[tuple[str, str], CallStatistics] = defaultdict(CallStatistics)
 
     def statistics(self, function: str, provider: str) -> CallStatistics:
-        key = (function, provider)
-        statistics = self._statistics_by_key.get(key)
-        if statistics is None:
-            statistics = self._statistics_by_key[key] = CallStatistics()
-        return statistics
+        return self._statistics[function, provider]
 
     def invocation(self, invocation: Invocation) -> None:
-        statistics = self._statistics_by_key.get((invocation.function, invocation.provider))
-        if statistics is None:
-            statistics = self.statistics(invocation.function, invocation.provider)
-        statistics.note(invocation)
+        self._statistics[invocation.function, invocation.provider].note(invocation)
         self._pass_on(invocation)

@@ -13,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from serverless.scaling.autoscaler import KNATIVE, Autoscaler
 from serverless.scaling.forecast import Forecast, workers_for
@@ -59,31 +58,21 @@ class CallReplay:
         return ordered[min(len(ordered) - 1, max(0, math.ceil(quantile * len(ordered)) - 1))]
 
 
-class ScalingRule(Protocol):
-    """Returns the wanted number of workers at every tick, knowing only past events."""
+class ScalingRule:
+    """Returns the wanted number of workers at every tick, knowing only past events. This one wants none ahead: a call
+    without an idle worker starts one, as on Lambda."""
 
     def began(self, t: float, call: ReplayedCall) -> None:
         """A trajectory of a later call began. Only its kind and its start may be used."""
 
-    def asked(self, t: float, call: ReplayedCall) -> None: ...
-
-    def wanted(self, t: float, under_way: int, ready: int) -> int: ...
-
-
-class OnDemandScaling:
-    """No workers ahead: a call without an idle worker starts one, as on Lambda."""
-
-    def began(self, t: float, call: ReplayedCall) -> None:
-        return None
-
     def asked(self, t: float, call: ReplayedCall) -> None:
-        return None
+        """A call was requested."""
 
     def wanted(self, t: float, under_way: int, ready: int) -> int:
         return 0
 
 
-class ReactiveScaling(OnDemandScaling):
+class ReactiveScaling(ScalingRule):
     """Knative's autoscaler."""
 
     def __init__(self, settings: ReactiveSpec = KNATIVE) -> None:
@@ -94,31 +83,31 @@ class ReactiveScaling(OnDemandScaling):
         return self._scaler.wanted(t, ready)
 
 
-class ForecastScaling:
-    """Scales by the trajectories in flight: workers for the calls expected within the horizon, plus `z` standard
-    deviations."""
+class ForecastScaling(ScalingRule):
+    """Scales by the trajectories in flight: workers for the calls expected within the horizon, plus 1.64 standard
+    deviations (19 of 20 ticks)."""
 
-    def __init__(self, horizon_s: float, *, z: float = 1.64, forecast: Forecast | None = None) -> None:
+    def __init__(self, horizon_s: float) -> None:
         self._horizon = horizon_s
-        self._z = z
-        self._forecast = forecast or Forecast()
+        self._forecast = Forecast()
         self._live: dict[int, tuple[str, float]] = {}
-        self._work = _RunningMean()
+        self._work_s = 0.0
+        """Running mean of the calls' work."""
 
     def began(self, t: float, call: ReplayedCall) -> None:
         self._live[id(call)] = (call.kind, t)
 
     def asked(self, t: float, call: ReplayedCall) -> None:
-        self._work.add(call.seconds)
+        self._work_s += (0.05 if self._work_s else 1.0) * (call.seconds - self._work_s)
         if self._live.pop(id(call), None) is not None and call.since is not None:
             self._forecast.ended(call.kind, t - call.since)
 
     def wanted(self, t: float, under_way: int, ready: int) -> int:
-        if not self._work.value:
+        if not self._work_s:
             return 0
         live = ((kind, t - since) for kind, since in self._live.values())
-        calls = self._forecast.within(self._horizon, live).upper(self._z)
-        return workers_for(calls + under_way, self._work.value, self._horizon)
+        calls = self._forecast.within(self._horizon, live).upper(1.64)
+        return workers_for(calls + under_way, self._work_s, self._horizon)
 
 
 def replay_dedicated(calls: Iterable[ReplayedCall], workers: int) -> CallReplay:
@@ -182,17 +171,8 @@ def replay_elastic(
     if not (cold_s >= 0 and keep_s >= 0 and tick_s > 0 and most >= 1):
         raise ValueError("cold_s, keep_s at least 0; tick_s above 0; most at least 1")
     return _ElasticReplay(
-        sorted(calls, key=lambda c: c.t), cold_s, keep_s, scaling or OnDemandScaling(), tick_s, most
+        sorted(calls, key=lambda c: c.t), cold_s, keep_s, scaling or ScalingRule(), tick_s, most
     ).run()
-
-
-@dataclass(slots=True)
-class _RunningMean:
-    value: float = 0.0
-    weight: float = 0.05
-
-    def add(self, seconds: float) -> None:
-        self.value = seconds if not self.value else self.value + self.weight * (seconds - self.value)
 
 
 ASKED, BEGAN, READY, DONE, TICK, IDLE = range(6)

@@ -16,7 +16,6 @@ import logging
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from serverless.meter import MeterSink, WorkerSpan, WorkerState
 from serverless.providers.base import Backend, ProvisionedBackend, ScalableBackend, WorkerLoad
@@ -33,30 +32,20 @@ from serverless.scaling.settings import ScalingSpec
 from serverless.spec import FunctionSpec
 
 
-class DemandSource(Protocol):
-    """The live trajectories of the caller. Synchronous; read once per tick."""
+class DemandSource:
+    """The live trajectories of the caller; this one announces none. Synchronous; read once per tick."""
 
     def live(self) -> Mapping[str, Sequence[float]]:
         """Start times of the live trajectories that have not requested their reward, by kind (a domain): loop seconds,
         earliest first."""
-
-    def ended(self) -> Iterable[tuple[str, float]]:
-        """Kind and duration (seconds) of each trajectory that has requested its reward since the previous call."""
-
-    def kinds(self, function: str) -> Collection[str]:
-        """The kinds of trajectory that a function scores."""
-
-
-class NoDemand:
-    """No trajectories are announced."""
-
-    def live(self) -> Mapping[str, Sequence[float]]:
         return {}
 
     def ended(self) -> Iterable[tuple[str, float]]:
+        """Kind and duration (seconds) of each trajectory that has requested its reward since the previous call."""
         return ()
 
     def kinds(self, function: str) -> Collection[str]:
+        """The kinds of trajectory that a function scores."""
         return ()
 
 
@@ -92,7 +81,7 @@ class ScalerContext:
     `route` returns the provider of its next call ('': the first). `remember` is the file for original levels
     (`ProvisionedLevels`)."""
 
-    demand: DemandSource = field(default_factory=NoDemand)
+    demand: DemandSource = field(default_factory=DemandSource)
     prices: ScalingPrices = field(default_factory=ScalingPrices)
     waiting: Callable[[str], int] = lambda function: 0
     route: Callable[[str], str] = lambda function: ""
@@ -114,7 +103,6 @@ class _ScaledFunction:
 
 _PROVISION_S = 90.0
 """Minimum horizon. A level that may change once a minute serves calls that take longer than a minute."""
-
 
 _PRIOR = 64.0
 """Prior weight of items that needed a call. A first burst whose calls have not ended is no evidence of a cache."""
@@ -159,6 +147,7 @@ class Scaler:
                 for backend in backends
                 if (managed := self._managed_function(spec, backend, levels)) is not None
             ]
+        self._paid = [managed.provisioner for managed in self._managed if managed.provisioner is not None]
 
     def tick(self) -> None:
         """Run one tick now. The task does this every `tick_s`."""
@@ -189,9 +178,8 @@ class Scaler:
         if self._managed:
             self._group = asyncio.TaskGroup()
             await self._group.__aenter__()
-            paid = [managed.provisioner for managed in self._managed if managed.provisioner is not None]
             # Without `provisioned`, only the levels that a killed run left behind are reset.
-            works = (p.run() if self._settings.provisioned else p.restore() for p in paid)
+            works = (p.run() if self._settings.provisioned else p.restore() for p in self._paid)
             self._tasks = [self._group.create_task(work) for work in works]
             self._tasks.append(self._group.create_task(self._run()))
         return self
@@ -218,10 +206,7 @@ class Scaler:
 
     async def _restore_levels(self) -> None:
         """Reset all levels concurrently, each within its own time limit. A cancellation waits for them."""
-        paid = [managed.provisioner for managed in self._managed if managed.provisioner is not None]
-        if not paid:
-            return
-        resets = asyncio.gather(*(p.restore() for p in paid), return_exceptions=True)
+        resets = asyncio.gather(*(p.restore() for p in self._paid), return_exceptions=True)
         cancelled = False
         while not resets.done():
             try:
@@ -310,16 +295,13 @@ _SPAN_S = 60.0
 """Interval of metering. A process that is killed leaves at most this much time unmetered."""
 
 
-LevelCallback = Callable[[int, int, str, str], None]
-"""(level before, level after, reason, error text or '')."""
-
-
 class Provisioner:
     """Manages the provisioned level of one function on one provider.
 
     `run` waits for calls of `want` and is unblocked by them. After `run` has ended, `restore` resets the original
     level. A failed request is reported and retried at the next permitted change; no exception reaches the caller. The
-    level stays within 0..concurrency and never falls below the original one.
+    level stays within 0..concurrency and never falls below the original one. `on_change` is called with the level
+    before, the level after, the reason, and the error text or ''.
     """
 
     def __init__(
@@ -330,8 +312,8 @@ class Provisioner:
         meter: MeterSink,
         statistics: CallStatistics,
         levels: ProvisionedLevels,
-        on_change: LevelCallback,
-        hysteresis: Hysteresis | None = None,
+        on_change: Callable[[int, int, str, str], None],
+        hysteresis: Hysteresis,
     ) -> None:
         self._spec = spec
         self._backend = backend
@@ -339,7 +321,7 @@ class Provisioner:
         self._statistics = statistics
         self._levels = levels
         self._on_change = on_change
-        self._hysteresis = hysteresis or Hysteresis()
+        self._hysteresis = hysteresis
         self._key = f"{backend.provider}/{spec.name}"
         self._wanted, self._why = 0, "idle"
         self._requested = asyncio.Event()
@@ -375,19 +357,18 @@ class Provisioner:
         """Reset the original level if this run or an earlier life of it changed the level."""
         if self._key not in self._levels.before:
             return
-        level, why = self._levels.before[self._key], "set back"
-        before = self.level
+        before, level = self.level, self._levels.before[self._key]
         try:
             async with asyncio.timeout(_BACK_S):
                 await self._backend.provision(self._spec.name, level)
         except Exception as error:
-            self._on_change(before, level, why, _first_line(error))
+            self._on_change(before, level, "set back", _first_line(error))
             return
         finally:
             self._report()
         self.level = level
         self._levels.remember(self._key, None)
-        self._on_change(before, level, why, "")
+        self._on_change(before, level, "set back", "")
 
     async def _read_level(self) -> bool:
         """Read the current level before the first change. Returns False if it cannot be read yet."""
@@ -398,7 +379,7 @@ class Provisioner:
             async with asyncio.timeout(_REQUEST_S):
                 self.level = await self._backend.provisioned(self._spec.name)
         except Exception as error:
-            self._hysteresis.changed_at(loop.time())
+            self._hysteresis.changed = loop.time()
             self._on_change(0, 0, "look", _first_line(error))
             return False
         # The file wins over the provider's level: a killed run may have left its own level there.
@@ -424,7 +405,7 @@ class Provisioner:
                 self._levels.remember(self._key, None)
             self._on_change(before, level, why, "")
         finally:
-            self._hysteresis.changed_at(loop.time())
+            self._hysteresis.changed = loop.time()
 
     def _report(self) -> None:
         """Meter the time at the current level since the last report, as one worker with the memory of all. A new level

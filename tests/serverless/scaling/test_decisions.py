@@ -177,20 +177,20 @@ class TestHysteresis:
     def test_it_rises_once_a_minute_and_by_a_fifth(self) -> None:
         one = Hysteresis()
         assert one.next(0.0, 0, 10) == 10
-        one.changed_at(0.0)
+        one.changed = 0.0
         assert one.next(59.0, 10, 50) == 10
         assert one.next(60.0, 10, 50) == 50
-        one.changed_at(60.0)
+        one.changed = 60.0
         assert one.next(500.0, 50, 55) == 50
         assert one.next(500.0, 50, 60) == 60
 
     def test_it_falls_after_five_minutes_to_the_most_that_was_wanted_in_them(self) -> None:
         one = Hysteresis()
-        one.changed_at(0.0)
+        one.changed = 0.0
         assert one.next(100.0, 50, 20) == 50
         assert one.next(299.0, 50, 5) == 50
         assert one.next(300.0, 50, 0) == 20
-        one.changed_at(300.0)
+        one.changed = 300.0
         assert one.next(599.0, 20, 0) == 20
         assert one.next(600.0, 20, 0) == 0
 
@@ -204,7 +204,7 @@ class TestHysteresis:
             if to != level:
                 assert abs(to - level) >= 1
                 changes.append((now, to > level))
-                one.changed_at(now)
+                one.changed = now
             level = to
         for (before, _), (after, up) in itertools.pairwise(changes):
             assert after - before >= (60.0 if up else 300.0)

@@ -12,7 +12,7 @@ from serverless.meter import WorkerState
 from serverless.pipeline.offload import Offload
 from serverless.providers.base import WorkerLoad
 from serverless.scaling.decisions import StatisticsMeter
-from serverless.scaling.scaler import Scaler, ScalerContext, ScalingDecision
+from serverless.scaling.scaler import DemandSource, Scaler, ScalerContext, ScalingDecision
 from serverless.scaling.settings import ScalingSpec
 from serverless.spec import FunctionBatchSpec
 from serverless.types import Cause, Scored
@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow  # real processes, real time
 CALLS = 6
 
 
-class Announced:
-    """`DemandSource` whose trajectories a test begins and ends."""
+class Announced(DemandSource):
+    """Trajectories that a test begins and ends."""
 
     def __init__(self) -> None:
         self.began: list[float] = []

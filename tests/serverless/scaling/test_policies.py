@@ -14,9 +14,9 @@ from serverless.scaling.decisions import KeepAlive
 from serverless.scaling.forecast import Forecast, workers_for
 from serverless.scaling.replay import (
     ForecastScaling,
-    OnDemandScaling,
     ReactiveScaling,
     ReplayedCall,
+    ScalingRule,
     min_dedicated_workers,
     replay_dedicated,
     replay_elastic,
@@ -107,22 +107,27 @@ class TestForecast:
         assert workers_for(0.01, 2.0, 5.0) == 1
 
 
+def cost(rule: KeepAlive, gap_s: float, kept_s: float) -> float:
+    """Dollars of a gap between two calls if the worker is kept for `kept_s`."""
+    return min(gap_s, kept_s) * rule.idle_usd_per_s + (rule.cold_usd if gap_s > kept_s else 0.0)
+
+
 class TestKeepAlive:
     @given(gap=st.floats(0, 1e4), idle=st.floats(1e-6, 1), cold=st.floats(0, 10))
     def test_never_more_than_twice_the_optimum(self, gap: float, idle: float, cold: float) -> None:
         rule = KeepAlive(idle, cold)
-        assert rule.cost(gap, rule.seconds()) <= 2 * min(gap * idle, cold) + 1e-9
+        assert cost(rule, gap, rule.seconds()) <= 2 * min(gap * idle, cold) + 1e-9
 
     @given(gap=st.floats(0, 1e4), forecast=st.floats(0, 1e4), trust=st.floats(0.05, 1))
     def test_a_wrong_forecast_costs_a_bounded_factor(self, gap: float, forecast: float, trust: float) -> None:
         rule = KeepAlive(0.01, 1.0, trust)
         best = min(gap * 0.01, 1.0)
-        assert rule.cost(gap, rule.seconds(forecast)) <= (1 + 1 / trust) * best + 1e-9
+        assert cost(rule, gap, rule.seconds(forecast)) <= (1 + 1 / trust) * best + 1e-9
 
     @given(gap=st.floats(0, 1e4), trust=st.floats(0.05, 1))
     def test_a_right_forecast_pays(self, gap: float, trust: float) -> None:
         rule = KeepAlive(0.01, 1.0, trust)
-        assert rule.cost(gap, rule.seconds(gap)) <= (1 + trust) * min(gap * 0.01, 1.0) + 1e-9
+        assert cost(rule, gap, rule.seconds(gap)) <= (1 + trust) * min(gap * 0.01, 1.0) + 1e-9
 
     def test_workers_that_cost_nothing_stay(self) -> None:
         assert KeepAlive(0.0, 1.0).seconds(5.0) == math.inf
@@ -174,7 +179,7 @@ class TestReplay:
         self, rows: list[tuple[float, float]], most: int
     ) -> None:
         calls = [ReplayedCall(t, s, max(0.0, t - 5)) for t, s in rows]
-        for scaling in (OnDemandScaling(), ReactiveScaling(), ForecastScaling(3.0)):
+        for scaling in (ScalingRule(), ReactiveScaling(), ForecastScaling(3.0)):
             found = replay_elastic(calls, cold_s=0.5, keep_s=2.0, scaling=scaling, most=most)
             assert len(found.waits) == len(calls)
             assert min(found.waits) >= -1e-9

@@ -20,7 +20,7 @@ from serverless.pipeline.offload import Offload
 from serverless.providers.base import WorkerLoad
 from serverless.providers.simulated import Profile, SimulatedBackend
 from serverless.scaling.decisions import StatisticsMeter
-from serverless.scaling.scaler import Scaler, ScalerContext, ScalingDecision
+from serverless.scaling.scaler import DemandSource, Scaler, ScalerContext, ScalingDecision
 from serverless.scaling.settings import ScalingSpec
 from serverless.spec import FunctionBatchSpec
 from serverless.types import Scored
@@ -31,7 +31,7 @@ OFF = {"enabled": False}
 COLD_S, WORK_S, BATCH = 5.0, 2.0, 24
 
 
-class Rollouts:
+class Rollouts(DemandSource):
     """`DemandSource` of one domain."""
 
     def __init__(self) -> None:
