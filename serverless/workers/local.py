@@ -137,16 +137,22 @@ class LocalBackend(PooledBackend):
         """Launcher: fork a worker and wait until the function is loaded."""
         try:
             if self._runtime == "awslambdaric":
-                from serverless.workers.runtime_api import RuntimeApiLauncher
+                from serverless.workers.runtime_api import start_runtime
 
-                launcher = RuntimeApiLauncher(self.fork, logs=self._log)
-                return await launcher.start(package, worker, slot, gone)
-            return await self._start(package, slot, gone)
+                log = self._log(package.spec.name, slot)
+                return await start_runtime(package, log, lambda become: self._fork(package, slot, gone, become))
+            process = await self._fork(package, slot, gone)
+            try:
+                await process.ready()
+            except BaseException:
+                process.kill()
+                raise
+            return process
         except OSError as error:  # no descriptors, no disk space: a state of the machine that may pass
             detail = f"no worker could be started: {error}"
             raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)) from None
 
-    async def fork(
+    async def _fork(
         self, package: Package, slot: int, gone: Callable[[], None], become: dict[str, Any] | None = None
     ) -> ProcessWorker:
         """Fork a confined process of the function, which is not ready yet. `become` holds the program to execute in it
@@ -164,15 +170,6 @@ class LocalBackend(PooledBackend):
             **(become or required.order(package.spec.trust, allow_unsafe=self._allow_unsafe)),
         }
         return await self._zygote(package).fork(order, gone)
-
-    async def _start(self, package: Package, slot: int, gone: Callable[[], None]) -> ProcessWorker:
-        process = await self.fork(package, slot, gone)
-        try:
-            await process.ready()
-        except BaseException:
-            process.kill()
-            raise
-        return process
 
     def _zygote(self, package: Package) -> ForkServer:
         modules = frozenset(package.spec.preload)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import enum
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -283,7 +282,7 @@ class WorkerPool:
         for slot in list(self._slots.values()):
             if slot.task is not None:
                 slot.task.cancel()
-            if slot.state is not WorkerSlotState.BUSY or not drain:
+            if slot.state is not WorkerState.BUSY or not drain:
                 self._retire(slot)
 
     async def _acquire(self, deadline_s: float) -> WorkerSlot | InfraFault:
@@ -447,10 +446,10 @@ class WorkerPool:
         began, now = slot.since, asyncio.get_running_loop().time()
         slot.cold_s = now - began
         slot.init_s = slot.worker.init_s
-        self._set_state(slot, WorkerSlotState.IDLE)
+        self._set_state(slot, WorkerState.IDLE)
         self._idle.append(slot)
         self._pump()
-        if slot.ahead and slot.state is WorkerSlotState.IDLE:
+        if slot.ahead and slot.state is WorkerState.IDLE:
             self._bill(slot, began, now, 0.0, 0, "ok", Cause.WARM)
         self._schedule_reaper()
 
@@ -483,25 +482,25 @@ class WorkerPool:
                 future.set_result(fault)
 
     def _take(self, slot: WorkerSlot) -> WorkerSlot:
-        self._set_state(slot, WorkerSlotState.BUSY)
+        self._set_state(slot, WorkerState.BUSY)
         return slot
 
     def _release(self, slot: WorkerSlot) -> None:
-        if slot.state is not WorkerSlotState.BUSY:
+        if slot.state is not WorkerState.BUSY:
             return
         if self._closed or slot.worker is None or not slot.worker.alive:
             self._retire(slot)
             self._pump()
             self.warm_up()
             return
-        self._set_state(slot, WorkerSlotState.IDLE)
+        self._set_state(slot, WorkerState.IDLE)
         self._idle.append(slot)
         self._schedule_reaper()
         self._pump()
 
     def _gone(self, slot: WorkerSlot) -> None:
         """Handle the end of a worker: drop an idle one; a busy one's call already receives the fault."""
-        if slot.state is WorkerSlotState.IDLE:
+        if slot.state is WorkerState.IDLE:
             self._failures.another(asyncio.get_running_loop().time())
             self._retire(slot)
             self._pump()
@@ -511,28 +510,21 @@ class WorkerPool:
         if slot.worker is not None:
             slot.worker.kill()
         slot.limit.close()
-        if slot.state is WorkerSlotState.GONE:
+        if slot.state is None:
             return
-        if slot.state is WorkerSlotState.IDLE:
+        if slot.state is WorkerState.IDLE:
             self._idle.remove(slot)
-        self._set_state(slot, WorkerSlotState.GONE)
+        self._set_state(slot, None)
         del self._slots[slot.slot]
 
-    def _set_state(self, slot: WorkerSlot, state: WorkerSlotState) -> None:
+    def _set_state(self, slot: WorkerSlot, state: WorkerState | None) -> None:
         """Change a slot's state and report the span that ends."""
         now = asyncio.get_running_loop().time()
-        span = WorkerSpan(
-            function=self._spec.name,
-            provider=self._provider,
-            worker=slot.name,
-            t0=slot.since,
-            t1=now,
-            state=METERED_STATES[slot.state],
-            memory_mb=self._spec.memory_mb,
-        )
+        before, since = slot.state, slot.since
         slot.state, slot.since = state, now
-        if span.t1 > span.t0:
-            self._meter.worker(span)
+        if before is not None and now > since:
+            spec = self._spec
+            self._meter.worker(WorkerSpan(spec.name, self._provider, slot.name, since, now, before, spec.memory_mb))
 
     def _schedule_reaper(self) -> None:
         """Schedule the next keep-alive check. One timer suffices, since idle slots are ordered by the start of their
@@ -633,13 +625,6 @@ class ReusableTimeout:
         self._task.cancel()
 
 
-class WorkerSlotState(enum.Enum):
-    STARTING = enum.auto()
-    IDLE = enum.auto()
-    BUSY = enum.auto()
-    GONE = enum.auto()
-
-
 @dataclass(slots=True, eq=False)
 class WorkerSlot:
     """A worker and its clock: `since` is the start of its present state, `cold_s` its start-up time until a call pays
@@ -648,7 +633,8 @@ class WorkerSlot:
     slot: int
     name: str
     since: float
-    state: WorkerSlotState = WorkerSlotState.STARTING
+    state: WorkerState | None = WorkerState.COLD
+    """None once it has ended."""
     worker: Worker | None = None
     cold_s: float = 0.0
     init_s: float = 0.0
@@ -658,10 +644,3 @@ class WorkerSlot:
     """Seconds that the call it serves waited for it."""
     ahead: bool = False
     """Started before any call requested it: its start is billed separately, as no call has waited for it."""
-
-
-METERED_STATES = {
-    WorkerSlotState.STARTING: WorkerState.COLD,
-    WorkerSlotState.IDLE: WorkerState.IDLE,
-    WorkerSlotState.BUSY: WorkerState.BUSY,
-}

@@ -15,7 +15,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 
@@ -32,47 +32,32 @@ _EVENT_BYTES = 6 * 2**20
 """Lambda's limit of an event and of an answer."""
 
 
-class Fork(Protocol):
-    """The signature of `LocalBackend.fork`."""
-
-    def __call__(
-        self, package: Package, slot: int, gone: Callable[[], None], become: dict[str, Any] | None = None
-    ) -> Awaitable[ProcessWorker]: ...
-
-
-class RuntimeApiLauncher:
-    """Implements `Launcher`. `python` runs the workers, and must have awslambdaric; `logs` returns the path of a
-    worker's log."""
-
-    def __init__(self, fork: Fork, *, logs: Callable[[str, int], pathlib.Path], python: str = sys.executable) -> None:
-        self._fork = fork
-        self._logs = logs
-        self._python = python
-
-    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
-        began = asyncio.get_running_loop().time()
-        server = _Server(package.spec.name)
-        address = await server.open()
-        environment = {
-            "AWS_LAMBDA_RUNTIME_API": address,
-            "PYTHONPATH": "",  # a package contains all its modules
-            "AWS_DEFAULT_REGION": "local",
-            "AWS_REGION": "local",
-        }
-        become = {"exec": [self._python, "-m", "awslambdaric", HANDLER], "environment": environment}
-        try:
-            process = await self._fork(package, slot, gone, become)
-        except BaseException:
-            server.close()
-            raise
-        made = _RuntimeWorker(process, server, self._logs(package.spec.name, slot))
-        try:
-            await made.ready()
-        except BaseException:
-            made.kill()
-            raise
-        made.init_s = asyncio.get_running_loop().time() - began
-        return made
+async def start_runtime(
+    package: Package, log: pathlib.Path, fork: Callable[[dict[str, Any]], Awaitable[ProcessWorker]]
+) -> Worker:
+    """Start a worker and wait until the function is loaded. `fork` makes a confined process, which executes the program
+    and environment that it is given; the Python of this process must have awslambdaric."""
+    began = asyncio.get_running_loop().time()
+    server = _Server(package.spec.name)
+    environment = {
+        "AWS_LAMBDA_RUNTIME_API": await server.open(),
+        "PYTHONPATH": "",  # a package contains all its modules
+        "AWS_DEFAULT_REGION": "local",
+        "AWS_REGION": "local",
+    }
+    try:
+        process = await fork({"exec": [sys.executable, "-m", "awslambdaric", HANDLER], "environment": environment})
+    except BaseException:
+        server.close()
+        raise
+    worker = _RuntimeWorker(process, server, log)
+    try:
+        await worker.ready()
+    except BaseException:
+        worker.kill()
+        raise
+    worker.init_s = asyncio.get_running_loop().time() - began
+    return worker
 
 
 class _RuntimeWorker:
@@ -83,7 +68,7 @@ class _RuntimeWorker:
         self._process = process
         self._server = server
         self._log = log
-        server.broken.add_done_callback(lambda _: process.kill())
+        server.broken = process.kill
 
     @property
     def alive(self) -> bool:
@@ -141,7 +126,7 @@ class _RuntimeWorker:
 class _Server:
     """The Runtime API of one worker: hands out one event at a time and takes its answer.
 
-    `ask` is unblocked by the answer; the worker's own `next` by `ask`, and by `close`. `broken` is set once the worker
+    `ask` is unblocked by the answer; the worker's own `next` by `ask`, and by `close`. `broken` is called if the worker
     requests an event before it has answered the last one, or answers another request than the current one.
     """
 
@@ -149,7 +134,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         self._function = function
         self.ready: asyncio.Future[str | None] = loop.create_future()
-        self.broken: asyncio.Future[None] = loop.create_future()
+        self.broken: Callable[[], None] = lambda: None
         self._taken = False
         self._asked: asyncio.Future[tuple[WorkerRequest, bytes] | None] = loop.create_future()
         self._answer: asyncio.Future[tuple[bool, bytes]] | None = None
@@ -183,7 +168,7 @@ class _Server:
         if request.method == "GET" and path == "invocation/next":
             return await self._next()
         if request.method == "POST" and path == "init/error":
-            error = json.loads(await _body(request))
+            error = json.loads(await request.content.read())
             if not self.ready.done():
                 self.ready.set_result(f"{error.get('errorType')}: {error.get('errorMessage')}")
             return _json_response(202, {"status": "OK"})
@@ -192,28 +177,25 @@ class _Server:
         if request.method != "POST" or kind != "invocation" or what not in ("response", "error"):
             return _json_response(404, {"errorType": "NotFound", "errorMessage": request.path})
         if key != self._current or self._answer is None:
-            self._break()
+            self.broken()
             return _json_response(400, {"errorType": "InvalidRequestID", "errorMessage": key})
-        body = await _body(request)
+        body = await request.content.read()  # aiohttp's own limit is 1 MB
         if len(body) > _EVENT_BYTES:
-            body, what = _too_large(len(body)), "error"
+            text = f"Response payload size exceeded maximum allowed payload size ({len(body)} > {_EVENT_BYTES} bytes)."
+            error = {"errorType": "Function.ResponseSizeTooLarge", "errorMessage": text}
+            body, what = json.dumps(error).encode(), "error"
         if not self._answer.done():
             self._answer.set_result((what == "error", body))
         self._current, self._taken = "", False
         return _json_response(202, {"status": "OK"})
 
-    def _break(self) -> None:
-        if not self.broken.done():
-            self.broken.set_result(None)
-
     async def _next(self) -> web.Response:
         if not self.ready.done():
             self.ready.set_result(None)
         if self._taken:
-            self._break()
-            return _json_response(
-                403, {"errorType": "Forbidden", "errorMessage": "the worker has not answered its last event"}
-            )
+            self.broken()
+            error = {"errorType": "Forbidden", "errorMessage": "the worker has not answered its last event"}
+            return _json_response(403, error)
         self._taken = True
         asked = await self._asked
         if asked is None:
@@ -228,19 +210,6 @@ class _Server:
             "Content-Type": "application/json",
         }
         return web.Response(body=body, headers=headers)
-
-
-async def _body(request: web.BaseRequest) -> bytes:
-    """The whole body, whatever its size: aiohttp's own limit is 1 MB."""
-    return await request.content.read()
-
-
-def _too_large(size: int) -> bytes:
-    error = {
-        "errorType": "Function.ResponseSizeTooLarge",
-        "errorMessage": f"Response payload size exceeded maximum allowed payload size ({size} > {_EVENT_BYTES} bytes).",
-    }
-    return json.dumps(error).encode()
 
 
 def _json_response(status: int, body: dict[str, str]) -> web.Response:
