@@ -118,7 +118,7 @@ class LaunchMethod:
 
 def launch_methods(rung: str | None, *, limits: Limits, preload: Sequence[str]) -> list[LaunchMethod]:
     """The launch methods of a rung, or (None) of every rung but `unsafe`, best first."""
-    view = _SandboxView(limits, tuple(preload))
+    view = SandboxView(limits, tuple(preload))
     root = os.geteuid() == 0
     known = [
         LaunchMethod("provider", "provider", lambda: _on_provider(view)),
@@ -126,8 +126,9 @@ def launch_methods(rung: str | None, *, limits: Limits, preload: Sequence[str]) 
         LaunchMethod("bubblewrap", "with a user namespace", lambda: _bubblewrap(view, user_namespace=True)),
         *([LaunchMethod("landlock", "as root", lambda: _landlock(view, user_namespace=False))] if root else []),
         LaunchMethod("landlock", "with a user namespace", lambda: _landlock(view, user_namespace=True)),
-        LaunchMethod("landlock", "without namespaces", lambda: _landlock_alone(view)),
-        LaunchMethod(UNSAFE, "limits only", lambda: _unsafe(view)),
+        # Version 3 of Landlock is the first that protects files from truncation.
+        LaunchMethod("landlock", "without namespaces", lambda: _single(view, landlock="must", landlock_version=3)),
+        LaunchMethod(UNSAFE, "limits only", lambda: _without_namespaces(view, mode="open")),
     ]
     chosen = [way for way in known if (way.rung == rung if rung else way.rung != UNSAFE)]
     if not chosen:
@@ -149,11 +150,13 @@ def hosting_provider(environment: Mapping[str, str], *, release: str, root_is_re
 
 
 @dataclass(frozen=True)
-class _SandboxView:
-    """The part of this machine that is visible in a sandbox."""
+class SandboxView:
+    """The part of this machine that is visible in a sandbox: its libraries, Python, the installed packages if there is
+    a module to preload, and `more` paths."""
 
     limits: Limits
     preload: tuple[str, ...]
+    more: tuple[str, ...] = ()
 
     @property
     def python(self) -> str:
@@ -170,7 +173,7 @@ class _SandboxView:
     def binds(self) -> list[str]:
         system = [p for p in _SYSTEM if os.path.exists(p) and not os.path.islink(p)]
         runtime = [os.path.realpath(p) for p in (sys.base_prefix, sys.base_exec_prefix)]
-        paths = [*system, *dict.fromkeys([*runtime, *self.packages]), str(_INSIDE)]
+        paths = [*system, *dict.fromkeys([*runtime, *self.packages]), str(_INSIDE), *map(os.path.realpath, self.more)]
         return [p for n, p in enumerate(paths) if not any(_within(p, q) for q in paths[:n])]
 
     @property
@@ -213,7 +216,7 @@ class _SandboxView:
         return [self.python, "-s", "-S", "-P", "-c", code, str(fd)]
 
 
-def _bubblewrap(view: _SandboxView, *, user_namespace: bool) -> Launched:
+def _bubblewrap(view: SandboxView, *, user_namespace: bool) -> Launched:
     binary = shutil.which("bwrap")
     if binary is None:
         raise RungUnavailable("bwrap is not installed")
@@ -248,7 +251,7 @@ def _bubblewrap(view: _SandboxView, *, user_namespace: bool) -> Launched:
         return _launch(head, view, "zygote", config, pass_fds=[rules.fileno()])
 
 
-def _landlock(view: _SandboxView, *, user_namespace: bool) -> Launched:
+def _landlock(view: SandboxView, *, user_namespace: bool) -> Launched:
     code = _filter().hex()
     uid = None if user_namespace else unused_uid()
     config = view.config(
@@ -261,26 +264,22 @@ def _landlock(view: _SandboxView, *, user_namespace: bool) -> Launched:
     return _launch([], view, "confine", config)
 
 
-def _landlock_alone(view: _SandboxView) -> Launched:
-    """Version 3 is the first that protects files from truncation."""
-    changes = {"landlock": "must", "landlock_version": 3, "job_filter": _filter(single=True).hex()}
-    return _without_namespaces(view, mode="single", **changes)
-
-
-def _on_provider(view: _SandboxView) -> Launched:
-    where = hosting_provider(os.environ, release=os.uname().release, root_is_read_only=_root_is_read_only())
+def _on_provider(view: SandboxView) -> Launched:
+    read_only = bool(os.statvfs("/").f_flag & os.ST_RDONLY)
+    where = hosting_provider(os.environ, release=os.uname().release, root_is_read_only=read_only)
     if not where:
         raise RungUnavailable("not inside AWS Lambda or Modal")
     with contextlib.suppress(RungUnavailable):
-        return _without_namespaces(view, mode="single", landlock="try", job_filter=_filter(single=True).hex())
+        return _single(view, landlock="try")
     return _without_namespaces(view, mode="open", landlock="try")
 
 
-def _unsafe(view: _SandboxView) -> Launched:
-    return _without_namespaces(view, mode="open")
+def _single(view: SandboxView, **changes: Any) -> Launched:
+    """Jobs of a single process."""
+    return _without_namespaces(view, mode="single", job_filter=_filter(single=True).hex(), **changes)
 
 
-def _without_namespaces(view: _SandboxView, **changes: Any) -> Launched:
+def _without_namespaces(view: SandboxView, **changes: Any) -> Launched:
     scratch = pathlib.Path(tempfile.mkdtemp(prefix="rollart-sandbox-")).resolve()
     uid = unused_uid() if os.geteuid() == 0 and all(map(_readable_by_all, view.binds())) else None
     others = 0 if uid else _threads_of(os.geteuid())
@@ -297,7 +296,7 @@ def _without_namespaces(view: _SandboxView, **changes: Any) -> Launched:
 
 
 def _launch(
-    head: list[str], view: _SandboxView, entry: str, config: dict[str, Any], *, pass_fds: Sequence[int] = ()
+    head: list[str], view: SandboxView, entry: str, config: dict[str, Any], *, pass_fds: Sequence[int] = ()
 ) -> Launched:
     ours, theirs = socket.socketpair()
     log = tempfile.TemporaryFile()  # noqa: SIM115 - `Launched` closes it
@@ -343,19 +342,6 @@ def unused_uid() -> int:
 _sandboxes = 0
 
 
-@dataclass(frozen=True)
-class VisiblePaths:
-    paths: list[str]
-    links: list[tuple[str, str]]
-
-
-def visible_paths(more: Sequence[str]) -> VisiblePaths:
-    """The visible paths of this machine: its libraries, Python with its installed packages, and `more`."""
-    view = _SandboxView(Limits(), ("every package",))
-    paths = [*view.binds(), *map(os.path.realpath, more)]
-    return VisiblePaths([p for n, p in enumerate(paths) if not any(_within(p, q) for q in paths[:n])], view.links())
-
-
 def _within(path: str, parent: str) -> bool:
     return path == parent or path.startswith(parent.rstrip("/") + "/")
 
@@ -372,7 +358,3 @@ def _threads_of(uid: int) -> int:
             if directory.stat().st_uid == uid:
                 threads += len(list((directory / "task").iterdir()))
     return 2 * threads + 64
-
-
-def _root_is_read_only() -> bool:
-    return bool(os.statvfs("/").f_flag & os.ST_RDONLY)

@@ -33,7 +33,8 @@ def enter(channel: socket.socket, package: str, scratch: str) -> None:
     """Isolate this single-threaded process. Returns in a child; the calling process stays outside, only to end with the
     child. Raises `OSError` if the machine refuses."""
     from serverless.sandbox.inside import confine, zygote
-    from serverless.sandbox.launch import unused_uid, visible_paths
+    from serverless.sandbox.launch import SandboxView, unused_uid
+    from serverless.sandbox.values import Limits
 
     root = os.geteuid() == 0
     uid = unused_uid() if root else None
@@ -41,11 +42,11 @@ def enter(channel: socket.socket, package: str, scratch: str) -> None:
         # Independent of the umask; the parent directories still exclude other users.
         for path in (pathlib.Path(package), *pathlib.Path(package).rglob("*")):
             path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
-    binds = visible_paths([str(pathlib.Path(__file__).parents[1]), sys.prefix, package])
+    view = SandboxView(Limits(), ("every package",), (str(pathlib.Path(__file__).parents[1]), sys.prefix, package))
     config = {
         "user_namespace": not root,
-        "binds": binds.paths,
-        "links": binds.links,
+        "binds": view.binds(),
+        "links": view.links(),
         "scratch": scratch,
         "files_bytes": 512 * 2**20,
         "proc": True,

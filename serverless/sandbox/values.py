@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +25,7 @@ class Limits:
     namespaces, and in a user namespace of the real root user) a program can start no processes, only threads."""
 
     def __post_init__(self) -> None:
-        for name in ("wall_s", "cpu_s", "memory_mb", "output_bytes", "files_mb", "processes"):
-            value = getattr(self, name)
+        for name, value in asdict(self).items():
             if not value > 0 or value > 1e9:
                 raise ValueError(f"Limits({name}={value!r}) must be positive and at most 1e9")
 

@@ -20,7 +20,6 @@ import argparse
 import asyncio
 import os
 import pathlib
-from collections.abc import Coroutine
 from typing import Any
 
 from pydantic import ValidationError
@@ -33,7 +32,7 @@ from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault
 from serverless.workers.local import LocalBackend
 from serverless.workers.messages import encode_message, read_message
-from serverless.workers.pool import Worker, WorkerFault, WorkerReply, WorkerRequest
+from serverless.workers.pool import Worker, WorkerFault, WorkerRequest
 
 FUNCTION_HOST_TOKEN = "SERVERLESS_HOST_TOKEN"
 
@@ -155,7 +154,11 @@ class WorkerHost:
             writer.write(encode_message(["", "ready", worker.init_s]))
             while (request := await requests.get()) is not None:
                 current = request.id
-                writer.write(await self._answer(worker.call(request), request))
+                answer = await worker.call(request)
+                message = ["ok", answer.run_s, answer.body]
+                if (fault := answer.fault) is not None:
+                    message = ["fault", answer.run_s, *_fault_frame(fault), answer.keep]
+                writer.write(encode_message([request.id, *message]))
                 await writer.drain()
         except WorkerFault as error:
             writer.write(encode_message([current, "died" if worker else "failed", *_fault_frame(error.fault)]))
@@ -165,12 +168,6 @@ class WorkerHost:
             if worker is not None:
                 worker.kill()
             writer.close()
-
-    async def _answer(self, call: Coroutine[Any, Any, WorkerReply], request: WorkerRequest) -> bytes:
-        answer = await call
-        if answer.fault is not None:
-            return encode_message([request.id, "fault", answer.run_s, *_fault_frame(answer.fault), answer.keep])
-        return encode_message([request.id, "ok", answer.run_s, answer.body])
 
 
 def _fault_frame(fault: InfraFault) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
@@ -128,7 +128,7 @@ class PooledBackend:
             launcher=self._launcher,
             meter=self._meter,
             provider=self.provider,
-            spawn=self._spawn,
+            group=self._group,
             room=self._room,
         )
         self._pools[package.spec.name] = pool
@@ -160,10 +160,6 @@ class PooledBackend:
             pool.keep_alive(keep_alive_s)
         return pool.keep(workers)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        assert self._group is not None
-        return self._group.create_task(work)
-
 
 _MOVES = 2
 """Maximum repetitions of a call whose worker's machine was lost. A call to which this happens three times in a row may
@@ -189,7 +185,7 @@ class WorkerPool:
         launcher: Launcher,
         meter: MeterSink,
         provider: str,
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        group: asyncio.TaskGroup,
         room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """`room` returns once a machine has room for another worker. That wait does not count as the worker's start."""
@@ -198,7 +194,7 @@ class WorkerPool:
         self._launcher = launcher
         self._meter = meter
         self._provider = provider
-        self._spawn = spawn
+        self._group = group
         self._room = room
         self._slots: dict[int, WorkerSlot] = {}
         self._idle: list[WorkerSlot] = []
@@ -414,7 +410,7 @@ class WorkerPool:
         slot = WorkerSlot(number, name, asyncio.get_running_loop().time(), ahead=ahead)
         self._slots[number] = slot
         self._starting += 1
-        slot.task = self._spawn(self._start(slot))
+        slot.task = self._group.create_task(self._start(slot))
 
     async def _start(self, slot: WorkerSlot) -> None:
         fault: InfraFault | None = None

@@ -75,50 +75,6 @@ class ForkServer:
 
     def start(self) -> None:
         """Start the zygote if there is none. Returns at once; forks wait until its preloads are imported."""
-        self._ensure()
-
-    async def ready(self) -> dict[str, str]:
-        """Wait for the imports. Returns the failed modules with their errors. Raises `WorkerFault` if the zygote dies
-        meanwhile."""
-        self._ensure()
-        assert self._preloaded is not None
-        return await asyncio.shield(self._preloaded)
-
-    async def fork(self, order: dict[str, Any], gone: Callable[[], None]) -> ProcessWorker:
-        """Fork a worker process, which is not ready yet. Raises `WorkerFault` (retryable) if the zygote dies
-        meanwhile."""
-        loop = asyncio.get_running_loop()
-        self._keys += 1
-        key = self._keys
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        forked: asyncio.Future[tuple[int, int]] = loop.create_future()
-        ended: asyncio.Future[int] = loop.create_future()
-        try:
-            with theirs:
-                self._order(["fork", key, order], theirs.fileno(), key, forked, ended)
-            pid, pidfd = await forked
-        except BaseException:
-            ours.close()
-            raise
-        worker = ProcessWorker(pid, pidfd, ended, gone, framed="exec" not in order)
-        await loop.create_unix_connection(lambda: worker, sock=ours)
-        return worker
-
-    async def close(self) -> None:
-        """Stop the zygote and all its workers; takes at most about `_STOP_S` seconds."""
-        process = self._lose()
-        if process is None:
-            return
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_STOP_S):
-                    await exited(process.pid)
-        finally:
-            process.kill()
-            process.wait()
-
-    def _ensure(self) -> None:
         if self._process is not None:
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -145,24 +101,54 @@ class ForkServer:
         self._send(["preload", self._preload])
         self._schedule_watch()
 
-    def _order(
-        self,
-        message: list[Any],
-        fd: int,
-        key: int,
-        forked: asyncio.Future[tuple[int, int]],
-        ended: asyncio.Future[int],
-    ) -> None:
-        """Send to a live zygote; one whose death was not noticed yet is replaced once."""
-        self._ensure()
+    async def ready(self) -> dict[str, str]:
+        """Wait for the imports. Returns the failed modules with their errors. Raises `WorkerFault` if the zygote dies
+        meanwhile."""
+        self.start()
+        assert self._preloaded is not None
+        return await asyncio.shield(self._preloaded)
+
+    async def fork(self, order: dict[str, Any], gone: Callable[[], None]) -> ProcessWorker:
+        """Fork a worker process, which is not ready yet. Raises `WorkerFault` (retryable) if the zygote dies
+        meanwhile."""
+        loop = asyncio.get_running_loop()
+        self._keys += 1
+        key = self._keys
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        forked: asyncio.Future[tuple[int, int]] = loop.create_future()
+        ended: asyncio.Future[int] = loop.create_future()
         try:
-            self._send(message, [fd])
-        except WorkerFault:
-            self._died()
-            self._ensure()
-            self._send(message, [fd])
-        self._forking[key], self._running[key] = forked, ended
-        self._schedule_watch()
+            with theirs:
+                self.start()
+                try:
+                    self._send(["fork", key, order], [theirs.fileno()])
+                except WorkerFault:  # it died, which was not noticed yet: it is replaced once
+                    self._died()
+                    self.start()
+                    self._send(["fork", key, order], [theirs.fileno()])
+                self._forking[key], self._running[key] = forked, ended
+                self._schedule_watch()
+            pid, pidfd = await forked
+        except BaseException:
+            ours.close()
+            raise
+        worker = ProcessWorker(pid, pidfd, ended, gone, framed="exec" not in order)
+        await loop.create_unix_connection(lambda: worker, sock=ours)
+        return worker
+
+    async def close(self) -> None:
+        """Stop the zygote and all its workers; takes at most about `_STOP_S` seconds."""
+        process = self._lose()
+        if process is None:
+            return
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_STOP_S):
+                    await exited(process.pid)
+        finally:
+            process.kill()
+            process.wait()
 
     def _send(self, message: list[Any], fds: list[int] | None = None) -> None:
         """Send a message of a few hundred bytes. A full or closed socket means that the zygote does not answer."""

@@ -67,14 +67,14 @@ class WorkerHosts:
     """
 
     def __init__(self) -> None:
-        self._links: dict[str, tuple[HostLink, float]] = {}
+        self.machines: dict[str, HostLink] = {}
         self._packages: dict[str, Package] = {}
         self._changed = asyncio.Event()
 
     @property
     def links(self) -> list[HostLink]:
         """Links to the machines that accept workers."""
-        return [link for link, _ in self._links.values() if link.alive and not link.leaving]
+        return [link for link in self.machines.values() if link.alive and not link.leaving]
 
     async def join(
         self, name: str, address: str, token: str, *, weight: float = 1.0, notify: Callable[[], None] = lambda: None
@@ -83,13 +83,13 @@ class WorkerHosts:
         if a function cannot run there. `notify`: see `HostLink`."""
 
         def changed() -> None:
-            there = self._links.get(name)
-            if there is not None and not there[0].alive:
-                del self._links[name]
+            there = self.machines.get(name)
+            if there is not None and not there.alive:
+                del self.machines[name]
             self._notify()
             notify()
 
-        link = await HostLink.open(name, address, token, notify=changed)
+        link = await HostLink.open(name, address, token, weight=weight, notify=changed)
         try:
             done: set[str] = set()
             while missing := [one for one in self._packages.values() if one.version not in done]:
@@ -99,7 +99,7 @@ class WorkerHosts:
         except BaseException:
             await link.aclose()
             raise
-        self._links[name] = link, weight
+        self.machines[name] = link
         self._notify()
         return link
 
@@ -119,11 +119,9 @@ class WorkerHosts:
             await changed.wait()
 
     async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
-        candidates = [(link, weight) for link, weight in self._links.values() if link.alive and not link.leaving]
-        if not candidates:
+        if not (links := self.links):
             raise WorkerLost(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail="no machine takes workers"))
-        link, _ = min(candidates, key=lambda place: len(place[0].workers) / place[1])
-        return await link.worker(package, slot, gone)
+        return await min(links, key=lambda link: len(link.workers) / link.weight).worker(package, slot, gone)
 
     def _notify(self) -> None:
         self._changed.set()
@@ -155,9 +153,12 @@ class HostLink(HostChannel):
     begins or ends. Invariant: a machine that is `leaving` gets no new worker, and its workers no further call.
     """
 
-    def __init__(self, name: str, address: tuple[str, int], token: str, notify: Callable[[], None]) -> None:
+    def __init__(
+        self, name: str, address: tuple[str, int], token: str, weight: float, notify: Callable[[], None]
+    ) -> None:
         super().__init__(name)
         self.pid = 0
+        self.weight = weight
         self.leaving = False
         self.calls = 0
         self.answered = 0
@@ -168,9 +169,11 @@ class HostLink(HostChannel):
         self._notify = notify
 
     @classmethod
-    async def open(cls, name: str, address: str, token: str, *, notify: Callable[[], None] = lambda: None) -> HostLink:
+    async def open(
+        cls, name: str, address: str, token: str, *, weight: float = 1.0, notify: Callable[[], None] = lambda: None
+    ) -> HostLink:
         """Connect to `tcp://host:port`. Raises `HostLost` if no worker host there accepts the token."""
-        link = cls(name, host_and_port(address), token, notify)
+        link = cls(name, host_and_port(address), token, weight, notify)
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(CONNECT_S):

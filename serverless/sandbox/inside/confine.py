@@ -20,12 +20,14 @@ import sys
 from typing import Any
 
 from . import zygote
+from .zygote import check, libc
 
 _NEW = 0x0002_0000 | 0x0200_0000 | 0x0400_0000 | 0x0800_0000 | 0x2000_0000 | 0x4000_0000
 _NEW_USER = 0x1000_0000
 _BIND, _RECURSIVE, _PRIVATE, _DETACH = 4096, 16384, 1 << 18, 2
 _NOSUID, _NODEV, _NOEXEC, _RDONLY = 2, 4, 8, 1
 _MOUNT_SETATTR, _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 442, 444, 445, 446
+_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _MOST_FILES = 20_000
 _INSIDE_ID = 1000
@@ -34,8 +36,6 @@ _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
 _TRUNCATE, _IOCTL_DEVICE = 1 << 14, 1 << 15
 _FILES_BY_ABI = (0, 0x1FFF, 0x3FFF, 0x7FFF, 0x7FFF, 0xFFFF)
 """LANDLOCK_ACCESS_FS_* rights by version of Landlock (from 5 on: the last)."""
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
@@ -54,11 +54,6 @@ def main() -> None:
     zygote.start(channel, config)
 
 
-def landlock_version() -> int:
-    """0 where the kernel has none."""
-    return max(0, int(_libc.syscall(_CREATE_RULESET, None, 0, 1)))
-
-
 def enter_namespaces(channel: socket.socket, config: dict[str, Any]) -> None:
     """Enter new namespaces. Returns in process 1 of these; the parent stays outside, to end with it."""
     user, group = os.geteuid(), os.getegid()
@@ -67,13 +62,13 @@ def enter_namespaces(channel: socket.socket, config: dict[str, Any]) -> None:
     if os.getppid() != parent:
         os._exit(0)
     if config["user_namespace"]:
-        _check(_libc.unshare(_NEW_USER | _NEW), "unshare(user and other namespaces)")
+        check(libc.unshare(_NEW_USER | _NEW), "unshare(user and other namespaces)")
         maps = {"setgroups": "deny", "uid_map": f"{_INSIDE_ID} {user} 1", "gid_map": f"{_INSIDE_ID} {group} 1"}
         for name, text in maps.items():
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     else:
-        _check(_libc.unshare(_NEW), "unshare(namespaces)")
+        check(libc.unshare(_NEW), "unshare(namespaces)")
     pid = os.fork()
     if pid:
         channel.close()
@@ -90,7 +85,7 @@ def _private_root(config: dict[str, Any]) -> None:
     _mount(None, "/", None, _RECURSIVE | _PRIVATE, None)
     _mount("tmpfs", "/tmp", "tmpfs", _NOSUID | _NODEV, "mode=0755,size=1m")
     os.mkdir("/tmp/host")
-    _check(_libc.syscall(_number("pivot_root"), b"/tmp", b"/tmp/host"), "pivot_root")
+    check(libc.syscall(_PIVOT_ROOT[os.uname().machine], b"/tmp", b"/tmp/host"), "pivot_root")
     os.chdir("/")
     for path in config["binds"]:
         _bind(path)
@@ -110,7 +105,7 @@ def _private_root(config: dict[str, Any]) -> None:
         os.makedirs("/proc", exist_ok=True)
         with contextlib.suppress(OSError):  # a container may hide parts of it, and then permits no other mount
             _mount("proc", "/proc", "proc", _NOSUID | _NODEV | _NOEXEC, None)
-    _check(_libc.umount2(b"/host", _DETACH), "umount of the host's root")
+    check(libc.umount2(b"/host", _DETACH), "umount of the host's root")
     os.rmdir("/host")
     _read_only("/", recursive=False)
 
@@ -129,14 +124,14 @@ def _bind(path: str) -> None:
 def _read_only(path: str, *, recursive: bool) -> None:
     attributes = struct.pack("=QQQQ", _RDONLY | _NOSUID, 0, 0, 0)
     flags = 0x8000 if recursive else 0
-    done = _libc.syscall(_MOUNT_SETATTR, -100, path.encode(), flags, attributes, len(attributes))
-    _check(done, f"mount_setattr({path})")
+    done = libc.syscall(_MOUNT_SETATTR, -100, path.encode(), flags, attributes, len(attributes))
+    check(done, f"mount_setattr({path})")
 
 
 def drop_capabilities() -> None:
     """Drop all capabilities. Without new privileges, none can be regained."""
     for capability in range(64):
-        if _libc.prctl(24, ctypes.c_ulong(capability), 0, 0, 0):
+        if libc.prctl(24, ctypes.c_ulong(capability), 0, 0, 0):
             break
     zygote.prctl(47, 4)
     zygote.no_capabilities()
@@ -159,20 +154,20 @@ def _restrict(config: dict[str, Any]) -> None:
 def _landlock(config: dict[str, Any]) -> None:
     """Restrict files to the runtime (read-only), the scratch directory and devices. Forbid TCP, and signals and
     abstract sockets to the outside."""
-    version = landlock_version()
+    version = max(0, libc.syscall(_CREATE_RULESET, None, 0, 1))  # 0 where the kernel has none
     if version < config["landlock_version"]:
         raise OSError(f"Landlock {version} is older than {config['landlock_version']}")
     files = _FILES_BY_ABI[min(version, 5)]
     size = 8 if version < 4 else 16 if version < 6 else 24
     attributes = struct.pack("=QQQ", files, 3, 3)[:size]
-    ruleset = _check(_libc.syscall(_CREATE_RULESET, attributes, size, 0), "landlock_create_ruleset")
+    ruleset = check(libc.syscall(_CREATE_RULESET, attributes, size, 0), "landlock_create_ruleset")
     reading = _EXECUTE | _READ_FILE | _READ_DIR
     for path in config["readable"]:
         _rule(ruleset, path, reading)
     for device in _DEVICES:
         _rule(ruleset, f"/dev/{device}", (_READ_FILE | _WRITE_FILE | _TRUNCATE) & files)
     _rule(ruleset, config["scratch"], files & ~_IOCTL_DEVICE)
-    _check(_libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
+    check(libc.syscall(_RESTRICT_SELF, ruleset, 0), "landlock_restrict_self")
     os.close(ruleset)
 
 
@@ -184,23 +179,12 @@ def _rule(ruleset: int, path: str, access: int) -> None:
     try:
         if not os.path.isdir(path):
             access &= _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
-        _check(_libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("=Qi", access, fd), 0), f"landlock_add_rule({path})")
+        check(libc.syscall(_ADD_RULE, ruleset, 1, struct.pack("=Qi", access, fd), 0), f"landlock_add_rule({path})")
     finally:
         os.close(fd)
 
 
-def _number(name: str) -> int:
-    return {"pivot_root": {"x86_64": 155, "aarch64": 41}}[name][os.uname().machine]
-
-
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None) -> None:
     encoded = [s.encode() if s is not None else None for s in (source, target, kind, data)]
-    done = _libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
-    _check(done, f"mount of {target}")
-
-
-def _check(result: int, what: str) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
-    return int(result)
+    done = libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3])
+    check(done, f"mount of {target}")

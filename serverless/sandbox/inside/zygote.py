@@ -42,6 +42,8 @@ _SLACK = 2**20
 _NOFILE = 64
 _MESSAGE_BYTES = 256 * 2**20
 
+libc = ctypes.CDLL(None, use_errno=True)
+
 
 def main() -> None:
     channel = socket.socket(fileno=int(sys.argv[1]))
@@ -290,17 +292,21 @@ def become(uid: int | None) -> None:
 
 def no_capabilities() -> None:
     header = struct.pack("=Ii", 0x2008_0522, 0)
-    if ctypes.CDLL(None, use_errno=True).syscall(_CAPSET[os.uname().machine], header, bytes(24)):
-        number = ctypes.get_errno()
-        raise OSError(number, f"capset: {os.strerror(number)}")
+    check(libc.syscall(_CAPSET[os.uname().machine], header, bytes(24)), "capset")
 
 
 def prctl(option: int, *arguments: Any) -> None:
     filled = [*arguments, 0, 0, 0, 0][:4]
     values = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in filled]
-    if ctypes.CDLL(None, use_errno=True).prctl(option, *values):
+    check(libc.prctl(option, *values), f"prctl({option})")
+
+
+def check(result: int, what: str) -> int:
+    """The result of a call of the C library. Raises its `OSError`."""
+    if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, f"prctl({option}): {os.strerror(number)}")
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return int(result)
 
 
 def seccomp(code: bytes) -> None:

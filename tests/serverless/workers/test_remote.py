@@ -228,7 +228,7 @@ async def _life(directory: pathlib.Path) -> None:
         await until(lambda: not any(map(alive, workers)), LIMIT_S)
         assert fleet.processes["two"].returncode is None, "a client that is gone leaves no worker behind"
         await link.aclose()
-        assert not fleet.hosts._links, "nothing is kept of a machine that is gone"
+        assert not fleet.hosts.machines, "nothing is kept of a machine that is gone"
     logs = sorted(path.name for path in (directory / "behave").iterdir())
     assert set(logs) <= {"0.log", "1.log"}
     assert logs
