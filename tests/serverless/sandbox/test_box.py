@@ -302,7 +302,7 @@ def test_without_any_isolation_nothing_runs_unless_it_is_asked_for(
     def refuse(*args: object, **settings: object) -> None:
         raise RungUnavailable("not here")
 
-    for name in ("_on_provider", "_bubblewrap", "_landlock", "_landlock_alone"):
+    for name in ("_on_provider", "_bubblewrap", "_landlock", "_single"):
         monkeypatch.setattr(launch, name, refuse)
     with pytest.raises(SandboxUnavailable, match="not here"), sandbox():
         pass
