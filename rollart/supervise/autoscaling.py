@@ -10,7 +10,7 @@ from typing import Any
 from rollart.errors import RollartError
 from rollart.ports import Recorder, RunEvent
 from rollart.supervise.nodes import NodeTracker
-from rollart.supervise.supervisor import HostSupervisor
+from rollart.supervise.supervisor import HostSupervisor, loop_time
 
 RETRY_S = 30.0
 """Delay after a spawn that found no room: the free devices are spread over too many nodes, or other work holds them."""
@@ -84,7 +84,7 @@ class HostAutoscaler:
                 self._hosts.retire(name)
                 self._known.discard(name)
         more = want - self._spawning - sum(name not in going for name in here)
-        return more if _now() >= self._not_before else 0
+        return more if loop_time() >= self._not_before else 0
 
     def _wanted(self, here: Collection[str]) -> int:
         counted = max(1, self._count(self._nodes.devices()))
@@ -97,18 +97,14 @@ class HostAutoscaler:
             await self._hosts.spawn()
             self._cause = ""
         except RollartError as error:
-            self._not_before = _now() + RETRY_S
+            self._not_before = loop_time() + RETRY_S
             if self._cause != error.message:
                 self._cause = error.message
-                self._recorder.event(RunEvent(_now(), "host_not_placed", self._what, {"cause": error.message}))
+                self._recorder.event(RunEvent(loop_time(), "host_not_placed", self._what, {"cause": error.message}))
         finally:
             self._spawning -= 1
             self._woken.set()
 
     def _wait(self) -> float:
-        rest = self._not_before - _now()
+        rest = self._not_before - loop_time()
         return min(self._nodes.wait(), rest if rest > 0 else LONGEST_S, LONGEST_S)
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

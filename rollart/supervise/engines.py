@@ -21,7 +21,7 @@ from rollart.model import EngineId, EngineStats, WeightsRef
 from rollart.ports import Engine, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
 from rollart.settings.run import BudgetSpec
-from rollart.supervise.supervisor import SupervisedPart, Supervisor, back_off_s
+from rollart.supervise.supervisor import SupervisedPart, Supervisor, back_off_s, loop_time
 
 HEALTH_S = 5.0
 """Limit of a health check. An engine answers from its event loop even while it computes: seconds of silence mean that
@@ -207,12 +207,12 @@ class EngineSupervisor(Supervisor[SupervisedEngine]):
     async def start(self, part: SupervisedEngine, *, restart: bool) -> None:
         if restart:
             await self.bring_up(part.part, cause=NO_NODE if part.waits else ENGINE_RESTART)
-        part.serves_since, part.waits = _now(), False
+        part.serves_since, part.waits = loop_time(), False
 
     async def watch(self, part: SupervisedEngine) -> str:
         while (cause := await self._trouble(part)) is None:
             pass
-        if _now() - part.serves_since > RESTARTS_FORGIVEN_AFTER_S:
+        if loop_time() - part.serves_since > RESTARTS_FORGIVEN_AFTER_S:
             part.restarts = 0
         return cause
 
@@ -302,7 +302,7 @@ class EngineSupervisor(Supervisor[SupervisedEngine]):
         return True
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
-        self._recorder.event(RunEvent(_now(), kind, subject, fields))
+        self._recorder.event(RunEvent(loop_time(), kind, subject, fields))
 
 
 CHECK_S = 1.0
@@ -343,7 +343,7 @@ async def watch_progress(
             )
         if now - changed > stall_s:
             holders = "; ".join(leases.describe()) or "no lease is open"
-            recorder.event(RunEvent(_now(), "stalled", "run", {"holders": holders}))
+            recorder.event(RunEvent(loop_time(), "stalled", "run", {"holders": holders}))
             raise RunFailed(
                 f"no progress for {now - changed:.0f} s: {holders}", remedy="rollart launch --resume continues"
             )
@@ -380,14 +380,14 @@ class EngineMeter:
         self._at = 0.0
 
     async def run(self) -> None:
-        self._at = _now()
+        self._at = loop_time()
         self._seen = {engine: _counted(stats) for engine, stats in (await self._stats()).items()}
         while True:
             await asyncio.sleep(EVERY_S)
             await self.look()
 
     async def look(self) -> None:
-        now = _now()
+        now = loop_time()
         for engine, stats in (await self._stats()).items():
             before, counted = self._seen.get(engine, {}), _counted(stats)
             if any(counted[name] < value for name, value in before.items()):
@@ -402,7 +402,3 @@ class EngineMeter:
 
 def _counted(stats: EngineStats) -> dict[str, float]:
     return {name: float(getattr(stats, name)) for name in COUNTERS}
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

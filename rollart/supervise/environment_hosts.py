@@ -30,7 +30,7 @@ from rollart.policy.hosts import HostRules, HostSelector, MemoryAction, MemoryWa
 from rollart.policy.incidents import IncidentTracker
 from rollart.ports import Environment, EnvironmentFactory, Recorder
 from rollart.supervise.host_slots import EnvironmentHostState, HostPart, HostSlot, HostSlotPool
-from rollart.supervise.supervisor import HostLimits, HostSupervisor
+from rollart.supervise.supervisor import HostLimits, HostSupervisor, loop_time
 
 T = TypeVar("T")
 
@@ -90,13 +90,13 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
                 (resting if host.resting else fresh)[name] = host.live, most
         for room in (fresh, resting):
             missing = {name: len(wanted - self._hosts[name].images) for name in room} if wanted else None
-            if (chosen := self._policy.choose(room, _now(), missing)) is not None:
+            if (chosen := self._policy.choose(room, loop_time(), missing)) is not None:
                 return self._hosts[chosen]
         return None
 
     async def call(self, host: EnvironmentHostState, link: EnvironmentHost, work: Awaitable[tuple[T, float]]) -> T:
         """Await a call of the host: record its overhead and the host's busy time, and attribute its fault."""
-        began = _now()
+        began = loop_time()
         if not host.calls and host.link is not None:
             host.part.clock.enter(ResourceState.BUSY)
         host.calls += 1
@@ -109,7 +109,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
             if not host.calls and host.link is not None:
                 host.part.clock.enter(ResourceState.IDLE)
         if self._hosts.get(host.id) is host:
-            self._left_alone(host, self._policy.called(host.id, max(0.0, _now() - began - env_s), _now()))
+            self._left_alone(host, self._policy.called(host.id, max(0.0, loop_time() - began - env_s), loop_time()))
         return result
 
     def made(self, host: EnvironmentHostState, domain: str, made: EnvironmentOrigin) -> None:
@@ -131,7 +131,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
         return EnvironmentFault(fault.host, fault.what, incident=self._ended(host, link))
 
     def _ended(self, host: EnvironmentHostState, link: EnvironmentHost) -> str:
-        return self._ends.of(link.life, host.id, link.node, _now())
+        return self._ends.of(link.life, host.id, link.node, loop_time())
 
     async def wanted(self, domain: str, seed: int, owner: str) -> frozenset[str]:
         """Images that an episode needs on its host before its reset; usually none."""
@@ -159,7 +159,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
 
     def hangs(self, began: float) -> bool:
         """True if a call that started at `began` and is cancelled now has exceeded its limit."""
-        return _now() - began >= self._limits.call_s * (1 - 1e-6)
+        return loop_time() - began >= self._limits.call_s * (1 - 1e-6)
 
     def leave(self, place: HostSlot, *, fault: bool) -> None:
         """Free the slot of an ended episode, and count the episode."""
@@ -168,7 +168,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
         host.faults += fault
         host.restarts = 0 if alive and not fault else host.restarts
         if self._hosts.get(host.id) is host:
-            self._left_alone(host, self._policy.ended(host.id, fault=fault, now=_now()))
+            self._left_alone(host, self._policy.ended(host.id, fault=fault, now=loop_time()))
         self.places.free(place)
         host.changed.set()
 
@@ -200,7 +200,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
         return {"episodes": taken if served else 0}
 
     def removed(self, host: EnvironmentHostState) -> None:
-        self._policy.leave(host.id, _now())
+        self._policy.leave(host.id, loop_time())
         for domain, making in host.making.items():
             self._emit_creation(host, domain, making)
 
@@ -218,7 +218,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
         node, watch = "" if host.life is None else host.life.node, host.memory
         here = sum(other.life is not None and other.life.node == node for other in self._hosts.values())
         bound = watch.rules.bound(health.machine, here)
-        verdict = watch.check(health.memory, bound, host.live, _now())
+        verdict = watch.check(health.memory, bound, host.live, loop_time())
         if verdict is MemoryAction.KEEP:
             return ""
         figures = f"its memory is {health.memory / 1e9:.2f} GB, its bound {bound / 1e9:.2f} GB"
@@ -305,7 +305,7 @@ class HostedEnvironment:
             self._fleet.leave(place, fault=self._fault)
 
     async def _call(self, place: HostSlot, work: Awaitable[tuple[T, float]]) -> T:
-        began = _now()
+        began = loop_time()
         try:
             return await self._fleet.call(place.host, place.link, work)
         except EnvironmentFault:
@@ -405,7 +405,3 @@ class ImageResolver:
                 self._seen(link, said)
                 return frozenset(said.wanted)
         raise AssertionError("somebody was asked")
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

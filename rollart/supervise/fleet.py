@@ -13,6 +13,7 @@ from rollart.model import EngineId
 from rollart.ports import Recorder, RunEvent
 from rollart.serving.gateway import Gateway
 from rollart.supervise.engines import EnginePart, EngineSupervisor
+from rollart.supervise.supervisor import loop_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class EngineFleet:
             if engine_id is None:
                 raise RunFailed(f"no {kind.role} of tp {kind.tp} on {kind.pool} serves: none can be drained")
             self._gateway.retire(engine_id)
-        began, late = asyncio.get_running_loop().time(), False
+        began, late = loop_time(), False
         try:
             # If the engine dies from now on, it is not restarted, and its turns are routed again.
             await self._supervisor.release(engine_id)
@@ -135,7 +136,7 @@ class EngineFleet:
             async with self._gateway.still():
                 self._gateway.leave(engine_id, cause="drained")
             await self._site.clear(engine_id)
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         fields: dict[str, str | int | float | bool | None] = {"pool": kind.pool, "role": str(kind.role), "tp": kind.tp}
         fields |= {"seconds": round(now - began, 3), "cut_short": late}
         self._recorder.event(RunEvent(now, "engine_drained", engine_id, fields))

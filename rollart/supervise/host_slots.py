@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,7 +13,7 @@ from rollart.leases import Leases
 from rollart.policy.host_slots import PlacementPriority, PlacementQueue, PlacementRequest, slots_to_reclaim
 from rollart.policy.hosts import MemoryRules, MemoryWatch
 from rollart.ports import Recorder, RunEvent
-from rollart.supervise.supervisor import HostProcess, HostState
+from rollart.supervise.supervisor import HostProcess, HostState, loop_time
 
 
 class HostPart(HostProcess, Protocol):
@@ -130,8 +131,7 @@ class HostSlotPool:
         give_up: Callable[[], None] | None = None,
     ) -> HostSlot:
         """Wait for a slot for an episode, which holds the slot from then on."""
-        loop = asyncio.get_running_loop()
-        waiter, began = _Waiter(wish, wanted, give_up, loop.create_future()), loop.time()
+        waiter, began = _Waiter(wish, wanted, give_up, asyncio.get_running_loop().create_future()), loop_time()
         number = self.line.add(wish, waiter)
         self.assign()
         if waiter.got.done():
@@ -146,7 +146,7 @@ class HostSlotPool:
             elif not waiter.got.cancelled():
                 self.free(waiter.got.result())
             raise
-        self._count(wish.claim, loop.time() - began)
+        self._count(wish.claim, loop_time() - began)
         return place
 
     def keep(self, place: HostSlot) -> None:
@@ -214,13 +214,6 @@ class HostSlotPool:
                 self._emit(claim)
 
     def _emit(self, claim: PlacementPriority) -> None:
-        own, now = self.sums[claim], asyncio.get_running_loop().time()
+        own = self.sums[claim]
         if own.waited or own.given_up:
-            fields = {
-                "places": own.places,
-                "waited": own.waited,
-                "wait_s": own.wait_s,
-                "longest_s": own.longest_s,
-                "given_up": own.given_up,
-            }
-            self.recorder.event(RunEvent(now, PLACES, claim.name.lower(), fields))
+            self.recorder.event(RunEvent(loop_time(), PLACES, claim.name.lower(), dataclasses.asdict(own)))

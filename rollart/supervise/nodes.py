@@ -13,7 +13,6 @@ present ones.
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from dataclasses import dataclass, replace
 from rollart.fleet import EngineKind, FleetMove, FleetMoveKind, KindLoad
 from rollart.model import EngineId
 from rollart.serving.gateway import Gateway
+from rollart.supervise.supervisor import loop_time
 
 MOST = 5
 """Doublings of `settle_s`: with 30 s, a node of a flapping pool must stay for 16 minutes."""
@@ -70,7 +70,9 @@ class NodeAvailability:
         already."""
         if node in self._nodes:
             return
-        held = [s.lives for pool in devices if (s := self._series.get(pool)) and now - s.last <= self._memory]
+        held = [
+            s.lives for pool in devices if (s := self._series.get(pool)) and now - s.last <= self._settings.memory_s
+        ]
         stays = 0.0 if trusted else self._settings.settle_s * 2 ** min(max(held, default=0), MOST)
         self._nodes[node] = _Node(dict(devices), now, now + stays)
 
@@ -83,10 +85,10 @@ class NodeAvailability:
         gone = self._nodes.pop(node, None)
         if gone is None:
             return
-        if now - gone.came < self._memory:
+        if now - gone.came < self._settings.memory_s:
             for pool in gone.devices:
                 series = self._series.setdefault(pool, _Series())
-                series.lives = series.lives + 1 if gone.came - series.last <= self._memory else 1
+                series.lives = series.lives + 1 if gone.came - series.last <= self._settings.memory_s else 1
                 series.last = now
         self._first_loss = min(self._first_loss, now)
         self._quiet = min(now + self._settings.settle_s, self._first_loss + PATIENCE * self._settings.settle_s)
@@ -118,10 +120,6 @@ class NodeAvailability:
         """Seconds until `counted` or `ready` may change without a further event; infinite if they will not."""
         times = [n.counts for n in self._nodes.values() if not n.leaves]
         return min((t - now for t in (*times, self._quiet) if t > now), default=math.inf)
-
-    @property
-    def _memory(self) -> float:
-        return self._settings.memory_s
 
 
 def _sum(nodes: Iterable[_Node]) -> Mapping[str, int]:
@@ -167,13 +165,13 @@ class NodeTracker:
     def found(self, nodes: Iterable[tuple[str, Mapping[str, int]]]) -> None:
         """The initial nodes, which count at once, with the devices by pool of each."""
         for node, devices in nodes:
-            self._presence.come(node, devices, _now(), trusted=True)
+            self._presence.come(node, devices, loop_time(), trusted=True)
         self.wake()
 
     def joined(self, node: str, devices: Mapping[str, int]) -> None:
         """A node joined, with its devices by pool. A node of no pool is ignored."""
         if devices:
-            self._presence.come(node, devices, _now())
+            self._presence.come(node, devices, loop_time())
             self.wake()
 
     def leaving(self, node: str) -> None:
@@ -182,21 +180,21 @@ class NodeTracker:
         self.wake()
 
     def lost(self, node: str) -> None:
-        self._presence.go(node, _now())
+        self._presence.go(node, loop_time())
         self.wake()
 
     def devices(self) -> dict[str, int]:
         """The devices by pool that a plan may use now."""
-        counted = self._presence.counted(_now(), frozenset(self._where().values()))
+        counted = self._presence.counted(loop_time(), frozenset(self._where().values()))
         return {pool: min(most, counted.get(pool, 0)) for pool, most in self._most.items()}
 
     def wait(self) -> float:
         """Seconds until a reason to replan may arise without a node event."""
-        return self._presence.wait(_now())
+        return self._presence.wait(loop_time())
 
     def settled(self) -> bool:
         """True if a plan may follow the present nodes."""
-        return self._presence.ready(_now())
+        return self._presence.ready(loop_time())
 
     def doomed(self) -> frozenset[str]:
         """Nodes that will leave."""
@@ -207,7 +205,7 @@ class NodeTracker:
         leaving, counted = self._presence.leaving(), self.devices()
         told = sorted(f"{node} is to go" for node in leaving - self._warned)
         self._warned = leaving
-        if not told and not self._presence.ready(_now()):
+        if not told and not self._presence.ready(loop_time()):
             return ""
         if self._failed:
             told.append("the last change of nodes is still to be followed")
@@ -218,7 +216,7 @@ class NodeTracker:
     def retry(self) -> None:
         """The last change of the plan failed: its reason is reported again after a while."""
         self._failed = True
-        self._presence.rest(_now())
+        self._presence.rest(loop_time())
 
     def load(self, gateway: Gateway) -> Mapping[EngineKind, KindLoad]:
         """Engines to plan with, by kind: restarting engines count as healthy, engines on leaving nodes do not count."""
@@ -243,7 +241,3 @@ class NodeTracker:
     def _doomed(self, gateway: Gateway) -> list[EngineId]:
         leaving, stable = self._presence.leaving(), gateway.stable()
         return [engine for engine, node in self._where().items() if node in leaving and engine in stable]
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -32,6 +32,7 @@ from rollart.policy.workload import WorkloadMeter, drift
 from rollart.ports import Fleet, Planner, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
 from rollart.supervise.nodes import NodeTracker
+from rollart.supervise.supervisor import back_off_s, loop_time
 
 MIN_GAIN = 0.02
 """Relative gain below which a plan is kept, however cheap the moves: a smaller gain is measurement noise, and a plan
@@ -224,16 +225,18 @@ class Rebalancer:
         self._woken.set()
 
     async def run(self) -> None:
-        settings, loop = self._settings, asyncio.get_running_loop()
+        settings = self._settings
         period = min((s for s in (settings.reprice_s, settings.flows_s) if s > 0), default=settings.measure_s)
-        flows_due = loop.time() + settings.flows_s
-        self._samples.append((loop.time(), self._meter.finished))
+        flows_due = loop_time() + settings.flows_s
+        self._samples.append((loop_time(), self._meter.finished))
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(period if self._nodes is None else min(period, self._nodes.wait())):
                     await self._woken.wait()
-            now = loop.time()
-            self._sample(now)
+            now = loop_time()
+            self._samples.append((now, self._meter.finished))
+            while len(self._samples) > 2 and self._samples[1][0] <= now - max(settings.measure_s, settings.flows_s):
+                self._samples.popleft()
             self._measure(now)
             reason = self._reason(now)
             await self._vacate()
@@ -331,7 +334,10 @@ class Rebalancer:
             short = self._short(flips)
             if short is None:
                 for move in flips:
-                    self._flip(move)
+                    assert move.before is not None
+                    assert move.after is not None
+                    for engine in self._gateway.at(EngineKind(move.pool, move.before, move.tp))[: move.replicas]:
+                        self._gateway.flip(engine, move.after)
                 if proposal.router_only:
                     self._gateway.follow(proposal.routes)
         if short is not None:
@@ -341,19 +347,15 @@ class Rebalancer:
             self._again()
             return
         self._planner.adopt(proposal)
-        self._adopted(work)
-        now = asyncio.get_running_loop().time()
+        engines = [[e, seat.pool, str(seat.role), seat.tp] for e, seat in self._gateway.seats().items()]
+        measured = {domain: asdict(seen) for domain, seen in work.items()}
+        self._event(PLAN_ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(measured))
         self._flowed = self._serving()
         self._event("rebalanced", trigger, why=why, **_figures(proposal))
         if self._change is not None:
             self._event("rebalance_measured", self._change.trigger, superseded=True)
         predicted = proposal.rate_after / proposal.rate_now - 1 if proposal.rate_now > 0 else None
-        self._change = _Change(now, trigger, predicted, before)
-
-    def _adopted(self, work: Mapping[str, DomainWork]) -> None:
-        engines = [[e, seat.pool, str(seat.role), seat.tp] for e, seat in self._gateway.seats().items()]
-        measured = {domain: asdict(seen) for domain, seen in work.items()}
-        self._event(PLAN_ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(measured))
+        self._change = _Change(loop_time(), trigger, predicted, before)
 
     async def _move(self, trigger: str, proposal: Proposal) -> bool:
         """Apply drains and starts one after the other, then the routes. False if a move failed: completed moves stay,
@@ -380,7 +382,7 @@ class Rebalancer:
         for attempt in range(1, UNDO_ATTEMPTS):
             with contextlib.suppress(RollartError):
                 return await self._step(reverse_drain(drained))
-            await asyncio.sleep(min(0.25 * 2**attempt, 5.0))
+            await asyncio.sleep(back_off_s(attempt))
         await self._step(reverse_drain(drained))
 
     async def _there(self) -> FleetObservation:
@@ -421,12 +423,6 @@ class Rebalancer:
                 return f"{move}, but there are {have}"
         return None
 
-    def _flip(self, move: FleetMove) -> None:
-        assert move.before is not None
-        assert move.after is not None
-        for engine in self._gateway.at(EngineKind(move.pool, move.before, move.tp))[: move.replicas]:
-            self._gateway.flip(engine, move.after)
-
     async def _ask(self, what: str, asked: Awaitable[T]) -> T:
         """The planner's answer. `_PlannerFailed` if the planner fails or takes too long, with an event unless the
         previous request of this kind failed with the same cause."""
@@ -453,12 +449,6 @@ class Rebalancer:
             movable=self._fleet is not None,
         )
 
-    def _sample(self, now: float) -> None:
-        self._samples.append((now, self._meter.finished))
-        keep = max(self._settings.measure_s, self._settings.flows_s)
-        while len(self._samples) > 2 and self._samples[1][0] <= now - keep:
-            self._samples.popleft()
-
     def _rate(self, window: float) -> float | None:
         """Trajectories/s finished over the last `window` seconds; None until samples cover the window."""
         now, last = self._samples[-1]
@@ -484,7 +474,7 @@ class Rebalancer:
         )
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
-        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
+        self._recorder.event(RunEvent(loop_time(), kind, subject, fields))
 
 
 def _figures(proposal: Proposal) -> dict[str, str | float]:

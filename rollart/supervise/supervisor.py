@@ -12,9 +12,9 @@ import asyncio
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from rollart.errors import EnvironmentFault, LeaseExpired, NoPlace, PartDied, RollartError
 from rollart.hosted import HostHealth
@@ -72,14 +72,14 @@ class Supervisor(ABC, Generic[P]):
         self._max_restarts = max_restarts
 
     async def keep(self, part: P) -> None:
-        cause, failed, since = "", None, _now()
+        cause, failed, since = "", None, loop_time()
         while not part.leaving:
             try:
                 await self.start(part, restart=bool(cause))
                 if part.restarts > self._max_restarts:  # earlier starts failed for lack of a node
                     part.restarts = 0
                 cause = await self.watch(part)
-                failed, since = None, _now()
+                failed, since = None, loop_time()
             except self.failures as error:
                 cause, failed = self.cause(part, error), error
             if not cause:
@@ -90,7 +90,7 @@ class Supervisor(ABC, Generic[P]):
                 if self.spare(part):
                     self.give_up(part, cause)
                     return
-                self.check_patience(part, cause, failed, _now() - since)
+                self.check_patience(part, cause, failed, loop_time() - since)
         self.retired(part)
 
     @abstractmethod
@@ -299,7 +299,9 @@ class HostSupervisor(Supervisor[H]):
 
     async def resize(self, count: int) -> None:
         """Change the number of hosts to `count` (at least 1): start new ones, or retire the most dispensable ones."""
-        await gather_or_cancel(self.spawn() for _ in range(max(1, count) - self.size))
+        async with asyncio.TaskGroup() as spawning:
+            for _ in range(max(1, count) - self.size):
+                spawning.create_task(self.spawn())
         while self.size > max(1, count):
             self.retire(self._by_use()[0].id)
 
@@ -321,7 +323,7 @@ class HostSupervisor(Supervisor[H]):
             self._keeping[name].cancel()
 
     def emit(self, kind: str, host: str, **fields: str | int | float | None) -> None:
-        self._recorder.event(RunEvent(_now(), kind, host, fields))
+        self._recorder.event(RunEvent(loop_time(), kind, host, fields))
 
     @abstractmethod
     async def connect(self, host: H) -> HostClient:
@@ -447,16 +449,16 @@ class HostSupervisor(Supervisor[H]):
                 if error.incident:  # the host ended: its connection and its process give a better cause
                     await asyncio.Event().wait()
                 return error.message
-            if cause := _blocked(health, limit) or self.memory_cause(host, health):
+            if health.stuck_s >= limit:
+                return f"{health.stuck_in or 'something'} blocked all of its episodes for {health.stuck_s:.1f} s"
+            if cause := self.memory_cause(host, health):
                 return cause
             host.resting = bool(health.left)
             if health.left and (not host.load or len(health.left) >= MAX_HUNG_THREADS):
                 many = len(health.left)
-                calls = (
-                    "1 call never ended and holds a thread"
-                    if many == 1
-                    else f"{many} calls never ended and hold its threads"
-                )
+                calls = "1 call never ended and holds a thread"
+                if many > 1:
+                    calls = f"{many} calls never ended and hold its threads"
                 return f"{calls} ({health.left[0]})"
 
     async def _end(self, host: H) -> None:
@@ -481,24 +483,5 @@ class HostSupervisor(Supervisor[H]):
         self.on_change()
 
 
-def _blocked(health: HostHealth, limit: float) -> str:
-    if health.stuck_s < limit:
-        return ""
-    return f"{health.stuck_in or 'something'} blocked all of its episodes for {health.stuck_s:.1f} s"
-
-
-async def gather_or_cancel(works: Iterable[Coroutine[Any, Any, Any]]) -> None:
-    """Run all coroutines concurrently. The first error is raised once the others have been cancelled and have ended."""
-    loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
-
-
-def _now() -> float:
+def loop_time() -> float:
     return asyncio.get_running_loop().time()
