@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import enum
 import math
 from bisect import bisect_left, bisect_right
 from collections import deque
@@ -33,101 +32,40 @@ ENOUGH = 20
 """Trajectories on both sides before a difference is judged: with fewer, 0.33 is within chance."""
 
 
-class TrajectoryEnding(enum.StrEnum):
-    """How a trajectory ended, as far as redundancy is concerned."""
-
-    GOOD = "good"
-    FAILED = "failed"
-    """Infrastructure: the environment or its host, never the policy."""
-    STRAGGLED = "straggled"
-    """It ended after its batch's deadline."""
-
-
 @dataclass(slots=True)
 class HealthMeter:
-    """Shares of bad ends per (domain, host), with exponential decay over `memory` ends each."""
+    """Shares of bad ends per domain, with exponential decay over `memory` ends each."""
 
     memory: int = 200
-    _seen: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    _seen: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, domain: str, host: str, end: TrajectoryEnding) -> None:
+    def add(self, domain: str, *, bad: bool) -> None:
         keep = 1.0 - 1.0 / self.memory
-        weight, bad = self._seen.get((domain, host), (0.0, 0.0))
-        self._seen[domain, host] = (weight * keep + 1.0, bad * keep + (end is not TrajectoryEnding.GOOD))
+        weight, ends = self._seen.get(domain, (0.0, 0.0))
+        self._seen[domain] = (weight * keep + 1.0, ends * keep + bad)
 
-    def rate(self, domain: str, hosts: Mapping[str, float] | None = None) -> tuple[float, float]:
-        """(share of bad ends, number of ends behind it) of a domain. `hosts` is the planned load per host: rates are
-        weighted with it, and an unknown host counts as the mean of the others. None: weighted as observed."""
-        mine = {h: v for (d, h), v in self._seen.items() if d == domain}
-        weight = sum(w for w, _ in mine.values())
-        overall = sum(b for _, b in mine.values()) / weight if weight else 0.0
-        total = sum(hosts.values()) if hosts else 0.0
-        if not hosts or not total:
-            return overall, weight
-        rates = {h: mine[h][1] / mine[h][0] if h in mine else overall for h in hosts}
-        return sum(n * rates[h] for h, n in hosts.items()) / total, weight
+    def rate(self, domain: str) -> tuple[float, float]:
+        """(share of bad ends, number of ends behind it)."""
+        weight, bad = self._seen.get(domain, (0.0, 0.0))
+        return bad / weight if weight else 0.0, weight
 
 
-@dataclass(frozen=True, slots=True)
-class RedundancySettings:
-    """`confidence`: the probability that enough trajectories end well without waiting for a bad one. `by_groups`,
-    `by_size`: the kinds of redundancy in use. `cap`: extra trajectories as a share of those needed. `prior` is the bad
-    share that is assumed before `min_seen` observed ends. A bad share below `ignore` launches nothing: retries are
-    cheaper."""
+CONFIDENCE = 0.95
+"""Probability that enough trajectories end well without waiting for a bad one."""
 
-    by_groups: bool = True
-    by_size: bool = False
-    confidence: float = 0.95
-    cap: float = 0.25
-    prior: float = 0.0
-    min_seen: int = 50
-    ignore: float = 0.002
+MIN_ENDS = 50
+"""Observed ends of a domain before anything is launched for its health."""
 
-    def __post_init__(self) -> None:
-        if not 0 < self.confidence < 1 or self.cap < 0 or not 0 <= self.prior < 1 or not 0 <= self.ignore < 1:
-            raise ValueError(
-                f"confidence {self.confidence} must lie within (0, 1), cap {self.cap} not be negative, "
-                f"prior {self.prior} and ignore {self.ignore} lie within [0, 1)"
-            )
+NEGLIGIBLE = 0.002
+"""Share of bad ends up to which nothing is launched: retries are cheaper."""
 
 
 @dataclass(frozen=True, slots=True)
 class RedundantLaunch:
-    """Extra groups, and extra members per group of all groups. `bad` is the bad share behind these numbers; `capped`:
-    the confidence would need more."""
+    """Extra groups, and extra members per group of all groups."""
 
     groups: int
     members: int
-    bad: float
-    capped: bool = False
-
-
-def redundant_launch(
-    groups: int, group_size: int, *, bad: float, seen: float, settings: RedundancySettings
-) -> RedundantLaunch:
-    """How much to launch beyond `groups` x `group_size`.
-
-    The smallest extra number with P[Binomial(n + extra, 1 - bad) >= n] >= confidence: per group for members, then over
-    groups with the remaining risk of a group. Members of different hosts fail at different rates; taking their mean is
-    on the safe side (Hoeffding 1956). With both kinds, members come first, for half of the cap.
-    """
-    if groups < 1 or group_size < 1:
-        raise ValueError(f"groups {groups} and group size {group_size} must be positive")
-    bad = settings.prior if seen < settings.min_seen else bad
-    if bad <= settings.ignore or settings.cap == 0:
-        return RedundantLaunch(0, 0, bad)
-    room, capped, members = int(settings.cap * groups * group_size + 1e-9), False, 0
-    if settings.by_size:
-        most = (room // 2 if settings.by_groups else room) // groups
-        members, met = _smallest(group_size, 1.0 - bad, settings.confidence, most)
-        capped = not met
-        room -= members * groups
-    extra = 0
-    if settings.by_groups:
-        whole = _at_least(group_size, group_size + members, 1.0 - bad)
-        extra, met = _smallest(groups, whole, settings.confidence, room // (group_size + members))
-        capped = not met
-    return RedundantLaunch(extra, members, bad, capped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,21 +85,30 @@ class Redundancy:
     def any(self) -> bool:
         return self.groups > 1 or self.size > 1
 
-    def most(self, groups: int, group_size: int) -> RedundantLaunch:
-        """The upper limit beyond `groups` x `group_size`: whole groups and members, rounded down."""
-        return RedundantLaunch(_times(groups, self.groups) - groups, _times(group_size, self.size) - group_size, 0.0)
-
     def extra(self, groups: int, group_size: int, *, bad: float, seen: float) -> RedundantLaunch:
-        """The extra launches now, given the share of bad ends and the number of ends behind it."""
-        most = self.most(groups, group_size)
+        """How much to launch beyond `groups` x `group_size` now, given the share of bad ends and the number of ends
+        behind it.
+
+        With `health`: the smallest extra number with P[Binomial(n + extra, 1 - bad) >= n] >= confidence: per group for
+        members, then over groups with the remaining risk of a group. Members of different hosts fail at different
+        rates; taking their mean is on the safe side (Hoeffding 1956). With both kinds, members come first, for half of
+        the factors' product.
+        """
+        most = RedundantLaunch(_times(groups, self.groups) - groups, _times(group_size, self.size) - group_size)
         if not self.health:
             return most
-        settings = RedundancySettings(self.groups > 1, self.size > 1, cap=self.groups * self.size - 1.0)
-        asked = redundant_launch(groups, group_size, bad=bad, seen=seen, settings=settings)
-        fits = asked.groups <= most.groups and asked.members <= most.members
-        return RedundantLaunch(
-            min(asked.groups, most.groups), min(asked.members, most.members), asked.bad, asked.capped or not fits
-        )
+        if seen < MIN_ENDS or bad <= NEGLIGIBLE:
+            return RedundantLaunch(0, 0)
+        room = int((self.groups * self.size - 1.0) * groups * group_size + 1e-9)
+        members = extra = 0
+        if self.size > 1:
+            limit = (room // 2 if self.groups > 1 else room) // groups
+            members = _smallest(group_size, 1.0 - bad, limit)
+            room -= members * groups
+        if self.groups > 1:
+            whole = _at_least(group_size, group_size + members, 1.0 - bad)
+            extra = _smallest(groups, whole, room // (group_size + members))
+        return RedundantLaunch(min(extra, most.groups), min(members, most.members))
 
 
 def _times(count: int, factor: float) -> int:
@@ -180,31 +127,13 @@ class BiasFeature:
     cancelled_count: int
     delta: float
 
-    def notable(self, threshold: float = NOTABLE) -> bool:
-        return min(self.kept_count, self.cancelled_count) >= ENOUGH and abs(self.delta) >= threshold
+    @property
+    def notable(self) -> bool:
+        return min(self.kept_count, self.cancelled_count) >= ENOUGH and abs(self.delta) >= NOTABLE
 
 
-@dataclass(frozen=True, slots=True)
-class BiasReport:
+def bias_report(kept: Sequence[TrajectorySnapshot], cancelled: Sequence[TrajectorySnapshot]) -> list[BiasFeature]:
     """Differences between cancelled and kept trajectories: means and effect size per figure that both sides know."""
-
-    features: tuple[BiasFeature, ...]
-    threshold: float
-
-    def warnings(self) -> tuple[str, ...]:
-        """One line per notable difference."""
-        return tuple(
-            f"cancelled trajectories have {'more' if f.delta > 0 else 'less'} {f.name} than kept ones: "
-            f"{f.cancelled:.3g} against {f.kept:.3g} (Cliff's delta {f.delta:+.2f}, n {f.cancelled_count})"
-            for f in self.features
-            if f.notable(self.threshold)
-        )
-
-
-def bias_report(
-    kept: Sequence[TrajectorySnapshot], cancelled: Sequence[TrajectorySnapshot], *, threshold: float = NOTABLE
-) -> BiasReport:
-    """The report over any window: a batch, a run."""
     features = []
     for name in ("tokens", "age_s", "turns", "difficulty", "reward"):
         ours = [float(v) for t in kept if (v := getattr(t, name)) is not None]
@@ -212,7 +141,7 @@ def bias_report(
         if ours and theirs:
             means = math.fsum(ours) / len(ours), math.fsum(theirs) / len(theirs)
             features.append(BiasFeature(name, *means, len(ours), len(theirs), _cliff(theirs, ours)))
-    return BiasReport(tuple(features), threshold)
+    return features
 
 
 def _cliff(a: Sequence[float], b: Sequence[float]) -> float:
@@ -223,12 +152,9 @@ def _cliff(a: Sequence[float], b: Sequence[float]) -> float:
     return (above - below) / (len(a) * len(b))
 
 
-def _smallest(need: int, good: float, confidence: float, most: int) -> tuple[int, bool]:
-    """The smallest extra <= most that reaches the confidence, or `most` and False."""
-    for extra in range(most + 1):
-        if _at_least(need, need + extra, good) >= confidence:
-            return extra, True
-    return most, False
+def _smallest(need: int, good: float, most: int) -> int:
+    """The smallest extra number that reaches the confidence, at most `most`."""
+    return next((extra for extra in range(most) if _at_least(need, need + extra, good) >= CONFIDENCE), most)
 
 
 def _at_least(need: int, count: int, good: float) -> float:
@@ -254,9 +180,6 @@ REMEMBERED_TRAJECTORIES = 2000
 RESIZE_ENDS = 8
 """Ends of a domain between two checks of its health: a check sums a binomial tail, and the bad share changes slowly."""
 
-UNKNOWN_HOST = ""
-"""Environments do not report the host that they ran on."""
-
 
 class RedundancyController(RolloutStrategy):
     """The extra groups and members to launch.
@@ -279,9 +202,7 @@ class RedundancyController(RolloutStrategy):
         if not self._settings.health:
             return
         if reason is None or reason is AbortReason.INFRA_FAULT:
-            self._health.add(
-                domain.name, UNKNOWN_HOST, TrajectoryEnding.GOOD if reason is None else TrajectoryEnding.FAILED
-            )
+            self._health.add(domain.name, bad=reason is not None)
             self._ends[domain.name] += 1
             if self._ends[domain.name] % RESIZE_ENDS == 0:
                 self._now[domain.name] = self._sized(domain)
@@ -334,9 +255,8 @@ class SelectionBiasReport(RolloutStrategy):
         if not self._changed:
             return
         self._changed = False
-        found = bias_report(self._kept, self._cancelled)
         now = asyncio.get_running_loop().time()
-        for f in found.features:
+        for f in bias_report(self._kept, self._cancelled):
             fields: dict[str, str | int | float | bool | None] = {
                 "version": version,
                 "kept": f.kept,
@@ -344,7 +264,7 @@ class SelectionBiasReport(RolloutStrategy):
                 "kept_count": f.kept_count,
                 "cancelled_count": f.cancelled_count,
                 "delta": f.delta,
-                "notable": f.notable(found.threshold),
+                "notable": f.notable,
             }
             self._recorder.event(RunEvent(now, self._kind, f.name, fields))
 
