@@ -7,12 +7,6 @@ from typing import Protocol
 
 from rollart.model import Observation, Step
 
-ENVIRONMENTS_MADE = "environments_made"
-"""The event with a host's environment constructions for a domain so far (`EnvironmentCreation`)."""
-
-PLACES = "environment_places"
-"""The event with the waits for slots on hosts so far, by purpose (`policy.host_slots`)."""
-
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentOrigin:

@@ -12,7 +12,8 @@ from rollart.cli.context import find_run, print_report
 from rollart.cli.controller import live_controller
 from rollart.cli.progress import strip_log_prefix
 from rollart.ledger.database import FILE as LEDGER
-from rollart.ledger.intervals import PLAN_ADOPTED, RESOURCE_CLOSED, RESOURCE_OPENED
+from rollart.ledger.events import PLAN_ADOPTED
+from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.reader import LedgerReader
 from rollart.report.cost import cost_lines
 from rollart.report.rows import ENGINE_ROLES, collect

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rollart.adapters.rewards.offload import DomainRewards
 from rollart.control.groups import ActiveRollouts
 from rollart.errors import ProviderError, RollartError, RunFailed, SpecError, StorageFailed, UsageError, did_you_mean
-from rollart.ledger.intervals import FUNCTION_HEALTH, OFFLOAD_STAGE
+from rollart.ledger.events import FUNCTION_HEALTH, OFFLOAD_STAGE
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.store import Ledger
 from rollart.ports import Recorder, RunEvent

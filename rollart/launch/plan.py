@@ -21,7 +21,8 @@ from rollart.fleet import DomainWork, EngineRole, FleetMove, FleetMoveKind, Flee
 from rollart.launch.layout import free_devices
 from rollart.launch.routing import SERVING_ROLES, routes_of
 from rollart.launch.start_limits import engine_start_limits
-from rollart.ledger.intervals import PLAN_ADOPTED, RESOURCE_OPENED
+from rollart.ledger.events import PLAN_ADOPTED
+from rollart.ledger.intervals import RESOURCE_OPENED
 from rollart.ledger.reader import LedgerReader
 from rollart.settings.placement import RebalanceSpec
 from rollart.settings.planning import pools_of

@@ -13,43 +13,6 @@ from dataclasses import dataclass
 
 from rollart.ports import Clock, Interval, Recorder, RunEvent
 
-ENGINE_DID = "engine_did"
-"""Event of an engine: the increase of its counters in an interval."""
-
-HANDOFFS = "handoffs"
-"""Event at each publish: hand-offs since the previous event that were decoded, `failed`, or transferred no KV
-(`empty`)."""
-
-CONCURRENCY = "concurrency"
-"""Event of a publish. `engines`, and the `least`, `median` and `most` of their limits; since the last such event:
-`admitted` trajectories and how many of them `waited`, sessions `evicted`, requests `preempted`. `waiting` is the
-current number."""
-
-DOMAIN_SHARE = "domain_share"
-"""Event of a run at each publish, one per domain: the share of all batches that the domain was due, and the share that
-it got."""
-
-CANCELLED_AGAINST_KEPT = "cancelled_against_kept"
-"""Event of a run at each publish, one per `BiasFeature` of the report over the last trajectories of either kind."""
-
-FILTERED_AGAINST_KEPT = "filtered_against_kept"
-"""Event of a run at each publish: trajectories of filtered groups beside those of kept ones, one per figure."""
-
-ENGINE_UPDATED = "engine_updated"
-"""The event of an engine that loaded a version by itself, `skipped` versions after its previous one."""
-
-PLAN_ADOPTED = "plan_adopted"
-"""Event of an adopted plan; a resume starts with that plan. Fields in JSON: `engines`, a list of [id, pool, role, tp],
-and `work`, the measured `DomainWork` by domain for which the plan was made."""
-
-OFFLOAD_STAGE = "offload_stage"
-"""Event: counters of one stage (`stage`) of a function's pipeline since the functions were opened; zeros are
-omitted."""
-
-FUNCTION_HEALTH = "function_health"
-"""Event: `outcomes` of a function since it was opened, `model_faults`, `faults` of the platform and of each kind
-(`fault.<kind>`)."""
-
 RESOURCE_OPENED, RESOURCE_CLOSED = "resource_opened", "resource_closed"
 """Events that bound a resource's life: its intervals tile the time between them."""
 

@@ -41,7 +41,7 @@ def curves(rows: RunRows) -> list[Curve]:
             at[0] += charge.judged
             at[1] += charge.successes
     evaluation: dict[str, dict[int, Point]] = defaultdict(dict)
-    for event in rows.evaluations:
+    for event in rows.events_of("evaluation"):
         version, episodes = _int(event.fields.get("version")), _int(event.fields.get("episodes"))
         if episodes:
             rate = _int(event.fields.get("successes")) / episodes

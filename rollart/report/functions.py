@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
 
+from rollart.ledger.events import FUNCTION_HEALTH, OFFLOAD_STAGE
 from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import InvocationSum
 from rollart.ports import RunEvent
@@ -148,7 +149,7 @@ def savings(rows: RunRows) -> Table:
 def stages(rows: RunRows) -> Table:
     """The effect of each stage of the pipeline, summed over all lives of the run. Dollars at the price of the
     function's calls. A stage that only passed items on has no row; its event is in the ledger."""
-    sums = _summed(rows.stages, key="stage")
+    sums = _summed(rows.events_of(OFFLOAD_STAGE), key="stage")
     order = {str(stage): n for n, stage in enumerate(OffloadStage)}
     priced = _provider(rows)
     found: list[Row] = []
@@ -186,7 +187,7 @@ def stages(rows: RunRows) -> Table:
 def health(rows: RunRows) -> Table:
     """Outcomes of functions as their callers received them, and the infrastructure faults among them by kind."""
     found: list[Row] = []
-    for (function, _), s in sorted(_summed(rows.health).items()):
+    for (function, _), s in sorted(_summed(rows.events_of(FUNCTION_HEALTH)).items()):
         outcomes, faults = int(s.get("outcomes", 0)), int(s.get("faults", 0))
         kinds = {k.removeprefix("fault."): int(n) for k, n in sorted(s.items()) if k.startswith("fault.")}
         found.append(

@@ -3,26 +3,14 @@ meter."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from placement.hardware import device_name
-from rollart.hosted import ENVIRONMENTS_MADE, PLACES
-from rollart.ledger.intervals import (
-    CANCELLED_AGAINST_KEPT,
-    CONCURRENCY,
-    DOMAIN_SHARE,
-    ENGINE_DID,
-    ENGINE_UPDATED,
-    FILTERED_AGAINST_KEPT,
-    FUNCTION_HEALTH,
-    HANDOFFS,
-    OFFLOAD_STAGE,
-    IntervalSum,
-)
+from rollart.ledger import events
+from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import (
     CallRow,
@@ -41,10 +29,6 @@ from serverless.spec import FunctionSpec
 
 ENGINE_ROLES = frozenset({"engine", "prefill", "decode"})
 """Roles whose busy time is charged to trajectories."""
-
-NODES = ("node_joined", "node_leaving", "node_lost")
-
-FOLLOWED = ("rebalanced", "rebalance_rejected", "rebalance_failed", "engine_drained", "engine_given_up")
 
 ESTIMATED = frozenset({"modal"})
 """Providers that bill a container while it waits, but do not report that time to the client."""
@@ -89,39 +73,19 @@ class RunRows:
     charges: Sequence[ChargeSum]
     invocations: Sequence[InvocationSum]
     versions: Sequence[VersionRow]
-    evaluations: Sequence[RunEvent]
     prices: PriceBook
     savings: Sequence[SavingSum] = ()
     workers: Sequence[WorkerSum] = ()
-    stages: Sequence[RunEvent] = ()
-    health: Sequence[RunEvent] = ()
-    cancelled: Sequence[RunEvent] = ()
-    """Trajectories cancelled as redundant against kept ones: an event per figure at each publish."""
-    filtered: Sequence[RunEvent] = ()
-    """Trajectories of filtered groups against kept ones, in the same way."""
-    shares: Sequence[RunEvent] = ()
-    """Due and actual shares of domains, at each publish."""
-    concurrency: Sequence[RunEvent] = ()
-    """Concurrency limits of the engines, and trajectories that waited or were evicted, an event at each publish."""
-    handoffs: Sequence[RunEvent] = ()
-    """Outcomes of hand-offs between prefill and decode engines, an event at each publish."""
-    updates: Sequence[RunEvent] = ()
-    """Versions that engines loaded one by one, and the number of versions skipped before."""
-    broadcasts: Sequence[RunEvent] = ()
-    """For each engine: versions received by broadcast, followed by those missed."""
-    making: Sequence[RunEvent] = ()
-    """Environments made by environment hosts, in sums by host and domain."""
-    places: Sequence[RunEvent] = ()
-    """Waits of episodes for a slot on an environment host, in sums by purpose."""
-    engines: Sequence[RunEvent] = ()
-    """Work of engines by their own counters, an event per engine and interval."""
-    nodes: Sequence[RunEvent] = ()
-    """Nodes that joined, were about to leave or were lost, and the reactions of the plan, by time."""
+    events: Mapping[str, Sequence[RunEvent]] = field(default_factory=dict)
+    """Events by their kind, those of `ledger.events.REPORTED`."""
     device_hours: Sequence[tuple[float, float]] = ()
     """(dollars per hour, device-hours), by price."""
     pools: Sequence[PoolPrice] = ()
     fault_threshold: float | None = None
     """Share of infrastructure faults above which the run ends."""
+
+    def events_of(self, *kinds: str) -> list[RunEvent]:
+        return [event for kind in kinds for event in self.events.get(kind, ())]
 
 
 def collect(reader: LedgerReader, run: str) -> RunRows:
@@ -134,23 +98,10 @@ def collect(reader: LedgerReader, run: str) -> RunRows:
         charges=reader.charge_sums(),
         invocations=reader.invocation_sums(),
         versions=reader.versions(),
-        evaluations=reader.events("evaluation"),
         prices=_price_book(config),
         savings=reader.saving_sums(),
         workers=[*reader.worker_sums(), *_unmetered(reader, config)],
-        stages=reader.events(OFFLOAD_STAGE),
-        health=reader.events(FUNCTION_HEALTH),
-        cancelled=reader.events(CANCELLED_AGAINST_KEPT),
-        filtered=reader.events(FILTERED_AGAINST_KEPT),
-        shares=reader.events(DOMAIN_SHARE),
-        concurrency=reader.events(CONCURRENCY),
-        handoffs=reader.events(HANDOFFS),
-        updates=reader.events(ENGINE_UPDATED),
-        broadcasts=[*reader.events("weights_received"), *reader.events("weights_not_received")],
-        making=reader.events(ENVIRONMENTS_MADE),
-        places=reader.events(PLACES),
-        engines=reader.events(ENGINE_DID),
-        nodes=_nodes(reader),
+        events={kind: reader.events(kind) for kind in events.REPORTED},
         device_hours=reader.device_hours(),
         pools=pool_prices(config),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
@@ -180,15 +131,6 @@ def pool_prices(config: Mapping[str, Any]) -> list[PoolPrice]:
         elif (price := listed.get(device) or listed.get(device_name(device))) is not None:
             found.append(PoolPrice(name, device, hourly[name], price["source"], str(price["date"])))
     return found
-
-
-def _nodes(reader: LedgerReader) -> list[RunEvent]:
-    """Events from the first node change after the engines started; empty without such a change."""
-    serving = min((event.t for event in reader.events("engine_started")), default=math.inf)
-    changes = [event for kind in NODES for event in reader.events(kind) if event.t > serving]
-    first = min((event.t for event in changes), default=math.inf)
-    changes += [event for kind in FOLLOWED for event in reader.events(kind) if event.t >= first]
-    return sorted(changes, key=lambda event: event.t)
 
 
 def _unmetered(reader: LedgerReader, config: Mapping[str, Any]) -> list[WorkerSum]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+from rollart.ledger.events import DOMAIN_SHARE
 from rollart.ledger.intervals import ResourceState
 from rollart.ports import RunEvent
 from rollart.report.cost import cost_lines, waste
@@ -130,7 +131,7 @@ def simulation_figures(
         lags=dict(sorted(lags.items())),
         waste={f"{role}: {cause}": usd for (role, cause), usd in lost.items()},
         waits=dict(sorted(waits.items(), key=lambda w: -w[1])),
-        shares=domain_shares(rows.shares),
+        shares=domain_shares(rows.events_of(DOMAIN_SHARE)),
     )
 
 

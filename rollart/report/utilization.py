@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rollart.ledger import events
 from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import ChargeSum
 from rollart.ports import RunEvent
@@ -38,8 +39,8 @@ def utilization(rows: RunRows) -> Report:
         _rates(rows),
         _domains(rows),
         functions.health(rows),
-        _cancelled(rows),
-        _filtered(rows),
+        _against_kept(rows, events.CANCELLED_AGAINST_KEPT, "cancelled", "Cancelled as redundant against kept"),
+        _against_kept(rows, events.FILTERED_AGAINST_KEPT, "filtered", "Filtered (rewards alike) against kept"),
         engines(rows),
         _handoffs(rows),
         _shares(rows),
@@ -143,7 +144,11 @@ def _down(rows: RunRows) -> Table:
 
 
 def _nodes(rows: RunRows) -> Table:
-    """Nodes that joined and left, and the reactions of the plan."""
+    """Nodes that joined, were about to leave or were lost after the engines started, and the reactions of the plan."""
+    serving = min((event.t for event in rows.events_of("engine_started")), default=math.inf)
+    changes = [event for event in rows.events_of(*events.NODES) if event.t > serving]
+    first = min((event.t for event in changes), default=math.inf)
+    changes += [event for event in rows.events_of(*events.FOLLOWED) if event.t >= first]
     found: list[Row] = [
         {
             "t": as_seconds(e.t),
@@ -152,7 +157,7 @@ def _nodes(rows: RunRows) -> Table:
             "moves": e.fields.get("moves"),
             "why": e.fields.get("why") or e.fields.get("cause"),
         }
-        for e in rows.nodes
+        for e in sorted(changes, key=lambda event: event.t)
     ]
     return Table.of("nodes", "Nodes that came and went", found, optional=True)
 
@@ -207,18 +212,6 @@ def _domains(rows: RunRows) -> Table:
     return Table.of("domains", "Domains (means per trajectory)", found)
 
 
-def _cancelled(rows: RunRows) -> Table:
-    """Trajectories cancelled as redundant against kept ones, as of the last publish. Cancelled trajectories are cut
-    off: their figures are lower bounds, and their rewards are unknown."""
-    return _against_kept(rows.cancelled, "cancelled", "Cancelled as redundant against kept")
-
-
-def _filtered(rows: RunRows) -> Table:
-    """Trajectories of filtered groups (all rewards equal) against those of kept groups. Too easy and too hard prompts
-    are not trained; the table shows how much that shifts the distribution."""
-    return _against_kept(rows.filtered, "filtered", "Filtered (rewards alike) against kept")
-
-
 FIGURES = {
     "tokens": "sampled tokens",
     "age_s": "age in seconds",
@@ -229,9 +222,12 @@ FIGURES = {
 """Names of the figures of `strategies.redundancy.bias_report` in the report."""
 
 
-def _against_kept(events: Sequence[RunEvent], treatment: str, title: str) -> Table:
+def _against_kept(rows: RunRows, kind: str, treatment: str, title: str) -> Table:
+    """Trajectories cancelled as redundant, or of filtered groups (all rewards equal), against those of kept groups, as
+    of the last publish. Cancelled trajectories are cut off: their figures are lower bounds, and their rewards are
+    unknown. Too easy and too hard prompts are not trained; the table shows how much that shifts the distribution."""
     found: list[Row] = []
-    for name, f in {event.subject: event.fields for event in events}.items():
+    for name, f in {event.subject: event.fields for event in rows.events_of(kind)}.items():
         figure = FIGURES.get(name, name)
         more = "more" if float(f["delta"] or 0) > 0 else "less"
         warning = f"{treatment} ones have {more} {figure}" if f["notable"] else ""
@@ -254,7 +250,7 @@ def engines(rows: RunRows) -> Table:
     another engine. `batch` and `step_ms`: of a mean step."""
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     fullest: dict[str, float] = defaultdict(float)
-    for event in rows.engines:
+    for event in rows.events_of(events.ENGINE_DID):
         for name, value in _numbers(event).items():
             sums[event.subject][name] += value
         fullest[event.subject] = max(fullest[event.subject], _numbers(event).get("kv_used", 0.0))
@@ -298,7 +294,8 @@ def _handoffs(rows: RunRows) -> Table:
     """Turns that were prefilled on a prefill engine and decoded on another engine. Turns whose hand-off failed were
     prefilled again on the decode engine; for turns that pulled nothing, the prefill was wasted."""
     decoded, failed, empty = (
-        int(math.fsum(float(e.fields.get(name) or 0) for e in rows.handoffs)) for name in ("decoded", "failed", "empty")
+        int(math.fsum(float(e.fields.get(name) or 0) for e in rows.events_of(events.HANDOFFS)))
+        for name in ("decoded", "failed", "empty")
     )
     whole = decoded + failed
     alarm = "prefill engines work for nothing" if decoded and empty == decoded else None
@@ -325,7 +322,7 @@ def _shares(rows: RunRows) -> Table:
             "drift_groups": as_number(s.drift),
             "worst_drift_groups": as_number(s.worst),
         }
-        for name, s in domain_shares(rows.shares).items()
+        for name, s in domain_shares(rows.events_of(events.DOMAIN_SHARE)).items()
     ]
     return Table.of("shares", "Shares of domains in what was trained", found, optional=True)
 
@@ -334,7 +331,7 @@ def _concurrency(rows: RunRows) -> Table:
     """Concurrent trajectories per engine, by version, and the effects of scarce KV memory: prefixes of `evicted`
     trajectories were recomputed at their next turn, `preempted` counts running requests."""
     names = ("engines", "least", "median", "most", "admitted", "waited", "waiting", "evicted", "preempted")
-    found = [{"version": event.subject, **_sums(event.fields, names)} for event in rows.concurrency]
+    found = [{"version": event.subject, **_sums(event.fields, names)} for event in rows.events_of(events.CONCURRENCY)]
     return Table.of("concurrency", "Trajectories per engine (limits by KV memory)", found, optional=True)
 
 
@@ -342,7 +339,7 @@ def _updates(rows: RunRows) -> Table:
     """Versions that engines loaded one by one (`weights.update`), and versions that they skipped before: bytes that
     were never sent, at the size of the loaded version. Versions skipped after an engine's last load are not counted."""
     found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
-    for event in rows.updates:
+    for event in rows.events_of(events.ENGINE_UPDATED):
         gb, skipped = float(event.fields.get("bytes") or 0) / 1e9, float(event.fields.get("skipped") or 0)
         row = (1.0, float(event.fields.get("seconds") or 0), gb, skipped, skipped * gb)
         found[event.subject] = [a + b for a, b in zip(found[event.subject], row, strict=True)]
@@ -364,7 +361,7 @@ def _broadcasts(rows: RunRows) -> Table:
     """Versions that engines received by broadcast (`weights.collective`) while generating: bytes of all their workers,
     and seconds from the request to take part to the last byte. Missed versions were read from files."""
     found: dict[str, tuple[list[RunEvent], list[RunEvent]]] = defaultdict(lambda: ([], []))
-    for event in rows.broadcasts:
+    for event in rows.events_of("weights_received", "weights_not_received"):
         found[event.subject][event.kind == "weights_not_received"].append(event)
     lines: list[Row] = []
     for name, (got, missed) in sorted(found.items()):
@@ -388,7 +385,7 @@ def _broadcasts(rows: RunRows) -> Table:
 def _making(rows: RunRows) -> Table:
     """Origin of the episodes' environments on each host: made during the reset, which waited for it (`cold`), made
     ahead, or reused after another episode."""
-    last = {(event.subject, str(event.fields.get("domain"))): event.fields for event in rows.making}
+    last = {(e.subject, str(e.fields.get("domain"))): e.fields for e in rows.events_of(events.ENVIRONMENTS_MADE)}
     names = ("cold", "cold_s", "ahead", "ahead_s", "reused", "pulled", "pull_s")
     lines = [{"host": host, "domain": domain, **_sums(f, names)} for (host, domain), f in sorted(last.items())]
     return Table.of("environments", "Environments made, seconds waited for and ahead", lines, optional=True)
@@ -411,7 +408,7 @@ def _waits_by_claim(rows: RunRows) -> dict[str, dict[str, float]]:
     """The sums of each claim, over all lives of the run, each of which counts from 0."""
     found: dict[str, dict[str, float]] = {}
     last: dict[str, Mapping[str, float]] = {}
-    for event in rows.places:
+    for event in rows.events_of(events.PLACES):
         now = {name: float(value or 0) for name, value in event.fields.items()}
         before = last.get(event.subject, {})
         new = any(now[name] < before.get(name, 0) for name in now)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from rollart.errors import EngineError, HandoffFailed, LeaseExpired
 from rollart.leases import Expiry, Leases
-from rollart.ledger.intervals import HANDOFFS
+from rollart.ledger.events import HANDOFFS
 from rollart.model import Completion, EngineId, GenerateRequest
 from rollart.policy.pipeline import handoff_depth
 from rollart.serving.engine_registry import RegisteredEngine

@@ -30,7 +30,7 @@ from typing import Generic, TypeVar
 from rollart.errors import EngineError, LeaseExpired
 from rollart.fleet import EngineRole
 from rollart.leases import Expiry, Leases
-from rollart.ledger.intervals import CONCURRENCY
+from rollart.ledger.events import CONCURRENCY
 from rollart.model import EngineStats
 from rollart.serving.engine_registry import EmitEvent, EngineRegistry, RegisteredEngine, SessionKv, TurnRequest
 from rollart.serving.group_colocation import ColocatedGroup, GroupColocation

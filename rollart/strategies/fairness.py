@@ -19,7 +19,7 @@ from rollart.control.admission import PromptAdmission
 from rollart.control.domain import Domain
 from rollart.control.strategy import RolloutStrategy
 from rollart.control.trajectory import TrajectoryState
-from rollart.ledger.intervals import DOMAIN_SHARE
+from rollart.ledger.events import DOMAIN_SHARE
 from rollart.model import Group
 from rollart.policy.schedules import Schedule
 from rollart.ports import Recorder, Recovered, RunEvent

@@ -17,7 +17,7 @@ from rollart.control.domain import Domain
 from rollart.control.groups import GroupRun
 from rollart.control.strategy import RolloutStrategy
 from rollart.errors import RunFailed
-from rollart.ledger.intervals import FILTERED_AGAINST_KEPT
+from rollart.ledger.events import FILTERED_AGAINST_KEPT
 from rollart.model import Group
 from rollart.ports import Recorder, RunEvent
 from rollart.settings.rollout import FilterSpec

@@ -21,7 +21,7 @@ from rollart.control.domain import Domain
 from rollart.control.groups import GroupRun, TrajectorySnapshot
 from rollart.control.strategy import RolloutStrategy
 from rollart.control.trajectory import TrajectoryState
-from rollart.ledger.intervals import CANCELLED_AGAINST_KEPT
+from rollart.ledger.events import CANCELLED_AGAINST_KEPT
 from rollart.model import AbortReason, Group, TrainSample
 from rollart.ports import Recorder, RunEvent
 

@@ -32,7 +32,8 @@ from typing import Protocol
 from rollart.errors import EngineError, LeaseExpired
 from rollart.fleet import EngineRole
 from rollart.leases import Expiry
-from rollart.ledger.intervals import ENGINE_UPDATED, ResourceState
+from rollart.ledger.events import ENGINE_UPDATED
+from rollart.ledger.intervals import ResourceState
 from rollart.model import EngineId, WeightsRef
 from rollart.serving.engine_registry import RegisteredEngine
 from rollart.serving.weight_updates import UpdateContext, WeightUpdates

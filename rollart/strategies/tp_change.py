@@ -18,7 +18,7 @@ from rollart.control.strategy import RolloutStrategy
 from rollart.errors import RollartError
 from rollart.fleet import EngineKind, EngineRole, FleetMove, FleetMoveKind
 from rollart.leases import Expiry, Leases
-from rollart.ledger.intervals import PLAN_ADOPTED
+from rollart.ledger.events import PLAN_ADOPTED
 from rollart.model import EngineId, Group
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Recorder, RunEvent

@@ -16,7 +16,8 @@ from rollart.controller_loop import running_s
 from rollart.errors import BudgetExceeded, EngineError, LeaseExpired, NoPlace, PartDied, RollartError, RunFailed
 from rollart.fleet import EnginePlacement
 from rollart.leases import Expiry, Leases
-from rollart.ledger.intervals import ENGINE_DID, EngineShares, ResourceState
+from rollart.ledger.events import ENGINE_DID
+from rollart.ledger.intervals import EngineShares, ResourceState
 from rollart.model import EngineId, EngineStats, WeightsRef
 from rollart.ports import Engine, Recorder, RunEvent
 from rollart.serving.gateway import Gateway

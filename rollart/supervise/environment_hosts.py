@@ -14,15 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from rollart.errors import EnvironmentFault
-from rollart.hosted import (
-    ENVIRONMENTS_MADE,
-    EnvironmentCreation,
-    EnvironmentHost,
-    EnvironmentOrigin,
-    EpisodeImages,
-    HostHealth,
-)
+from rollart.hosted import EnvironmentCreation, EnvironmentHost, EnvironmentOrigin, EpisodeImages, HostHealth
 from rollart.leases import Expiry, Leases
+from rollart.ledger.events import ENVIRONMENTS_MADE
 from rollart.ledger.intervals import ResourceState
 from rollart.model import Observation, Step
 from rollart.policy.host_slots import PlacementRequest

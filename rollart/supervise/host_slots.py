@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from rollart.hosted import PLACES, EnvironmentCreation, EnvironmentHost
+from rollart.hosted import EnvironmentCreation, EnvironmentHost
 from rollart.leases import Leases
+from rollart.ledger.events import PLACES
 from rollart.policy.host_slots import PlacementPriority, PlacementQueue, PlacementRequest, slots_to_reclaim
 from rollart.policy.hosts import MemoryRules, MemoryWatch
 from rollart.ports import Recorder, RunEvent

@@ -27,7 +27,7 @@ from rollart.fleet import (
     Routes,
 )
 from rollart.leases import Expiry, Leases
-from rollart.ledger.intervals import PLAN_ADOPTED
+from rollart.ledger.events import PLAN_ADOPTED
 from rollart.policy.workload import WorkloadMeter, drift
 from rollart.ports import Fleet, Planner, Recorder, RunEvent
 from rollart.serving.gateway import Gateway

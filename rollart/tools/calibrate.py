@@ -40,7 +40,8 @@ from rollart.launch.launch import launch
 from rollart.launch.layout import engine_actor, pool_nodes, trainer_actor
 from rollart.launch.prepare import prepare_tokenizer, trainer_config
 from rollart.launch.routing import SERVING_ROLES
-from rollart.ledger.intervals import ENGINE_DID, ResourceState
+from rollart.ledger.events import ENGINE_DID
+from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import LedgerReader
 from rollart.model import EngineId, GenerateRequest, GroupId, Sampling, TrainSample, TrajectoryId
 from rollart.ports import Handle, RunEvent

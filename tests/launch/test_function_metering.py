@@ -61,7 +61,7 @@ def test_a_call_of_the_pool_reaches_the_report(tmp_path: Path) -> None:
     assert 0 < calls.cold_billed_s <= calls.billed_s
     (row,) = cells(cost(run), "function_workers")
     assert row["idle_s"] == pytest.approx(usage.worker_s[WorkerState.IDLE])
-    assert {e.fields["stage"]: e.fields["entered"] for e in run.stages}["validate"] == 6
+    assert {e.fields["stage"]: e.fields["entered"] for e in run.events_of("offload_stage")}["validate"] == 6
     (health,) = cells(utilization(run), "health")
     assert (health["outcomes"], health["infra_faults"]) == (6, 0)
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.ledger.intervals import DOMAIN_SHARE
+from rollart.ledger.events import DOMAIN_SHARE
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.settings.rollout import FilterSpec, FollowSpec
 from rollart.shares import DomainShare, bounded_shares

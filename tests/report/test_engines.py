@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from placement.calibrate import Row
-from rollart.ledger.intervals import ENGINE_DID
+from rollart.ledger.events import ENGINE_DID
 from rollart.ports import RunEvent
 from rollart.report.rows import RunRows
 from rollart.report.utilization import engine_rows, engines
@@ -98,7 +98,7 @@ def test_what_says_little_makes_no_row(event: RunEvent) -> None:
 
 
 def test_the_table_has_rates_over_all_intervals() -> None:
-    rows = cast(RunRows, cast(Any, SimpleNamespace(engines=[VLLM, VLLM])))
+    rows = cast(RunRows, cast(Any, SimpleNamespace(events_of=lambda kind: [VLLM, VLLM])))
     ((name, prompt, hits, pulled, sampled, rate, steps, batch, step_ms, kv, preemptions),) = engines(rows).rows
     assert (name, prompt, sampled, steps, preemptions) == ("engine-0", 2000, 800, 100, 4)
     assert (hits, pulled, rate, batch, step_ms, kv) == (0.5, 0.1, 800.0, 8.0, pytest.approx(20.0), 0.25)

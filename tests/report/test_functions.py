@@ -100,7 +100,7 @@ def test_stages_are_in_the_order_of_an_item_and_lives_add_up() -> None:
         stage("dedupe", entered=10, acted=4, saved_calls=4, saved_billed_s=8.0, waited_s=0.5),
         stage("dedupe", t=20.0, entered=5, acted=1, saved_calls=1, saved_billed_s=2.0),
     ]
-    dedupe, retry = cells(cost(rows(stages=events)), "stages")
+    dedupe, retry = cells(cost(rows(events=events)), "stages")
     assert (dedupe["stage"], dedupe["entered"], dedupe["acted"], dedupe["saved_calls"]) == ("dedupe", 15, 5, 5)
     assert dedupe["saved_usd"] == pytest.approx(10 * LAMBDA + 5 * REQUEST), "as calls of 1,024 MB on `local` are billed"
     assert (retry["stage"], retry["extra_calls"]) == ("retry", 3)
@@ -113,7 +113,7 @@ def test_health_of_functions() -> None:
         RunEvent(19.0, "function_health", "exact", {"outcomes": 10, "faults": 2, "fault.crash": 1, "fault.timeout": 1}),
         RunEvent(19.0, "function_health", "other", {"outcomes": 7, "faults": 0}),
     ]
-    exact, other = cells(utilization(rows(health=events, fault_threshold=0.05)), "health")
+    exact, other = cells(utilization(rows(events=events, fault_threshold=0.05)), "health")
     assert (exact["outcomes"], exact["infra_faults"], exact["model_faults"]) == (100, 4, 5)
     assert (exact["rate"], exact["threshold"], exact["kinds"]) == (0.04, 0.05, "crash 3, timeout 1")
     assert (other["rate"], other["kinds"], other["model_faults"]) == (0, "", None)
@@ -138,7 +138,7 @@ def test_tables_of_functions_fit_a_hundred_columns() -> None:
     run = rows(
         invocations=calls,
         workers=[WorkerSum(name, "aws_lambda", 1024, "idle", 12_345.6)],
-        stages=[
+        events=[
             RunEvent(
                 1.0,
                 "offload_stage",
@@ -169,4 +169,4 @@ def test_a_narrow_terminal_breaks_texts_and_no_number() -> None:
 
 
 def test_a_stage_that_only_passed_items_on_has_no_row() -> None:
-    assert cells(cost(rows(stages=[stage("schema", entered=10)])), "stages") == []
+    assert cells(cost(rows(events=[stage("schema", entered=10)])), "stages") == []

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,14 @@ from serverless.types import Cause
 PRICES = PriceBook(load_prices(builtin("prices.yaml")))
 
 
-def rows(**more: Any) -> RunRows:
+EVALUATIONS = (
+    RunEvent(1.0, "evaluation", "lake", {"version": 0, "episodes": 4, "successes": 1}),
+    RunEvent(9.0, "evaluation", "lake", {"version": 2, "episodes": 4, "successes": 3}),
+    RunEvent(9.0, "evaluation", "pond", {"version": 2, "episodes": 0, "successes": 0}),
+)
+
+
+def rows(*, events: Sequence[RunEvent] = EVALUATIONS, **more: Any) -> RunRows:
     fields: dict[str, Any] = {
         "run": "quick",
         "facts": RunFacts(100.0, 2, 2, 1000, 10, 1, 1, 3),
@@ -52,11 +60,7 @@ def rows(**more: Any) -> RunRows:
             InvocationSum("exact", "aws_lambda", 1024, "timeout", 1, 10, 0, 0.0, 600.0),
         ],
         "versions": [VersionRow(0, 0, 0, 0, 0, {}), VersionRow(1, 1, 1, 10, 1000, {})],
-        "evaluations": [
-            RunEvent(1.0, "evaluation", "lake", {"version": 0, "episodes": 4, "successes": 1}),
-            RunEvent(9.0, "evaluation", "lake", {"version": 2, "episodes": 4, "successes": 3}),
-            RunEvent(9.0, "evaluation", "pond", {"version": 2, "episodes": 0, "successes": 0}),
-        ],
+        "events": {kind: [e for e in events if e.kind == kind] for kind in {e.kind for e in events}},
         "prices": PRICES,
     }
     return RunRows(**(fields | more))
@@ -294,7 +298,7 @@ def test_a_run_that_has_done_nothing() -> None:
         charges=[],
         invocations=[],
         versions=[],
-        evaluations=[],
+        events=(),
     )
     for make in (cost, utilization, curve):
         assert "nothing yet" in render(make(empty), "table")
@@ -317,7 +321,7 @@ def test_what_was_cancelled_as_redundant_stands_beside_what_was_kept() -> None:
         return RunEvent(t, "cancelled_against_kept", figure, fields)
 
     run = rows(
-        cancelled=[event(1.0, "turns", 2.0, False), event(2.0, "turns", 5.0, True), event(2.0, "age_s", 2.1, False)],
+        events=[event(1.0, "turns", 2.0, False), event(2.0, "turns", 5.0, True), event(2.0, "age_s", 2.1, False)],
         charges=[ChargeSum("lake", "train", "redundant", 0, 5, 10.0, 20, 250, 50, 0, 0, 25.0)],
     )
     turns, age = cells(utilization(run), "cancelled")
@@ -338,7 +342,7 @@ def test_what_was_filtered_stands_beside_what_was_kept_and_is_waste_of_its_own()
         "notable": True,
     }
     run = rows(
-        filtered=[RunEvent(1.0, "filtered_against_kept", "difficulty", fields)],
+        events=[RunEvent(1.0, "filtered_against_kept", "difficulty", fields)],
         charges=[ChargeSum("lake", "train", "filtered", 0, 5, 10.0, 20, 250, 50, 0, 0, 25.0)],
     )
     (shown,) = cells(utilization(run), "filtered")
@@ -352,7 +356,7 @@ def test_broadcasts_have_a_line_per_engine() -> None:
         *(RunEvent(1.0, "weights_received", "e0", {"version": v, "bytes": 2 * 10**9, "seconds": 4.0}) for v in (1, 2)),
         RunEvent(9.0, "weights_not_received", "e1", {"version": 2, "why": "the broadcast broke off"}),
     ]
-    table = next(t for t in utilization(rows(broadcasts=events)).tables if t.name == "broadcasts")
+    table = next(t for t in utilization(rows(events=events)).tables if t.name == "broadcasts")
     assert table.rows == (("e0", 2, 4.0, 8.0, 0.5, 0, ""), ("e1", 0, 0.0, 0.0, None, 1, "the broadcast broke off"))
 
 
@@ -362,7 +366,7 @@ def test_versions_that_engines_left_out_are_bytes_saved() -> None:
         RunEvent(9.0, "engine_updated", "e0", {"version": 4, "skipped": 2, "bytes": 2_000_000_000, "seconds": 3.0}),
         RunEvent(9.0, "engine_updated", "e1", {"version": 4, "skipped": 3, "bytes": 2_000_000_000, "seconds": 4.0}),
     ]
-    table = next(t for t in utilization(rows(updates=loads)).tables if t.name == "updates")
+    table = next(t for t in utilization(rows(events=loads)).tables if t.name == "updates")
     assert table.rows == (("e0", 2, 6.0, 4.0, 2, 4.0), ("e1", 1, 4.0, 2.0, 3, 6.0))
 
 
@@ -371,7 +375,7 @@ def test_hand_offs_are_counted_and_a_split_that_pulls_nothing_is_an_alarm() -> N
         return RunEvent(1.0, "handoffs", "v1", {"decoded": decoded, "failed": failed, "empty": empty})
 
     def table(*events: RunEvent) -> Table:
-        return next(t for t in utilization(rows(handoffs=events)).tables if t.name == "handoffs")
+        return next(t for t in utilization(rows(events=events)).tables if t.name == "handoffs")
 
     assert table().rows == ()
     assert table(published(90, 4, 1), published(6, 0, 0)).rows == ((100, 4, 0.04, 1, None),)

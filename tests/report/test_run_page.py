@@ -58,7 +58,7 @@ def test_a_run_that_has_done_nothing_has_tables_only() -> None:
         charges=[],
         invocations=[],
         versions=[],
-        evaluations=[],
+        events=(),
     )
     text = cost_page(cost(empty))
     closed(text)

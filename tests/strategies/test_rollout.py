@@ -18,7 +18,7 @@ import pytest
 from rollart.control.training import StepDone
 from rollart.errors import EnvironmentFault
 from rollart.ledger.database import FILE
-from rollart.ledger.intervals import CANCELLED_AGAINST_KEPT
+from rollart.ledger.events import CANCELLED_AGAINST_KEPT
 from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.model import Observation, Step

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from rollart.ledger.intervals import ENGINE_DID
+from rollart.ledger.events import ENGINE_DID
 from rollart.model import EngineId, EngineStats
 from rollart.ports import Interval, RunEvent
 from rollart.sim.loop import run

@@ -263,7 +263,7 @@ def test_groups_of_like_rewards_are_filtered_and_charged_apart(made: Make, tmp_p
     assert {e.fields["reward"] for e in filtered} == {0.0, 1.0}
     assert sum(c.trajectories for c in rows.charges if c.outcome == "filtered") == 4 * len(filtered) > 0
     assert any(cause == "engine: trajectory filtered" for cause in simulation_finding(done).waste)
-    assert {e.subject for e in rows.filtered} >= {"tokens", "difficulty", "reward"}
+    assert {e.subject for e in rows.events_of("filtered_against_kept")} >= {"tokens", "difficulty", "reward"}
 
 
 def test_a_simulation_in_which_all_earn_the_same_says_so(made: Make, tmp_path: Path) -> None:
