@@ -23,7 +23,7 @@ import random
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rollart.adapters.envs.lookup import attribute_at
@@ -39,18 +39,6 @@ _COLOUR = re.compile(r"(?:\x1b\[[0-9;]*m)+([^\x1b]*)(?:\x1b\[0?m)+")
 _DRAWS = 200
 """Resets in search of an episode on the seed's side of the split: one in eight is held out, so 200 fail by chance once
 in 10^11."""
-
-
-@dataclass(frozen=True, slots=True)
-class _TextInterface:
-    """The text forms of an environment's spaces."""
-
-    render: SpaceRenderer
-    parse: ActionParser
-    legal: tuple[str, ...] | None
-    """Action words of a Discrete space, in the order of its numbers."""
-    turns: int | None
-    """Steps after which the environment truncates by itself."""
 
 
 class GymnasiumText:
@@ -100,10 +88,21 @@ class GymnasiumText:
             raise ValueError(f"held_out is {held_out!r} (rule: seeds or observations)")
         self._name = id or str(make)
         self._make = functools.partial(_make_environment, id, make, dict(make_args or {}), render)
-        self._interface = _text_interface(
-            self._make, self._name, actions=actions, parse=parse, render=render, digits=digits
-        )
-        self._restrict, self._preamble = restrict, preamble
+        observed, action_space, self._max_turns = _spaces(self._make)
+        self._renderer: SpaceRenderer | None = None
+        """None: the environment renders its observations itself."""
+        if isinstance(render, str):
+            self._renderer = None if render == ANSI else attribute_at(render, "render")
+        else:
+            self._renderer = render or (str if observed is None else default_renderer(observed, digits=digits))
+        discrete = action_space is not None and space_kind(action_space) == "Discrete"
+        if actions is not None and not discrete:
+            raise ValueError(f"{self._name} has no Discrete actions to name, but {action_space}")
+        words = action_words(action_space, actions) if discrete and parse is None else None
+        self._legal = words if restrict else None
+        parser = attribute_at(parse, "parse") if isinstance(parse, str) else parse
+        self._parse: ActionParser = parser or (str if action_space is None else default_parser(action_space, words))
+        self._preamble = preamble
         self._invalid_text, self._invalid_reward = invalid_text, float(invalid_reward)
         self._success_at, self._max_tokens = success_at, max_tokens
         self._by_observation = held_out == "observations"
@@ -132,9 +131,11 @@ class GymnasiumText:
         if self._env is None:
             raise RuntimeError("step before reset")
         try:
-            chosen = self._interface.parse(action)
+            chosen = self._parse(action)
         except ValueError:
-            return self._invalid_step()
+            text = self._last if self._invalid_text is None else self._invalid_text
+            out_of_turns = self._max_turns is not None and len(self._rewards) + 1 >= self._max_turns
+            return self._to_step(text, self._invalid_reward, False, out_of_turns, {})
         answer = await self._call(self._env.step, chosen)
         if not isinstance(answer, tuple) or len(answer) != 5:
             raise TypeError(
@@ -158,13 +159,6 @@ class GymnasiumText:
             await self._thread.call(last)
             last = None
         self._thread.end(last)
-
-    def _invalid_step(self) -> Step:
-        """The step of a turn without a valid action."""
-        text = self._last if self._invalid_text is None else self._invalid_text
-        max_turns = self._interface.turns
-        out_of_turns = max_turns is not None and len(self._rewards) + 1 >= max_turns
-        return self._to_step(text, self._invalid_reward, False, out_of_turns, {})
 
     def _to_step(self, text: str, reward: float, terminated: bool, truncated: bool, info: Mapping[str, Any]) -> Step:
         self._observations.append(text)
@@ -190,7 +184,7 @@ class GymnasiumText:
         return None
 
     def _to_observation(self, text: str) -> Observation:
-        legal = self._interface.legal if self._restrict else None
+        legal = self._legal
         if legal is not None and self._mask is not None and len(self._mask) == len(legal):
             legal = tuple(word for word, allowed in zip(legal, self._mask, strict=True) if allowed) or legal
         return Observation(text, actions=legal, max_tokens=1 if legal is not None else self._max_tokens)
@@ -216,20 +210,13 @@ class GymnasiumText:
         return self._text(answer[0]), answer[1]
 
     def _text(self, observed: Any) -> str:
-        text: object = (
-            self._env.render() if self._interface.render is _environment_renders else self._interface.render(observed)
-        )
+        text: object = self._env.render() if self._renderer is None else self._renderer(observed)
         if not isinstance(text, str):
             raise TypeError(f"the rendered observation of {self._name} is {type(text).__name__}, not str")
         return _COLOUR.sub(r"[\1]", text)
 
     async def _call(self, function: Callable[..., Any], *args: Any) -> Any:
         return function(*args) if self._thread is None else await self._thread.call(function, *args)
-
-
-def _environment_renders(observed: Any) -> str:
-    """Placeholder renderer: the environment renders its observation itself."""
-    raise AssertionError("the environment draws it")
 
 
 def _make_environment(
@@ -256,44 +243,13 @@ def _make_environment(
         raise ImportError(f"{id}: {error}") from None
 
 
-def _text_interface(
-    make: Callable[[], Any],
-    name: str,
-    *,
-    actions: Sequence[str] | None,
-    parse: str | ActionParser | None,
-    render: str | SpaceRenderer | None,
-    digits: int,
-) -> _TextInterface:
-    """The text interface of an environment. ValueError for a space that has no default and no function in the spec."""
-    observed, action_space, turns = _spaces(make)
-    if render == ANSI:
-        shown: SpaceRenderer = _environment_renders
-    elif isinstance(render, str):
-        shown = attribute_at(render, "render")
-    else:
-        shown = render or (str if observed is None else default_renderer(observed, digits=digits))
-    discrete = action_space is not None and space_kind(action_space) == "Discrete"
-    if actions is not None and not discrete:
-        raise ValueError(f"{name} has no Discrete actions to name, but {action_space}")
-    legal = action_words(action_space, actions) if discrete and parse is None else None
-    if isinstance(parse, str):
-        parser: ActionParser = attribute_at(parse, "parse")
-    elif parse is not None:
-        parser = parse
-    else:
-        parser = str if action_space is None else default_parser(action_space, legal)
-    return _TextInterface(shown, parser, legal, turns)
-
-
 _SPACES: dict[str, tuple[Any, Any, int | None]] = {}
 
 
-def _spaces(make: functools.partial[Any] | Callable[[], Any]) -> tuple[Any, Any, int | None]:
+def _spaces(make: functools.partial[Any]) -> tuple[Any, Any, int | None]:
     """Observation space, action space and the step that truncates, from an environment that is made for this and
     closed; once per process, since a run makes hundreds of the same. None for each that the environment does not
     declare."""
-    assert isinstance(make, functools.partial)
     key = json.dumps(make.args, sort_keys=True, default=repr)
     if key not in _SPACES:
         env = make()
@@ -373,9 +329,21 @@ def default_parser(space: Any, words: Sequence[str] | None) -> ActionParser:
         assert words is not None
         first = int(getattr(space, "start", 0))
         numbers = {word: first + i for i, word in enumerate(words)}
-        return lambda text: _looked_up(numbers, text.strip())
+
+        def number(text: str) -> int:
+            if text.strip() not in numbers:
+                raise ValueError(f"{text.strip()!r} is no action")
+            return numbers[text.strip()]
+
+        return number
     if kind == "Text":
-        return lambda text: _contained(space, text.strip())
+
+        def contained(text: str) -> str:
+            if not space.contains(text.strip()):
+                raise ValueError(f"the text is no element of {space}")
+            return text.strip()
+
+        return contained
     raise ValueError(f"actions are {space} (rule: such a space needs a `parse`, package.module:function)")
 
 
@@ -388,21 +356,7 @@ def _numbers(value: Any, digits: int) -> str:
     return " ".join(f"{number:.{digits}g}" for number in array.ravel().tolist())
 
 
-def _looked_up(numbers: dict[str, int], word: str) -> int:
-    if word not in numbers:
-        raise ValueError(f"{word!r} is no action")
-    return numbers[word]
-
-
-def _contained(space: Any, text: str) -> str:
-    if not space.contains(text):
-        raise ValueError(f"the text is no element of {space}")
-    return text
-
-
 T = TypeVar("T")
-
-_Call = tuple[asyncio.AbstractEventLoop, "asyncio.Future[Any]", Callable[[], Any]]
 
 
 class CallThread:
@@ -415,25 +369,21 @@ class CallThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._open = 0
+        self._latest: Future[Any] | None = None
 
     @property
     def busy(self) -> bool:
         """True if an abandoned call has not returned."""
-        return self._open > 0
+        return self._latest is not None and not self._latest.done()
 
     async def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """The return value or exception of the function, called on the thread."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
             self._thread.start()
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-        self._open += 1
-        self._calls.put((loop, answer, functools.partial(function, *args, **kwargs)))
-        return await answer
+        return await asyncio.wrap_future(self._put(functools.partial(function, *args, **kwargs)))
 
     def end(self, last: Callable[[], object] | None = None) -> None:
         """Accept no more calls: the thread ends after its pending calls and after `last`, whose exceptions are
@@ -444,31 +394,24 @@ class CallThread:
                     last()
             return
         if last is not None:
-            loop = asyncio.get_running_loop()
-            self._calls.put((loop, loop.create_future(), last))
+            self._put(last)
         self._calls.put(None)
         self._thread = None
 
+    def _put(self, function: Callable[[], T]) -> Future[T]:
+        answer: Future[T] = Future()
+        answer.set_running_or_notify_cancel()  # so that the call is made, also if its caller is cancelled
+        self._latest = answer
+        self._calls.put((answer, function))
+        return answer
+
     def _work(self) -> None:
         while (call := self._calls.get()) is not None:
-            loop, answer, function = call
-            value: Any = None
-            error: BaseException | None = None
+            answer, function = call
             try:
-                value = function()
+                answer.set_result(function())
             except BaseException as raised:
-                error = raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and the caller with it
-                loop.call_soon_threadsafe(self._settle, answer, value, error)
-
-    def _settle(self, answer: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
-        self._open -= 1
-        if answer.done():
-            return
-        if error is None:
-            answer.set_result(value)
-            return
-        if not isinstance(error, Exception) or isinstance(error, StopIteration):  # a future carries neither
-            error = RuntimeError(f"it raised {type(error).__name__}: {error}")
-        answer.set_exception(error)
-        answer.exception()  # marked as retrieved: an abandoned call logs nothing
+                error: BaseException = raised
+                if not isinstance(raised, Exception) or isinstance(raised, StopIteration):  # a future carries neither
+                    error = RuntimeError(f"it raised {type(raised).__name__}: {raised}")
+                answer.set_exception(error)

@@ -81,7 +81,8 @@ class VerifiersText:
         await self.close()
         self._row = self._loaded.row(random.Random(seed), held_out=held_out_seed(seed))
         self._conversation = Conversation()
-        rollout = self._loaded.env.rollout(self._row, policy_client(self._conversation, self._parse), "policy", {})
+        client = _client_class()(self._conversation, self._parse)
+        rollout = self._loaded.env.rollout(self._row, client, "policy", {})
         # The environment's own program: it runs from this reset until close, across the caller's calls.
         self._task = asyncio.get_running_loop().create_task(
             _run_rollout(rollout, self._conversation), name="verifiers rollout"
@@ -99,7 +100,7 @@ class VerifiersText:
         self._conversation.answer(action)
         request = await self._conversation.next_request()
         if request is None:
-            return await self._final_step()
+            return await self._loaded.final_step(await self._state(), self._row, success_at=self._success_at)
         new = _new_messages(self._shown, request.messages, self._loaded.name)
         self._shown = request.messages
         return Step(Observation(self._render(new, request.tools, False), max_tokens=self._max_tokens))
@@ -109,11 +110,6 @@ class VerifiersText:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-
-    async def _final_step(self) -> Step:
-        state = await self._state()
-        reward = await self._loaded.score(state)
-        return self._loaded.step(state, self._row, reward, success_at=self._success_at)
 
     async def _state(self) -> Any:
         """The rollout's final state; its errors are raised."""
@@ -142,7 +138,7 @@ async def episode(
     async with AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0) as api:
         state = await environment.env.rollout(row, OpenAIChatCompletionsClient(api), model, {})
     environment.check(state)
-    return environment.step(state, row, await environment.score(state), success_at=success_at)
+    return await environment.final_step(state, row, success_at=success_at)
 
 
 async def _run_rollout(rollout: Any, conversation: Conversation) -> Any:
@@ -207,8 +203,8 @@ class VerifiersEnvironment:
         if error is not None and not isinstance(error, ToolError):
             raise RuntimeError(f"{self.name} failed: {one_line(error.__cause__ or error, 300)}")
 
-    async def score(self, state: Any) -> float:
-        """The rubric's reward. RuntimeError if one of its functions raised."""
+    async def final_step(self, state: Any, row: Mapping[str, Any], *, success_at: float | None) -> Step:
+        """The episode's last step, which pays the rubric's reward. RuntimeError if one of its functions raised."""
         broken: list[str] = []
         mark = _REWARD_ERRORS.set(broken)
         try:
@@ -219,10 +215,7 @@ class VerifiersEnvironment:
             await self.env.rubric.cleanup(state)
         if broken:
             raise RuntimeError(f"{self.name}: {'; '.join(broken)}")
-        return float(state["reward"])
-
-    def step(self, state: Any, row: Mapping[str, Any], reward: float, *, success_at: float | None) -> Step:
-        """The episode's last step."""
+        reward = float(state["reward"])
         least = success_at if success_at is not None else float(getattr(self.env, "pass_threshold", 0.5))
         metadata = {
             "reference_answer": str(row.get("answer", "")),
@@ -310,31 +303,19 @@ def _recording_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     name = getattr(function, "__name__", type(function).__name__)
 
     @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
+    async def called(*args: Any, **kwargs: Any) -> Any:
         try:
             answer = function(*args, **kwargs)
+            return await answer if inspect.isawaitable(answer) else answer
         except Exception as error:
-            _record_error(name, error)
+            broken = _REWARD_ERRORS.get(None)
+            if broken is not None:
+                broken.append(f"reward function {name} raised {one_line(error, 300)}")
             raise
-        return _await_recording_errors(name, answer) if inspect.isawaitable(answer) else answer
 
     called.__name__ = name
     called._records_errors = True  # type: ignore[attr-defined]
     return called
-
-
-async def _await_recording_errors(name: str, answer: Any) -> Any:
-    try:
-        return await answer
-    except Exception as error:
-        _record_error(name, error)
-        raise
-
-
-def _record_error(name: str, error: Exception) -> None:
-    broken = _REWARD_ERRORS.get(None)
-    if broken is not None:
-        broken.append(f"reward function {name} raised {one_line(error, 300)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,14 +359,9 @@ class Conversation:
         self._requests.put_nowait(None)
 
 
-def policy_client(conversation: Conversation, parse: AnswerParser) -> Any:
-    """A verifiers client for one episode."""
-    return _client_class()(conversation, parse)
-
-
 @functools.cache
 def _client_class() -> Any:
-    """Defined on first use, since its base class is verifiers'."""
+    """The class of an episode's client. Defined on first use, since its base class is verifiers'."""
     from verifiers.clients.client import Client
     from verifiers.types import Response, ResponseMessage, ToolCall
 
