@@ -162,31 +162,27 @@ class OpenEnv:
         while True:
             last_error: SessionNotStarted | None = None
             for url in sorted(self._urls, key=lambda u: (_SESSIONS_BY_SERVER[u], self._urls.index(u))):
+                _SESSIONS_BY_SERVER[url] += 1
+                session: OpenEnvSession | None = None
                 try:
-                    return await self._try_server(url, data)
-                except SessionNotStarted as error:
+                    session = await OpenEnvSession.open(url, headers=self._headers, connect_s=self._connect_s)
+                    return session, await session.request("reset", data, self._reset_s)
+                except BaseException as error:
+                    _SESSIONS_BY_SERVER[url] -= 1
+                    if session is not None:
+                        await session.close()
+                    if not isinstance(error, SessionNotStarted):
+                        raise
                     last_error = error
             assert last_error is not None
             if loop.time() + pause >= until:
                 raise EnvironmentFault(
                     last_error.host,
                     f"no episode was begun within {self._capacity_s:g} s on {len(self._urls)} servers; "
-                    f"{last_error.detail}",
+                    f"{last_error.what}",
                 )
             await asyncio.sleep(pause * rng.uniform(0.5, 1.0))
             pause = min(2.0, pause * 2)
-
-    async def _try_server(self, url: str, data: Mapping[str, Any]) -> tuple[OpenEnvSession, OpenEnvObservation]:
-        _SESSIONS_BY_SERVER[url] += 1
-        session: OpenEnvSession | None = None
-        try:
-            session = await OpenEnvSession.open(url, headers=self._headers, connect_s=self._connect_s)
-            return session, await session.request("reset", data, self._reset_s)
-        except BaseException:
-            _SESSIONS_BY_SERVER[url] -= 1
-            if session is not None:
-                await session.close()
-            raise
 
     def _to_observation(self, observation: Mapping[str, Any]) -> Observation:
         assert self._session is not None
@@ -220,10 +216,6 @@ FULL = "CAPACITY_REACHED"
 class SessionNotStarted(EnvironmentFault):
     """No episode started: the server was full, unreachable, or gone before its first response. Another server may be
     tried, since a server keeps an environment no longer than its connection."""
-
-    def __init__(self, host: str, message: str) -> None:
-        super().__init__(host, message)
-        self.detail = message
 
 
 class InvalidAction(Exception):
@@ -272,14 +264,12 @@ class OpenEnvSession:
             async with asyncio.timeout(connect_s):
                 socket = await client.ws_connect(f"{url}/ws", max_msg_size=LARGEST, heartbeat=20.0)
                 return cls(url, client, socket)
-        except TimeoutError:
+        except BaseException as error:
             await client.close()
-            raise SessionNotStarted(host, f"no connection within {connect_s:g} s") from None
-        except (aiohttp.ClientError, OSError) as error:
-            await client.close()
-            raise SessionNotStarted(host, f"no connection ({one_line(error, 200)})") from None
-        except BaseException:
-            await client.close()
+            if isinstance(error, TimeoutError):
+                raise SessionNotStarted(host, f"no connection within {connect_s:g} s") from None
+            if isinstance(error, aiohttp.ClientError | OSError):
+                raise SessionNotStarted(host, f"no connection ({one_line(error, 200)})") from None
             raise
 
     async def request(
@@ -295,9 +285,8 @@ class OpenEnvSession:
         try:
             return _decode_observation(frame["data"])
         except (KeyError, TypeError, ValueError) as error:
-            raise await self._end(
-                f"answered a {operation} with an invalid observation ({one_line(error, 200)})"
-            ) from None
+            message = f"answered a {operation} with an invalid observation ({one_line(error, 200)})"
+            raise await self._end(message) from None
 
     async def state(self, seconds: float) -> Mapping[str, Any]:
         await self._send("state", None)
@@ -359,7 +348,12 @@ class OpenEnvSession:
         error = data if isinstance(data, dict) else {}
         code, errors = str(error.get("code", "?")), error.get("errors")
         if operation == "step" and code == "VALIDATION_ERROR":
-            if not _has_wrong_field_names(errors, fields):
+            listed = [e for e in errors if isinstance(e, dict)] if isinstance(errors, list) else []
+            # Wrong names of fields that the spec gave: no text of the policy could mend that.
+            misnamed = any(
+                e.get("type") in ("missing", "extra_forbidden") and len(e.get("loc") or ()) == 1 for e in listed
+            )
+            if fields is None or not misnamed:
                 raise InvalidAction(str(errors))
             error = {"message": f"its actions have other fields: {errors}"}
         detail = " ".join(str(error.get("message", data)).split())[:300]
@@ -381,14 +375,6 @@ def _decode_observation(data: Any) -> OpenEnvObservation:
             raise ValueError(f"reward is {reward}")
     metadata = data.get("metadata") or observation.get("metadata") or {}
     return OpenEnvObservation(observation, reward, done, metadata if isinstance(metadata, dict) else {})
-
-
-def _has_wrong_field_names(errors: Any, fields: frozenset[str] | None) -> bool:
-    """True if the server rejects the names of fields that the spec gave: no text of the policy could fix that."""
-    if fields is None or not isinstance(errors, list):
-        return False
-    kinds = [(e.get("type"), e.get("loc")) for e in errors if isinstance(e, dict)]
-    return any(kind in ("missing", "extra_forbidden") and len(loc or ()) == 1 for kind, loc in kinds)
 
 
 ObservationRenderer = Callable[[Mapping[str, Any]], str]
@@ -431,10 +417,7 @@ def observation_renderer(text: str | ObservationRenderer | None) -> ObservationR
         return _plain
     if not isinstance(text, str):
         return text
-    if ":" in text:
-        found: ObservationRenderer = attribute_at(text, "text")
-        return found
-    return lambda observation: str(observation[text])
+    return attribute_at(text, "text") if ":" in text else lambda observation: str(observation[text])
 
 
 def sole_text_field(schema: Mapping[str, Any], host: str) -> str:

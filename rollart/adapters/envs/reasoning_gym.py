@@ -85,7 +85,9 @@ class ReasoningGymEnv:
         worked_format: WorkedFormat | str | None = None,
         max_tokens: int | None = None,
     ) -> None:
-        _refuse_unknown(dataset)
+        known = _names()  # read without the seconds that an import of reasoning_gym takes
+        if known and dataset not in known:
+            raise ValueError(f"reasoning_gym has no data set '{dataset}'{did_you_mean(dataset, known)}")
         self._dataset_key = (dataset, json.dumps(dict(config or {}), sort_keys=True))
         self._format = _resolve_format(worked_format)
         self._max_tokens = max_tokens
@@ -135,13 +137,6 @@ class ReasoningGymEnv:
                 return entry
         name, config = self._dataset_key
         raise ValueError(f"no item of {name} {config} fits its format in {_DRAWS} draws: widen the dataset's config")
-
-
-def _refuse_unknown(dataset: str) -> None:
-    """ValueError for a name that reasoning_gym does not have, without the seconds that its import takes."""
-    known = _names()
-    if known and dataset not in known:
-        raise ValueError(f"reasoning_gym has no data set '{dataset}'{did_you_mean(dataset, known)}")
 
 
 @functools.cache
