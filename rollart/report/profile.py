@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from placement.estimate import ObservedTrajectory, ProfileEstimator
+from placement.estimate import ObservedTrajectory, estimate_profiles
 from placement.problem import DomainProfile, RewardCost
 from rollart.errors import SpecError, UsageError
 from rollart.ledger.reader import FinishedRow, InvocationSum, LedgerReader
@@ -23,12 +23,9 @@ def measured_profiles(directory: Path) -> Sequence[DomainProfile]:
     return profiles_of(directory)
 
 
-def profiles_of(run_dir: str | Path, *, half_life: float | None = None) -> tuple[DomainProfile, ...]:
-    """Profiles of the domains that have finished trajectories, by name; `source` names the run.
-
-    With a `half_life`, in trajectories, late trajectories count most: a policy that learns changes its own workload.
-    UsageError if there is no ledger or no trajectory has finished.
-    """
+def profiles_of(run_dir: str | Path) -> tuple[DomainProfile, ...]:
+    """Profiles of the domains that have finished trajectories, by name; `source` names the run. UsageError if there is
+    no ledger or no trajectory has finished."""
     with LedgerReader(run_dir) as reader:
         rows, calls, config = reader.finished(), reader.invocation_sums(), reader.config()
     if not rows:
@@ -36,21 +33,18 @@ def profiles_of(run_dir: str | Path, *, half_life: float | None = None) -> tuple
             f"{run_dir}: no trajectory has finished yet", remedy="wait for the first step, or name another run"
         )
     rewards = _rewards(config, calls)
-    estimator = ProfileEstimator(half_life=half_life, rewards=rewards)
-    for seen in observed_trajectories(rows, {name: cost.seconds for name, cost in rewards.items()}):
-        estimator.add(seen)
+    seen = observed_trajectories(rows, {name: cost.seconds for name, cost in rewards.items()})
     name = Path(run_dir).name
-    return tuple(replace(p, source=f"{p.source} ({name})") for p in estimator.profiles())
+    return tuple(replace(p, source=f"{p.source} ({name})") for p in estimate_profiles(seen, rewards))
 
 
 def observed_trajectories(
     rows: Sequence[FinishedRow], reward_s: Mapping[str, float] | None = None
 ) -> list[ObservedTrajectory]:
-    """Rows of the ledger as the estimator takes them, in the same order."""
+    """Rows of the ledger as profiles are estimated from them, in the same order."""
     return [
         ObservedTrajectory(
             domain=row.domain,
-            t=row.t1,
             turns=row.turns,
             first_tokens=float(row.first_tokens),
             new_tokens=float(row.tokens - row.action_tokens - row.first_tokens),

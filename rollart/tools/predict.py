@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from placement.estimate import ObservedTrajectory, ProfileEstimator
+from placement.estimate import ObservedTrajectory, estimate_profiles
 from placement.problem import DomainProfile, Problem, TrainingWork
 from placement.solve import solve
 from placement.types import ROLLOUT_ROLES, Infeasible, Placement
@@ -190,24 +190,11 @@ async def profile_by_play(
     SpecError for an environment without legal actions and worked examples.
     """
     tokenizer = HubTokenizer(prepare_tokenizer(resolved, directory))
-    estimator = ProfileEstimator()
+    seen: list[ObservedTrajectory] = []
     for domain in runtime_domains(resolved, tokenizer):
         seeds = [training_seed(resolved.run.seed, domain.name, index) for index in range(episodes)]
-        for seen in await asyncio.gather(*(_episode(domain, seed, tokenizer) for seed in seeds)):
-            estimator.add(seen)
-    return tuple(
-        DomainProfile(
-            name=p.name,
-            turns=p.turns,
-            new_tokens=p.new_tokens,
-            output_tokens=p.output_tokens,
-            weight=p.weight,
-            first_tokens=p.first_tokens,
-            environment=p.environment,
-            source=f"played, n={episodes}",
-        )
-        for p in estimator.profiles()
-    )
+        seen += await asyncio.gather(*(_episode(domain, seed, tokenizer) for seed in seeds))
+    return tuple(replace(p, source=f"played, n={episodes}") for p in estimate_profiles(seen))
 
 
 async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> ObservedTrajectory:
@@ -234,7 +221,6 @@ async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observ
         await environment.close()
     return ObservedTrajectory(
         domain=domain.name,
-        t=0.0,
         turns=len(input_tokens),
         first_tokens=float(input_tokens[0]),
         new_tokens=float(sum(input_tokens[1:])),

@@ -119,13 +119,6 @@ def test_profiles_of_a_run(tmp_path: Path) -> None:
     assert by_name["spell"].total_tokens == 26
 
 
-def test_recent_trajectories_count_most_if_asked(tmp_path: Path) -> None:
-    asyncio.run(_written(tmp_path))
-    recent = profiles_of(tmp_path, half_life=1.0)
-    assert recent[0].turns.mean > 4 > profiles_of(tmp_path)[0].turns.mean
-    assert recent[1].weight > 0.9
-
-
 def test_a_run_of_which_nothing_has_finished(tmp_path: Path) -> None:
     with Ledger(tmp_path, clock=lambda: 0.0, inline=True):
         pass
