@@ -27,7 +27,6 @@ class _FreeDevices:
 
     def __init__(self, pool: Pool) -> None:
         self.free = pool.count
-        self.memory = 0.0
         self._size = min(pool.device.devices_per_host or pool.count, pool.count)
         self._hosted = pool.device.devices_per_host is not None
         self._left = [self._size] * (pool.count // self._size)
@@ -109,15 +108,16 @@ def assign(pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan | Shortage:
             index = first[n] + replica
             taken = rooms[pool.name].take(demand)
             placed[demand.role, index] = Assignment(demand.role, index, pool.name, taken)
-            rooms[pool.name].memory += demand.memory_gb
     used = {p.name: p.count - rooms[p.name].free for p in pools}
+    tight = max(pools, key=lambda p: used[p.name] / p.count)
+    tight = max(pools, key=lambda p: used[p.name] / p.count)
     return Plan(
         assignments=tuple(
             placed[d.role, n + i] for d, n in zip(demands, first, strict=True) for i in range(d.replicas)
         ),
         idle={p.name: rooms[p.name].free for p in pools},
         usd_per_hour=sum((used[p.name] if p.rented else p.count) * p.usd_per_device_hour for p in pools),
-        binds=_binding_resource(pools, used, {name: room.memory for name, room in rooms.items()}),
+        binds=f"{tight.device.name} of pool '{tight.name}': {used[tight.name]} of {tight.count} in use",
     )
 
 
@@ -132,52 +132,21 @@ def _placement_order(pools: Sequence[Pool], demand: Demand) -> tuple[bool, int]:
 
 
 def _eligible(pool: Pool, demand: Demand) -> bool:
-    device = demand.device is None or pool.device.name == demand.device
-    named = demand.pool is None or pool.name == demand.pool
-    return device and named and all(pool.labels.get(k) == v for k, v in demand.labels.items())
+    return demand.device in (None, pool.device.name) and demand.pool in (None, pool.name)
 
 
 def _choose_pool(eligible: Sequence[Pool], demand: Demand, rooms: Mapping[str, _FreeDevices]) -> Pool | None:
     """The pool of the next replica. Parts that run the model go to GPUs, however many CPU cores are free."""
-    fitting = [p for p in eligible if _fits(p, demand, rooms[p.name])]
+    fitting = [p for p in eligible if rooms[p.name].fits(demand)]
     gpus = [p for p in fitting if not p.device.is_cpu] if demand.role not in _CPU_ROLES else []
     return max(gpus or fitting, key=lambda p: rooms[p.name].free, default=None)
-
-
-def _fits(pool: Pool, demand: Demand, room: _FreeDevices) -> bool:
-    limit = _memory_of(pool, demand)
-    return room.fits(demand) and (limit is None or demand.memory_gb + room.memory <= limit)
-
-
-def _memory_of(pool: Pool, demand: Demand) -> float | None:
-    """Memory that the demand's replica may use: the host's on a CPU pool, its devices' (each alone) otherwise."""
-    if pool.device.is_cpu:
-        return pool.memory_gb
-    return None if pool.device.memory_gb is None else pool.device.memory_gb * pool.count
 
 
 def _shortage_text(eligible: Sequence[Pool], demand: Demand, replica: int, rooms: Mapping[str, _FreeDevices]) -> str:
     wanted = f"{demand.role} {replica + 1} of {demand.replicas} needs {demand.devices} {demand.device or 'device'}(s)"
     if not eligible:
-        asked = ", ".join(f"{k}={v}" for k, v in demand.labels.items())
-        return f"{wanted}{' with ' + asked if asked else ''}, and no pool has such devices"
+        return f"{wanted}, and no pool has such devices"
     state = "; ".join(f"pool '{p.name}' has {rooms[p.name].free} of {p.count} {p.device.name} free" for p in eligible)
-    enough = [p for p in eligible if rooms[p.name].free >= demand.devices]
-    if any(not rooms[p.name].fits(demand) for p in enough):
+    if any(rooms[p.name].free >= demand.devices for p in eligible):
         state += ", but not in one host"
-    elif enough:
-        limits = [(p.name, limit) for p in enough if (limit := _memory_of(p, demand)) is not None]
-        state += "; memory is short: " + ", ".join(
-            f"{rooms[name].memory + demand.memory_gb:g} GB of {limit:g} GB on '{name}'" for name, limit in limits
-        )
     return f"{wanted}, and {state}"
-
-
-def _binding_resource(pools: Sequence[Pool], used: dict[str, int], memory: dict[str, float]) -> str:
-    """The resource with the largest share in use; devices before memory on a tie."""
-    shares = [(used[p.name] / p.count, f"{p.device.name} of pool '{p.name}'", used[p.name], p.count) for p in pools]
-    share, what, n, count = max(shares, key=lambda s: s[0])
-    host = [(memory[p.name] / p.memory_gb, p) for p in pools if p.memory_gb and p.device.is_cpu and memory[p.name] > 0]
-    if host and (top := max(host, key=lambda h: h[0]))[0] > share:
-        return f"host memory of pool '{top[1].name}': {memory[top[1].name]:g} of {top[1].memory_gb:g} GB in use"
-    return f"{what}: {n} of {count} in use"

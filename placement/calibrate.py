@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
@@ -84,22 +84,6 @@ class Row:
             require_positive(f"row ({self.kind}): {name}", getattr(self, name))
         for name, least in (("tp", 1), ("batch", 1), ("new", 0), ("cached", 0), ("context", 0), ("output", 0)):
             require_at_least(f"row ({self.kind}): {name}", getattr(self, name), least)
-
-    def to_dict(self) -> dict[str, object]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
-
-    @staticmethod
-    def from_dict(data: Mapping[str, object]) -> Row:
-        """ValueError for a field that a row does not have, or that is not of its type."""
-        known = {f.name for f in fields(Row)}
-        unknown, missing = sorted(set(data) - known), sorted({"kind", "seconds", "device"} - set(data))
-        if unknown or missing:
-            raise ValueError(f"row: field {(unknown + missing)[0]!r} is {'unknown' if unknown else 'required'}")
-        texts = {name: str(data[name]) for name in ("kind", "device")}
-        numbers = {name: finite_number(f"row: {name}", value) for name, value in data.items() if name not in texts}
-        if "tp" in numbers:
-            numbers["tp"] = int(numbers["tp"])
-        return Row(**texts, **numbers)  # type: ignore[arg-type]  # checked by __post_init__
 
 
 @dataclass(frozen=True, slots=True)

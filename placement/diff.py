@@ -35,30 +35,21 @@ class MoveKind(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class MoveCosts:
-    """The costs of moves: a drained device earns nothing for `drain_s` seconds, a started one for `restart_s`, a
-    trainer's for `restore_s` (checkpoint included). A device-hour costs `usd_per_device_hour`, by pool (absent: 0)."""
+    """The costs of moves: a started device earns nothing for `restart_s` seconds, a trainer's for `restore_s`
+    (checkpoint included). A device-hour costs `usd_per_device_hour`, by pool (absent: 0)."""
 
-    drain_s: float = 0.0
     restart_s: float = 120.0
     restore_s: float = 300.0
     usd_per_device_hour: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("drain_s", "restart_s", "restore_s"):
+        for name in ("restart_s", "restore_s"):
             require_at_least(f"move costs: {name}", getattr(self, name))
 
     @staticmethod
-    def of(
-        pools: Iterable[Pool], running: RunningPlan, *, drain_s: float = 0.0, restore_s: float | None = None
-    ) -> MoveCosts:
-        """The costs that the solver assumed, at the pools' prices. A trainer's restore takes as long as any restart
-        unless `restore_s` is given."""
-        return MoveCosts(
-            drain_s=drain_s,
-            restart_s=running.restart_s,
-            restore_s=running.restart_s if restore_s is None else restore_s,
-            usd_per_device_hour={p.name: p.usd_per_device_hour for p in pools},
-        )
+    def of(pools: Iterable[Pool], running: RunningPlan) -> MoveCosts:
+        """The costs that the solver assumed, at the pools' prices: a trainer's restore takes as long as any restart."""
+        return MoveCosts(running.restart_s, running.restart_s, {p.name: p.usd_per_device_hour for p in pools})
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +168,7 @@ def _move(
 ) -> Move:
     trainer = Role.TRAINER in (before, after)
     start_s = costs.restore_s if trainer else costs.restart_s
-    seconds = {MoveKind.FLIP: 0.0, MoveKind.DRAIN: costs.drain_s, MoveKind.START: start_s}[kind]
-    lost = seconds * tp * replicas
+    lost = start_s * tp * replicas if kind is MoveKind.START else 0.0
     what = f"{replicas} × tp {tp} on {pool}"
     if kind is MoveKind.FLIP:
         words = f"flip {what}: {before} → {after} (router only, free)"

@@ -317,7 +317,6 @@ class Problem:
     max_batch: int = 512
     """Sequences that one engine generates for at a time, at most."""
     affinity: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    min_replicas: Mapping[Role, int] = field(default_factory=dict)
     fixed: tuple[Deployment, ...] | None = None
     running: RunningPlan | None = None
     restriction: Restriction = Restriction.FULL

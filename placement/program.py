@@ -300,11 +300,6 @@ def build_program(problem: Problem, tableau: Tableau, scale: float | None = None
     _add_window_rows(p)
     _add_inventory_rows(p)
     _add_restriction_rows(p)
-    for role, least in sorted(problem.min_replicas.items()):
-        columns = [c.column for c in p.device_columns() if c.role is role]
-        if role is Role.TRAINER:
-            columns = [option.chosen for option in p.trainers]
-        m.row(("replicas", role), [(c, 1.0) for c in columns], low=least)
     if problem.fixed is not None:
         _fix_instances(p, problem.fixed)
     if problem.running is not None:

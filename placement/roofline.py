@@ -241,7 +241,7 @@ class Roofline:
     """One engine instance of `shape` on `tp` devices.
 
     ValueError if the model cannot run there. `kv_capacity_bytes` replaces the memory left over, for engines that are
-    configured with a size; `reserve_gb` is per device, for activations.
+    configured with a size.
     """
 
     def __init__(
@@ -254,13 +254,11 @@ class Roofline:
         precision: Precision = "bf16",
         band: float = 0.0,
         notes: tuple[str, ...] = (),
-        reserve_gb: float = 0.0,
         kv_capacity_bytes: float | None = None,
     ) -> None:
         reason = _refusal(shape, device, tp, constants, precision, needs_memory=kv_capacity_bytes is None)
         if reason is not None:
             raise ValueError(reason)
-        require_at_least("reserve_gb", reserve_gb)
         require_positive("kv_capacity_bytes", kv_capacity_bytes, optional=True)
         self.shape, self.device, self.tp, self.constants = shape, device, tp, constants
         self.precision, self.band, self.notes = precision, band, notes
@@ -281,8 +279,7 @@ class Roofline:
         """Of a prefilled token's way to its experts and back."""
         if kv_capacity_bytes is None:
             memory = tp * (device.memory_gb or 0.0) * 1e9
-            left = memory * MEMORY_SHARE - shape.weight_bytes - tp * reserve_gb * 1e9
-            kv_capacity_bytes = left / self._copies
+            kv_capacity_bytes = (memory * MEMORY_SHARE - shape.weight_bytes) / self._copies
         self.kv_capacity_bytes = kv_capacity_bytes
         """Bytes for KV, each sequence counted once (`shape.kv_bytes`); <= 0 if the weights do not fit."""
 
@@ -364,7 +361,7 @@ class RooflinePerformance:
 
     `constants` by device name or generation: calibrated or stated. A device without an entry borrows the calibration of
     another GPU, the nearest first, and without any uses the priors of its generation; notes and band reflect it.
-    `reserve_gb` of each device is kept free for activations. `kv_capacity_bytes` by device name: the configured KV
+    `kv_capacity_bytes` by device name: the configured KV
     memory of an instance, where it is not all of the remaining memory. `weight_only`: a device without a figure for
     `precision` computes in bf16 on weights that are read at their size (W8A16, W4A16).
     """
@@ -373,13 +370,11 @@ class RooflinePerformance:
     constants: Mapping[str, Constants | Calibration] = field(default_factory=dict)
     precision: Precision = "bf16"
     weight_only: bool = False
-    reserve_gb: float = 0.0
     kv_capacity_bytes: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.precision not in ("bf16", "fp8"):
             raise ValueError(f"precision is {self.precision!r} (rule: bf16 or fp8)")
-        require_at_least("reserve_gb", self.reserve_gb)
 
     def instance(self, device: Device, tp: int) -> Roofline | str:
         """The instance on `tp` devices of a type, or why there can be none."""
@@ -396,7 +391,6 @@ class RooflinePerformance:
                 precision=precision,
                 band=band,
                 notes=notes,
-                reserve_gb=self.reserve_gb,
                 kv_capacity_bytes=self.kv_capacity_bytes.get(device.name),
             )
         except ValueError as error:

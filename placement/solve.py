@@ -401,33 +401,30 @@ def _explain_infeasibility(problem: Problem, table: Tableau) -> Infeasible:
 
 
 def _elastic_diagnosis(p: PlacementProgram) -> Infeasible:
-    """Relax inventory, budget, changes, replicas and the trainer's size by as little as possible."""
+    """Relax inventory, budget, changes and the trainer's size by as little as possible."""
     m, problem = p.matrix, p.problem
     slack: dict[int, float] = {}
     descriptions: list[tuple[int, Callable[[float], str]]] = []
 
-    def relax(key: tuple[object, ...], sign: float, scale: float, describe: Callable[[float], str]) -> None:
+    def relax(key: tuple[object, ...], scale: float, describe: Callable[[float], str]) -> None:
         column = m.column(high=MAX_EXTRA_INSTANCES * scale)
-        m.add(key, [column], [sign])
+        m.add(key, [column], [-1.0])
         slack[column] = -1.0 / scale
         descriptions.append((column, describe))
 
     for g, pool in enumerate(problem.pools):
-        relax(("pool", g), -1.0, pool.count, functools.partial(_missing_devices, pool))
+        relax(("pool", g), pool.count, functools.partial(_missing_devices, pool))
     if m.has(("budget",)):
         usd = problem.budget_usd_per_hour or 0.0
         everything = sum(q.count * q.usd_per_device_hour for q in problem.pools)
         relax(
             ("budget",),
-            -1.0,
             max(1.0, everything / usd),
             lambda v: f"the plan needs ${usd * (1 + v):.4g}/h, the budget is ${usd:g}/h",
         )
     if m.has(("changes",)) and problem.running is not None:
         most = problem.running.max_changed_devices or 0
-        relax(("changes",), -1.0, max(1, most), lambda v: f"the plan changes {most + v:.0f} devices, {most} may change")
-    for role, least in sorted(problem.min_replicas.items()):
-        relax(("replicas", role), 1.0, least, functools.partial(_missing_replicas, role, least))
+        relax(("changes",), max(1, most), lambda v: f"the plan changes {most + v:.0f} devices, {most} may change")
     for c in p.device_columns():
         if c.role is not Role.TRAINER and m.low[c.column] < m.high[c.column]:
             m.high[c.column] += MAX_EXTRA_INSTANCES
@@ -445,7 +442,3 @@ def _elastic_diagnosis(p: PlacementProgram) -> Infeasible:
 
 def _missing_devices(pool: Pool, missing: float) -> str:
     return f"the plan needs {pool.count + missing:.0f} devices of {pool.name}, which has {pool.count}"
-
-
-def _missing_replicas(role: Role, least: int, missing: float) -> str:
-    return f"min_replicas asks for {least} of {role}, {least - missing:.0f} fit"

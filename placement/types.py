@@ -150,16 +150,13 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """`replicas` parts of a role, each on `devices` devices of one pool, restricted to a pool, device type and labels
-    where these are given."""
+    """`replicas` parts of a role, each on `devices` devices of one pool, restricted to a pool and device type where
+    these are given."""
 
     role: Role
     replicas: int
     devices: int
     device: str | None = None
-    labels: Mapping[str, str] = field(default_factory=dict)
-    memory_gb: float = 0.0
-    """Memory of one replica, over its devices (GPU) or of the host (CPU)."""
     pool: str | None = None
 
     def __post_init__(self) -> None:

@@ -13,7 +13,7 @@ from placement.problem import RunningPlan
 from placement.types import ROLLOUT_ROLES, Deployment, Device, Pool, Role
 
 H800, H20 = Device("H800", memory_gb=80), Device("H20", memory_gb=96)
-COSTS = MoveCosts(drain_s=10, restart_s=120, restore_s=300, usd_per_device_hour={"h800": 5.28, "h20": 1.85})
+COSTS = MoveCosts(restart_s=120, restore_s=300, usd_per_device_hour={"h800": 5.28, "h20": 1.85})
 
 
 def plans(*roles: Role) -> st.SearchStrategy[list[Deployment]]:
@@ -138,7 +138,7 @@ def test_flips_are_free_and_as_many_as_there_can_be(old: list[Deployment], new: 
 @given(deployments, deployments)
 def test_a_move_costs_its_device_seconds(old: list[Deployment], new: list[Deployment]) -> None:
     for move in diff(old, new, costs=COSTS):
-        seconds = {MoveKind.FLIP: 0, MoveKind.DRAIN: 10, MoveKind.START: 120}[move.kind]
+        seconds = {MoveKind.FLIP: 0, MoveKind.DRAIN: 0, MoveKind.START: 120}[move.kind]
         if move.kind is MoveKind.START and move.after is Role.TRAINER:
             seconds = 300
         assert move.device_seconds == seconds * move.devices
@@ -167,7 +167,7 @@ def test_another_tp_is_one_drain_and_one_start_at_a_time() -> None:
         ("drain", "engine→None", 2, 2),
         ("start", "None→engine", 4, 1),
     ]
-    assert sum(m.device_seconds for m in moves) == 8 * 10 + 8 * 120
+    assert sum(m.device_seconds for m in moves) == 8 * 120
     assert moves[1].words == "start engine 1 × tp 4 on h20 (480 device-seconds)"
 
 
@@ -180,7 +180,7 @@ def test_a_trainer_that_changes_is_restored_whole() -> None:
         ("drain", "trainer→None", 8, 4),
         ("start", "None→trainer", 8, 5),
     ]
-    assert sum(m.device_seconds for m in moves) == 40 * 10 + 40 * 300
+    assert sum(m.device_seconds for m in moves) == 40 * 300
     assert "its devices change" in moves[1].words
     assert "from its checkpoint" in moves[2].words
 

@@ -137,10 +137,9 @@ def test_prefill_of_deepseek_r1_on_two_kinds_of_gpu(gpu: Device, published: floa
 
 
 def test_kv_capacity() -> None:
-    """0.9 × 80 GB − 16.06 GB of weights; a reserve is per device; an engine's configured memory replaces both."""
+    """0.9 × 80 GB − 16.06 GB of weights; an engine's configured memory replaces it."""
     assert Roofline(LLAMA_8B, H100, 1, PLAIN).kv_capacity_bytes == pytest.approx(72e9 - 2 * 8030261248)
-    two = Roofline(LLAMA_8B, H100, 2, PLAIN, reserve_gb=1.5)
-    assert two.kv_capacity_bytes == pytest.approx(144e9 - 2 * 8030261248 - 3e9)
+    assert Roofline(LLAMA_8B, H100, 2, PLAIN).kv_capacity_bytes == pytest.approx(144e9 - 2 * 8030261248)
     assert Roofline(LLAMA_8B, H100, 1, PLAIN, kv_capacity_bytes=5e9).kv_capacity_bytes == 5e9
     assert Roofline(LLAMA_8B, replace(H100, memory_gb=12), 1, PLAIN).kv_capacity_bytes < 0
 
@@ -286,7 +285,6 @@ def test_faster_hardware_is_never_slower(
         (lambda r: Constants(expert_passes=-1), "expert_passes is -1"),
         (lambda r: Constants(effective_tflops=0), "effective_tflops is 0"),
         (lambda r: Roofline(LLAMA_8B, H100, 3, PLAIN), "tp 3 does not divide"),
-        (lambda r: Roofline(LLAMA_8B, H100, 1, PLAIN, reserve_gb=-1), "reserve_gb is -1"),
         (lambda r: Roofline(LLAMA_8B, H100, 1, PLAIN, kv_capacity_bytes=0), "kv_capacity_bytes is 0"),
         (lambda r: RooflinePerformance(LLAMA_8B, precision="int4"), "precision is 'int4'"),  # type: ignore[arg-type]
     ],

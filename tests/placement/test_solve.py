@@ -94,7 +94,6 @@ BIG_MODEL = FakePerformance(FakeShape(weight_bytes=140e9))
             problem(Pool("a", GPU, 8), Pool("l", SMALL, 2), performance=BIG_MODEL, affinity={"math": ("l",)}),
             ["no pool can serve math: its affinity allows only l:", "the model needs 140 GB"],
         ),
-        (problem(min_replicas={Role.ENGINE: 9}), ["min_replicas asks for 9 of engine, 8 fit"]),
         (
             problem(Pool("l", SMALL, 4), restriction=Restriction.PD_ONLY),
             ["no link is known over which prefill could hand KV to decode"],
@@ -114,7 +113,6 @@ BIG_MODEL = FakePerformance(FakeShape(weight_bytes=140e9))
         (
             problem(
                 running=RunningPlan((Deployment("a", Role.ENGINE, 1, 8),), max_changed_devices=1),
-                min_replicas={Role.ENGINE: 1},
                 train=TrainingWork(64, devices=4),
                 tensor_parallel=(1,),
             ),
