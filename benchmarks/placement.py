@@ -126,7 +126,7 @@ RUN, CLUSTER = "configs/runs/agentic-math-32b.yaml", "configs/clusters/rollart-9
 
 
 def command() -> dict[str, object]:
-    from rollart.settings.planning import problem_of
+    from rollart.settings.planning import planning_problem
     from rollart.settings.resolve import read_specs
 
     found: dict[str, object] = {}
@@ -134,7 +134,7 @@ def command() -> dict[str, object]:
         agentic, math = MIXES[name]
         overrides = [f"domains.0.weight={agentic}", f"domains.1.weight={math}"]
         specs = read_specs(os.path.join(ROOT, RUN), os.path.join(ROOT, CLUSTER), overrides)
-        asked = problem_of(specs.run, specs.cluster, specs.prices, base=specs.base)
+        asked = planning_problem(specs).problem
         found[f"{name}, trained"] = compared(replace(asked, gap=GAP))
     return found
 

@@ -30,8 +30,8 @@ from placement.problem import Problem, Restriction
 from placement.roofline import Calibration, prior
 from placement.solve import solve
 from placement.types import Deployment, Placement, Role
-from rollart.settings.planning import planning_problem, solve_placement
-from rollart.settings.resolve import Specs, forecast, read_specs
+from rollart.settings.planning import Specs, planning_problem, solve_placement
+from rollart.settings.resolve import forecast, read_specs
 from rollart.sim.workload import PRESETS, GeneratedWorkload
 
 __all__ = ["SIGN", "Ratio", "Term", "mixed", "needed", "split", "splits_own"]
@@ -210,7 +210,7 @@ def _given(specs: Specs, p: int, roles: tuple[Role, Role]) -> tuple[Placement, P
         Deployment("h20", roles[1], 4, 8 - 2 * p),
         Deployment("train", Role.TRAINER, 1, TRAINERS),
     ]
-    question = planning_problem(specs.run, specs.cluster, specs.prices, base=specs.base, fixed=fixed)
+    question = planning_problem(specs, fixed)
     return solve_placement(question), question.problem
 
 

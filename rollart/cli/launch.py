@@ -41,7 +41,8 @@ from rollart.report.rows import RunRows
 from rollart.report.tables import Report
 from rollart.report.utilization import utilization
 from rollart.settings.load import SpecSources
-from rollart.settings.resolve import Resolved, Specs, read_specs, resolve_saved
+from rollart.settings.planning import Specs
+from rollart.settings.resolve import Resolved, read_specs, resolve_saved
 
 
 def launch(
@@ -61,7 +62,7 @@ def launch(
             "--resume continues a run as it was started",
             remedy="leave RUN.yaml, --cluster and --name out; KEY=VALUE may change keys",
         )
-    specs: Specs | Resolved
+    specs: Specs
     with native_output_to_stderr():
         if resume is not None:
             directory = find_run(resume, runs_dir)

@@ -22,8 +22,8 @@ from rollart.errors import SpecError, UsageError
 from rollart.report.profile import measured_profiles
 from rollart.report.simulation import FIGURES, SimulationFigures, interval
 from rollart.report.tables import Report, Row, Table, as_number, as_text
-from rollart.settings.planning import profiles_of
-from rollart.settings.resolve import Resolved, Specs, forecast, read_specs
+from rollart.settings.planning import Specs, profiles_of
+from rollart.settings.resolve import Resolved, forecast, read_specs
 from rollart.settings.rules import quotas
 from rollart.settings.variants import apply_changes
 from rollart.tools.calibrate import Machine
@@ -126,7 +126,15 @@ def played_profiles(specs: Specs) -> tuple[DomainProfile, ...]:
     if all(name in known for name in missing):
         return specs.measured
     nowhere = Plan((), {}, 0.0, "")
-    bare = Resolved(specs.run, specs.cluster, nowhere, specs.prices, quotas(specs.run), {}, specs.base)
+    bare = Resolved(
+        specs.run,
+        specs.cluster,
+        specs.prices,
+        specs.base,
+        plan=nowhere,
+        quotas=quotas(specs.run),
+        usd_per_device_hour={},
+    )
     with tempfile.TemporaryDirectory(prefix="rollart-play-") as directory:
         found = asyncio.run(profile_by_play(bare, Path(directory)))
     return (*specs.measured, *(p for p in found if p.name not in known))

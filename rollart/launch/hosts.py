@@ -40,7 +40,8 @@ from rollart.policy.hosts import BUSY, MemoryRules, hosts_for
 from rollart.ports import Handle, Recorder, Runtime
 from rollart.resident import machine_bytes, resident_bytes
 from rollart.settings.cluster import UNLESS_QUICK, EnvironmentsSpec
-from rollart.settings.resolve import Resolved, Specs, concurrent_episodes
+from rollart.settings.planning import Specs
+from rollart.settings.resolve import Resolved, concurrent_episodes
 from rollart.settings.run import RunSpec
 from rollart.supervise.autoscaling import HostAutoscaler
 from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
@@ -287,7 +288,7 @@ async def watch_memory(spec: EnvironmentsSpec, emit: Callable[..., None]) -> Non
             bound = 2 * grown
 
 
-def import_paths(specs: Resolved | Specs) -> list[str]:
+def import_paths(specs: Specs) -> list[str]:
     """Import paths of environments on hosts: the run spec's directory and, under the controller's own interpreter, the
     controller's import paths (the directory of a launching script, PYTHONPATH) without installed packages."""
     if specs.cluster.environments.python:

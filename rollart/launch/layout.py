@@ -26,8 +26,8 @@ from rollart.launch.weight_store import weight_store_location
 from rollart.ledger.intervals import ResourceClock
 from rollart.ports import Recorder
 from rollart.settings.cluster import PoolSpec
-from rollart.settings.planning import pool_labels
-from rollart.settings.resolve import Resolved, Specs, engine_dtype, probe_tolerance, vllm_dtype
+from rollart.settings.planning import Specs, pool_labels
+from rollart.settings.resolve import Resolved, engine_dtype, probe_tolerance, vllm_dtype
 
 
 def free_devices(pool: Pool, taken: Collection[int], count: int) -> tuple[int, ...] | None:
@@ -46,14 +46,14 @@ TOKEN_FILE = "service.token"
 """File of the token in the run's directory, mode 600."""
 
 
-def refuse_missing_token(resolved: Resolved | Specs) -> None:
+def refuse_missing_token(resolved: Specs) -> None:
     """SpecError if the external trainer's token belongs in an environment variable that is not set."""
     variable = _variable(resolved)
     if resolved.cluster.trainer.external is not None and variable:
         _token(variable)
 
 
-def _variable(resolved: Resolved | Specs) -> str:
+def _variable(resolved: Specs) -> str:
     return (resolved.cluster.trainer.external_token or "").partition("env:")[2]
 
 

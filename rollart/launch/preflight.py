@@ -56,8 +56,8 @@ from rollart.launch.strategies import refuse_lending
 from rollart.settings.base import host_and_port
 from rollart.settings.cluster import UNLESS_QUICK
 from rollart.settings.load import SpecFinding, SpecSources, raise_findings
-from rollart.settings.planning import initial_config
-from rollart.settings.resolve import Resolved, Specs, engine_dtype, resolve_specs, trainer_dtype
+from rollart.settings.planning import Specs, initial_config
+from rollart.settings.resolve import Resolved, engine_dtype, resolve_specs, trainer_dtype
 from rollart.user_code import importable
 from serverless.deploy.package import Package
 
@@ -91,7 +91,7 @@ LONG_RUN_STEPS = 200
 ENVIRONMENT_VARIABLE = re.compile(r"^(?:os\.)?(?:environ\[|environ\.get\(|getenv\()['\"](\w+)['\"]")
 
 
-def launchable(specs: Specs | Resolved, where: SpecSources | None = None, *, others: bool = True) -> Resolved:
+def launchable(specs: Specs, where: SpecSources | None = None, *, others: bool = True) -> Resolved:
     """The run that a launch would start. `RollartError` for anything that a launch would refuse. `where`: the spec
     documents, for line numbers in errors. `others`: ask other machines as well."""
     global _launchable
@@ -109,7 +109,7 @@ def refuse_unlaunchable(resolved: Resolved) -> None:
         launchable(resolved)
 
 
-def refuse_files(specs: Resolved | Specs, where: SpecSources | None = None, *, launch: bool = False) -> None:
+def refuse_files(specs: Specs, where: SpecSources | None = None, *, launch: bool = False) -> None:
     """SpecError with a line per problem in files and code that the specs name: the model, reward functions,
     environments, an image hook or interpreter. `launch`: the model must have weights or be initialised in place; a
     configuration suffices for plans."""
@@ -130,12 +130,12 @@ def unchecked_remotes(resolved: Resolved) -> Iterator[str]:
             yield f"whether {provider} answers, and takes the credentials of this machine"
 
 
-def is_plan_only(specs: Resolved | Specs) -> bool:
+def is_plan_only(specs: Specs) -> bool:
     """True for a model that is only good for plans: a configuration without weights, which cannot be launched."""
     return specs.run.model.path is None and specs.run.model.init is None
 
 
-def model_problems(specs: Resolved | Specs, *, launch: bool = True) -> Iterator[SpecFinding]:
+def model_problems(specs: Specs, *, launch: bool = True) -> Iterator[SpecFinding]:
     """Problems of the policy's directory, configuration and tokenizer."""
     model, base = specs.run.model, Path(specs.base)
     try:
@@ -166,7 +166,7 @@ def model_problems(specs: Resolved | Specs, *, launch: bool = True) -> Iterator[
                 yield SpecFinding(("run", "training", "lora", "targets"), why)
 
 
-def function_problems(specs: Resolved | Specs) -> Iterator[SpecFinding]:
+def function_problems(specs: Specs) -> Iterator[SpecFinding]:
     """Problems in the source of reward functions. Artefacts do not exist yet and are not needed here."""
     for number, function in enumerate(specs.run.functions):
         try:
@@ -175,7 +175,7 @@ def function_problems(specs: Resolved | Specs) -> Iterator[SpecFinding]:
             yield SpecFinding(("run", "functions", number), error.message, error.remedy)
 
 
-def environment_problems(specs: Resolved | Specs) -> list[SpecFinding]:
+def environment_problems(specs: Specs) -> list[SpecFinding]:
     """Problems of the environments, in the order of the domains."""
     key = _check_key(specs)
     if key in _CHECKED:
@@ -204,7 +204,7 @@ def decide_workers(resolved: Resolved) -> Resolved:
     return replace(resolved, cluster=resolved.cluster.model_copy(update={"environments": environments}))
 
 
-def launch_warnings(specs: Resolved | Specs) -> list[str]:
+def launch_warnings(specs: Specs) -> list[str]:
     """The warnings, one line each."""
     found = [*_unauthenticated_services(specs), *_few_kept_versions(specs), *_unused_cuda(specs)]
     with contextlib.suppress(RollartError):  # packing errors are reported elsewhere
@@ -293,7 +293,7 @@ def _refuse_unavailable_address(address: str, key: str) -> None:
             raise SpecError(why, remedy="give an address of this machine with a free port, or port 0 for any") from None
 
 
-def _tokenizer_problems(specs: Resolved | Specs, vocabulary: int | None) -> Iterator[SpecFinding]:
+def _tokenizer_problems(specs: Specs, vocabulary: int | None) -> Iterator[SpecFinding]:
     """`vocabulary`: number of embeddings of a model that is initialised in place."""
     model, key = specs.run.model, "path" if specs.run.model.tokenizer is None else "tokenizer"
     named = model.tokenizer or model.path
@@ -323,7 +323,7 @@ def _tokenizer_problems(specs: Resolved | Specs, vocabulary: int | None) -> Iter
         yield SpecFinding(("run", "model", "init"), f"{why} (rule: an embedding for each)")
 
 
-def _directory_problems(specs: Resolved | Specs, path: Path) -> Iterator[SpecFinding]:
+def _directory_problems(specs: Specs, path: Path) -> Iterator[SpecFinding]:
     """Problems of `model.path`."""
     name, key = specs.run.model.path, ("run", "model", "path")
     if not path.is_dir():
@@ -346,7 +346,7 @@ def _remedy_with_vllm(error: RollartError) -> str:
     return f"{error.remedy}{', or ' if error.remedy else ''}engines: {{kind: vllm}}" if unsupported else error.remedy
 
 
-def _check_key(specs: Resolved | Specs) -> str:
+def _check_key(specs: Specs) -> str:
     spec = specs.cluster.environments
     key = [
         hosted_domains(specs.run),
@@ -359,7 +359,7 @@ def _check_key(specs: Resolved | Specs) -> str:
     return json.dumps(key, default=str)
 
 
-def _checks_in_process(specs: Resolved | Specs) -> bool:
+def _checks_in_process(specs: Specs) -> bool:
     """True if environments are created in this process for the check: they will live here, or are shipped ones."""
     spec = specs.cluster.environments
     if spec.workers != UNLESS_QUICK:
@@ -368,24 +368,24 @@ def _checks_in_process(specs: Resolved | Specs) -> bool:
     return spec.python is None and all(path.startswith(SHIPPED_PREFIX) for path in paths)
 
 
-def _warm_start_domains(specs: Resolved | Specs) -> list[str]:
+def _warm_start_domains(specs: Specs) -> list[str]:
     """Domains whose worked examples the warm start uses."""
     return [] if specs.run.warm_start is None else list(specs.run.warm_start.domains)
 
 
-def _runs_remotely(specs: Resolved | Specs) -> bool:
+def _runs_remotely(specs: Specs) -> bool:
     runtime = specs.cluster.runtime
     return runtime.backend == "ray" and runtime.address != "local"
 
 
-def _harness_problems(specs: Resolved | Specs, index: int) -> Iterator[SpecFinding]:
+def _harness_problems(specs: Specs, index: int) -> Iterator[SpecFinding]:
     try:
         harness_factory(specs.run.domains[index], None)
     except SpecError as error:
         yield SpecFinding(("run", "domains", index, "environment"), error.message, error.remedy)
 
 
-def _locate_problem(specs: Resolved | Specs, problem: EnvironmentProblem) -> SpecFinding:
+def _locate_problem(specs: Specs, problem: EnvironmentProblem) -> SpecFinding:
     """The problem, located at the responsible key of the specs."""
     if not problem.domain:
         key: tuple[str | int, ...] = ("cluster", "environments", "images_args" if problem.argument else "images")
@@ -404,7 +404,7 @@ def _locate_problem(specs: Resolved | Specs, problem: EnvironmentProblem) -> Spe
     return SpecFinding((*key, problem.argument) if named else key, message, remedy, key=named)
 
 
-def _check_on_host_interpreter(specs: Resolved | Specs, quick: set[str]) -> Iterator[SpecFinding]:
+def _check_on_host_interpreter(specs: Specs, quick: set[str]) -> Iterator[SpecFinding]:
     """Problems in the hosts' own interpreter. Domains with quick environments are added to `quick`."""
     spec = specs.cluster.environments
     python, key = spec.python or sys.executable, ("cluster", "environments", "python" if spec.python else "workers")
@@ -465,7 +465,7 @@ def _run_check(
         return subprocess.CompletedProcess(command, code, text(out), text(errors))
 
 
-def _interrupted_check(specs: Resolved | Specs, where: str | None, how: str, key: tuple[str | int, ...]) -> SpecFinding:
+def _interrupted_check(specs: Specs, where: str | None, how: str, key: tuple[str | int, ...]) -> SpecFinding:
     """The step at which the check ended or timed out."""
     index = next((i for i, d in enumerate(specs.run.domains) if where == f"domain '{d.name}'"), None)
     if index is not None:
@@ -497,7 +497,7 @@ def _text(output: bytes | str | None) -> str:
     return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
 
 
-def _unauthenticated_services(specs: Resolved | Specs) -> Iterator[str]:
+def _unauthenticated_services(specs: Specs) -> Iterator[str]:
     cluster = specs.cluster
     if cluster.runtime.backend == "ray" or cluster.engines.kind == "vllm":
         yield (
@@ -506,7 +506,7 @@ def _unauthenticated_services(specs: Resolved | Specs) -> Iterator[str]:
         )
 
 
-def _few_kept_versions(specs: Resolved | Specs) -> Iterator[str]:
+def _few_kept_versions(specs: Specs) -> Iterator[str]:
     if specs.run.steps >= LONG_RUN_STEPS:
         yield (
             f"of {specs.run.steps} versions the last two are kept, and held-out episodes are played before the first "
@@ -515,7 +515,7 @@ def _few_kept_versions(specs: Resolved | Specs) -> Iterator[str]:
         )
 
 
-def _unused_cuda(specs: Resolved | Specs) -> Iterator[str]:
+def _unused_cuda(specs: Specs) -> Iterator[str]:
     cores = all(pool.device == "cpu" for pool in specs.cluster.pools)
     if cores and specs.cluster.runtime.backend == "local" and torch_build() == "cuda":
         yield (
@@ -524,7 +524,7 @@ def _unused_cuda(specs: Resolved | Specs) -> Iterator[str]:
         )
 
 
-def _package_warnings(package: Package, specs: Resolved | Specs) -> Iterator[str]:
+def _package_warnings(package: Package, specs: Specs) -> Iterator[str]:
     yield from package.warnings
     remote = [name for name in specs.cluster.functions.chain if name in ("aws_lambda", "modal")]
     if not remote:

@@ -25,8 +25,8 @@ from rollart.launch.layout import torch_device, trainer_ranks
 from rollart.leases import Expiry, Leases
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.ports import EnvironmentFactory, HarnessFactory
-from rollart.settings.planning import initial_config
-from rollart.settings.resolve import Resolved, Specs, trainer_dtype
+from rollart.settings.planning import Specs, initial_config
+from rollart.settings.resolve import Resolved, trainer_dtype
 from rollart.settings.run import DomainSpec, ModelSpec
 from rollart.settings.training import CreditSpec, ImitationSpec, ParallelConfig, PolicyConfig, TrainerConfig
 from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
@@ -70,7 +70,7 @@ def refuse_incomplete(model: ModelSpec) -> None:
         raise SpecError("model.init has no tokenizer", remedy="give model.tokenizer a directory or a producer")
 
 
-def prepare_tokenizer(resolved: Resolved | Specs, run_dir: Path) -> Path:
+def prepare_tokenizer(resolved: Specs, run_dir: Path) -> Path:
     """The directory with tokenizer.json: the spec's, the model's, or the one of a producer, written into the run
     directory."""
     model = resolved.run.model
@@ -175,7 +175,7 @@ def reward_plan(resolved: Resolved) -> dict[str, DomainRewards]:
     }
 
 
-async def produce_artefacts(resolved: Resolved | Specs, run_dir: Path) -> dict[str, list[str]]:
+async def produce_artefacts(resolved: Specs, run_dir: Path) -> dict[str, list[str]]:
     """Artefact paths by function. A producer runs once per run, in a separate process, since it may import torch."""
     found: dict[str, list[str]] = {}
     for function in resolved.run.functions:

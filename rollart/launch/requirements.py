@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rollart.errors import SpecError
 from rollart.launch.layout import refuse_missing_token
-from rollart.settings.resolve import Resolved, Specs
+from rollart.settings.planning import Specs
 from rollart.settings.run import HarnessSpec
 
 ENVIRONMENT_MODULES = {
@@ -44,7 +44,7 @@ class Requirement:
         return f"pip install 'rollart[{self.extra}]'{cpu}"
 
 
-def requirements(resolved: Resolved | Specs) -> Iterator[Requirement]:
+def requirements(resolved: Specs) -> Iterator[Requirement]:
     """Requirements on rollart's own interpreter. A module may appear more than once."""
     run, cluster = resolved.run, resolved.cluster
     if cluster.trainer.external is None:
@@ -67,7 +67,7 @@ def requirements(resolved: Resolved | Specs) -> Iterator[Requirement]:
                 yield Requirement(module, "envs", f"domains.{domain.name}.environment")
 
 
-def refuse_missing(resolved: Resolved | Specs) -> None:
+def refuse_missing(resolved: Specs) -> None:
     """`SpecError` for the first missing module or token. Machines of an external cluster are not checked."""
     runtime = resolved.cluster.runtime
     elsewhere = runtime.backend == "ray" and runtime.address != "local"

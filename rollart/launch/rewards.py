@@ -14,7 +14,8 @@ from rollart.errors import SpecError, one_line
 from rollart.launch.functions import translated_errors
 from rollart.launch.prepare import import_attribute
 from rollart.settings.functions import effective_spec, function_spec
-from rollart.settings.resolve import Resolved, Specs
+from rollart.settings.planning import Specs
+from rollart.settings.resolve import Resolved
 from rollart.settings.run import FunctionEntry
 from rollart.user_code import UserCodeGuard
 from serverless.deploy.package import Package, build
@@ -34,7 +35,7 @@ class RunRewards:
     why: Mapping[str, str] = field(default_factory=dict)
 
 
-def check_function(function: FunctionEntry, specs: Resolved | Specs) -> None:
+def check_function(function: FunctionEntry, specs: Specs) -> None:
     """Check a function's source before a start: `RollartError` for anything that would be refused later."""
     functions, base = specs.cluster.functions, Path(specs.base)
     _refuse_artefacts(function, base)
@@ -75,7 +76,7 @@ def build_rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) ->
     return RunRewards(tuple(packed), stateful, why)
 
 
-def function_packages(specs: Resolved | Specs, artefacts: Mapping[str, Sequence[str]]) -> tuple[Package, ...]:
+def function_packages(specs: Specs, artefacts: Mapping[str, Sequence[str]]) -> tuple[Package, ...]:
     """The packages of functions that can be offloaded. The others are neither checked nor run."""
     found = []
     for function in specs.run.functions:

@@ -90,5 +90,5 @@ class StartWatcher:
 def _reading_s(resolved: Resolved) -> float:
     """Whole seconds to read the model; 0 if its shape is unknown."""
     with contextlib.suppress(SpecError):
-        return float(run_shape(resolved.run, resolved.base).parameters * BYTES_PER_PARAMETER // BYTES_PER_S)
+        return float(run_shape(resolved).parameters * BYTES_PER_PARAMETER // BYTES_PER_S)
     return 0.0

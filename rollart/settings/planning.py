@@ -54,6 +54,18 @@ RECALIBRATE = "write it anew with `rollart calibrate`"
 
 
 @dataclass(frozen=True, slots=True)
+class Specs:
+    """Specs as written. `base` is the directory that relative paths of the run spec start from; `measured` the domain
+    profiles that `placement.profile` names, for domains whose spec gives none; empty if they were not requested."""
+
+    run: RunSpec
+    cluster: ClusterSpec
+    prices: PriceList
+    base: str = "."
+    measured: tuple[DomainProfile, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class PlanningProblem:
     """A placement problem, and notes on how it was derived from the specs, for readers of the plan."""
 
@@ -61,36 +73,15 @@ class PlanningProblem:
     notes: tuple[str, ...] = ()
 
 
-def problem_of(
-    run: RunSpec,
-    cluster: ClusterSpec,
-    prices: PriceList,
-    profiles: Sequence[DomainProfile] | None = None,
-    *,
-    base: str = ".",
-    fixed: Sequence[Deployment] | None = None,
-) -> Problem:
-    """The placement problem. `profiles`: measured ones, for domains whose spec gives none. SpecError names the key."""
-    return planning_problem(run, cluster, prices, profiles, base=base, fixed=fixed).problem
-
-
-def planning_problem(
-    run: RunSpec,
-    cluster: ClusterSpec,
-    prices: PriceList,
-    profiles: Sequence[DomainProfile] | None = None,
-    *,
-    base: str = ".",
-    fixed: Sequence[Deployment] | None = None,
-) -> PlanningProblem:
-    """As `problem_of`, with notes on assumptions. `fixed`: the instances are given; only flows are solved for."""
-    spec = run.placement
-    shape = run_shape(run, base, cluster.engines.dtype)
+def planning_problem(specs: Specs, fixed: Sequence[Deployment] | None = None) -> PlanningProblem:
+    """The placement problem. `fixed`: the instances are given; only flows are solved for. SpecError names the key."""
+    run, cluster, prices = specs.run, specs.cluster, specs.prices
+    spec, shape = run.placement, run_shape(specs)
     pools = pools_of(cluster, prices)
     performance = _performance(run, cluster, pools, shape)
     degrees = _degrees(run, shape, fixed)
     _check_sizes(run, shape)
-    domains = profiles_of(run, quotas(run), profiles or ())
+    domains = profiles_of(run, quotas(run), specs.measured)
     usable = {p.name: _unservable_reason(performance, p, degrees) for p in pools}
     affinity, fallbacks = affinity_of(run, pools, usable)
     pool, devices = _trainer_placement(run, cluster, pools, fixed)
@@ -101,8 +92,8 @@ def planning_problem(
             pools=pools,
             domains=domains,
             performance=performance,
-            links=links_of(cluster),
-            train=train_of(run, cluster, shape, pool, devices, load_training(cluster)),
+            links=_links(cluster, to_store=False),
+            train=_training_work(run, cluster, shape, pool, devices),
             objective=Objective(spec.objective),
             rate=spec.rate,
             budget_usd_per_hour=spec.budget_usd_per_hour,
@@ -125,7 +116,7 @@ def planning_problem(
 
 
 def solve_placement(question: PlanningProblem) -> Placement:
-    """Solve. SpecError with the conflicting constraints if there is no plan."""
+    """Solve. SpecError with the conflicting constraints, one per line, if there is no plan."""
     from placement.solve import solve  # late: imports numpy
 
     try:
@@ -133,15 +124,11 @@ def solve_placement(question: PlanningProblem) -> Placement:
     except ValueError as error:  # found only while solving: no plan costs anything, so no ratio is best
         raise SpecError(f"the plan's problem: {error}") from None
     if isinstance(found, Infeasible):
-        raise infeasible(found)
+        text = found.message
+        lines = [f"no plan: {text}", *(f"binds: {conflict}" for conflict in found.conflicts if conflict not in text)]
+        remedy = "loosen one of these, or see what would do with `rollart plan --what-if`"
+        raise SpecError("\n".join(lines), remedy=remedy)
     return found
-
-
-def infeasible(found: Infeasible) -> SpecError:
-    """Why there is no plan, a constraint a line."""
-    message = found.message
-    lines = [f"no plan: {message}", *(f"binds: {conflict}" for conflict in found.conflicts if conflict not in message)]
-    return SpecError("\n".join(lines), remedy="loosen one of these, or see what would do with `rollart plan --what-if`")
 
 
 def demands_of(placement: Placement) -> list[Demand]:
@@ -159,16 +146,6 @@ def pools_of(cluster: ClusterSpec, prices: PriceList) -> tuple[Pool, ...]:
 def pool_labels(pool: PoolSpec) -> dict[str, str]:
     """Labels of every node of a pool: parts choose their nodes by `pool`."""
     return {"pool": pool.name, "device": pool.device, **pool.labels}
-
-
-def links_of(cluster: ClusterSpec) -> tuple[Link, ...]:
-    """Links between pools, which KV crosses."""
-    return tuple(link for link in _links(cluster) if not _to_store(cluster, link))
-
-
-def store_links_of(cluster: ClusterSpec) -> tuple[Link, ...]:
-    """Links to the store of weight versions, which only weights cross."""
-    return tuple(link for link in _links(cluster) if _to_store(cluster, link))
 
 
 def merged_prices(prices: PriceList, own: Sequence[PriceEntry]) -> PriceList:
@@ -221,17 +198,12 @@ def profiles_of(
     return tuple(profiles)
 
 
-def train_of(
-    run: RunSpec,
-    cluster: ClusterSpec,
-    shape: DecoderShape,
-    pool: str | None,
-    devices: int | None,
-    calibrated: TrainingConstants | None = None,
+def _training_work(
+    run: RunSpec, cluster: ClusterSpec, shape: DecoderShape, pool: str | None, devices: int | None
 ) -> TrainingWork:
     """Training as the placer sees it, fixed to `pool` and `devices` where given."""
     spec, training = run.placement.train, run.training
-    constants = calibrated or TrainingConstants()
+    constants = _calibrated_training(cluster)
     lora, checkpointing = training.lora, cluster.trainer.activation_checkpointing
     return TrainingWork(
         batch=run.batch.trajectories,
@@ -303,20 +275,21 @@ def publishing_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> Pu
     return Publishing(
         shape.weight_bytes / 1e9,
         Transport.STORE if weights.store is not None else transport,
-        store_links_of(cluster),
+        _links(cluster, to_store=True),
         bucket_gb=1.0 if buckets is None else buckets.bucket_mb / 1000,
         ahead=weights.update != "on_divergence",
         speeds=_speeds(cluster),
     )
 
 
-def run_shape(run: RunSpec, base: str, dtype: str = "auto") -> DecoderShape:
+def run_shape(specs: Specs) -> DecoderShape:
     """The model's shape at the serving precision: the run's, else that of the engines' `dtype`. SpecError for a
     config.json that describes no supported model."""
-    spec, width = run.placement, 4.0 if dtype == "float32" else 2.0
+    run, spec = specs.run, specs.run.placement
+    width = 4.0 if specs.cluster.engines.dtype == "float32" else 2.0
     try:
         return shape_of(
-            model_config(run, base),
+            model_config(run, specs.base),
             name=model_name(run),
             weight_bytes_per_parameter=width if spec.weight_bytes is None else spec.weight_bytes,
             kv_bytes_per_element=width if spec.kv_bytes is None else spec.kv_bytes,
@@ -367,22 +340,22 @@ def initial_config(init: Mapping[str, Any] | str, base: str) -> dict[str, Any]:
     return found
 
 
-def load_training(cluster: ClusterSpec, base: str = ".") -> TrainingConstants | None:
-    """The trainer's constants of the cluster's calibration files; of several the last. None if no file has any."""
-    found = None
-    for entry in _entries(cluster, base):
-        if "training" in entry[1]:
+def _calibrated_training(cluster: ClusterSpec) -> TrainingConstants:
+    """The trainer's constants of the cluster's calibration files; of several the last."""
+    found = TrainingConstants()
+    for name, entry in _entries(cluster):
+        if "training" in entry:
             try:
-                found = TrainingConstants.from_dict(entry[1]["training"])
+                found = TrainingConstants.from_dict(entry["training"])
             except ValueError as error:
-                raise SpecError(f"calibration '{entry[0]}': {error}", remedy=RECALIBRATE) from None
+                raise SpecError(f"calibration '{name}': {error}", remedy=RECALIBRATE) from None
     return found
 
 
-def load_calibrations(cluster: ClusterSpec, base: str = ".") -> dict[str, Calibration]:
+def load_calibrations(cluster: ClusterSpec) -> dict[str, Calibration]:
     """The cluster's calibration files by device. A file holds one calibration or a list of them (JSON or YAML)."""
     found: dict[str, Calibration] = {}
-    for name, entry in _entries(cluster, base):
+    for name, entry in _entries(cluster):
         if "training" in entry or PUBLISH in entry:
             continue
         try:
@@ -525,13 +498,15 @@ def _hourly(pool: PoolSpec, prices: PriceList) -> float:
     return synonyms[device_name(pool.device)]
 
 
-def _links(cluster: ClusterSpec) -> tuple[Link, ...]:
-    return tuple(Link(link.a, link.b, link.gb_per_s, link.latency_ms / 1000.0) for link in cluster.links)
-
-
-def _to_store(cluster: ClusterSpec, link: Link) -> bool:
-    """True if the link ends at the store. A pool of the same name takes precedence."""
-    return STORE in (link.a, link.b) and STORE not in {pool.name for pool in cluster.pools}
+def _links(cluster: ClusterSpec, *, to_store: bool) -> tuple[Link, ...]:
+    """Links between pools, which KV crosses, or those to the store of weight versions, which only weights cross. A pool
+    of the store's name takes precedence."""
+    stored = STORE not in {pool.name for pool in cluster.pools}
+    return tuple(
+        Link(link.a, link.b, link.gb_per_s, link.latency_ms / 1000.0)
+        for link in cluster.links
+        if (stored and STORE in (link.a, link.b)) is to_store
+    )
 
 
 def _given(domain: DomainSpec, spec: ProfileSpec, weight: float) -> DomainProfile:
@@ -593,13 +568,13 @@ def _config_file(path: Path, key: str) -> Mapping[str, object]:
     return found
 
 
-def _entries(cluster: ClusterSpec, base: str) -> list[tuple[str, Mapping[str, object]]]:
+def _entries(cluster: ClusterSpec) -> list[tuple[str, Mapping[str, object]]]:
     """Entries of the calibration files, each with the name of its file."""
     import yaml
 
     found: list[tuple[str, Mapping[str, object]]] = []
     for name in cluster.calibration:
-        path = Path(base) / name
+        path = Path(name)
         try:
             text = path.read_text(encoding="utf-8")
             data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -638,7 +613,7 @@ def _speeds(cluster: ClusterSpec) -> PublishSpeeds:
     """Publish speeds: the preset's, overridden by the calibration files', overridden by the cluster's `publish`."""
     spec = cluster.publish
     speeds = PublishSpeeds() if spec.preset is None else PRESETS[spec.preset]
-    for name, entry in _entries(cluster, "."):
+    for name, entry in _entries(cluster):
         if PUBLISH in entry:
             speeds = replace(speeds, **_measured_speeds(name, entry[PUBLISH]).stated())
     return replace(speeds, **spec.model_dump(exclude={"preset"}, exclude_none=True))

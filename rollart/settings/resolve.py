@@ -17,12 +17,13 @@ from typing import Any, Literal
 from placement.assign import assign
 from placement.hardware import device_name
 from placement.problem import DomainProfile, Problem
-from placement.types import Demand, Deployment, Placement, Plan, Pool, Role, Shortage
+from placement.types import Demand, Deployment, Flow, Placement, Plan, Pool, RewardChoice, Role, Shortage
 from rollart.errors import SpecError
 from rollart.settings.cluster import ClusterSpec
 from rollart.settings.functions import effective_spec, shown_settings
 from rollart.settings.load import builtin, load_cluster, load_prices, load_run, saved_specs, split_overrides
 from rollart.settings.planning import (
+    Specs,
     demands_of,
     merged_prices,
     planning_problem,
@@ -54,34 +55,18 @@ ProfileReader = Callable[[Path], Sequence[DomainProfile]]
 """Reads the work of each domain from the directory of a finished run."""
 
 
-@dataclass(frozen=True, slots=True)
-class Specs:
-    """Specs as written. `base` is the directory that relative paths of the run spec start from; `measured` the domain
-    profiles that `placement.profile` names, empty if they were not requested."""
-
-    run: RunSpec
-    cluster: ClusterSpec
-    prices: PriceList
-    base: str = "."
-    measured: tuple[DomainProfile, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Resolved:
-    """A run that can start. `base` is the directory that relative paths of the run spec start from.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved(Specs):
+    """A run that can start.
 
     `quotas` are the trajectories of each domain per step; `usd_per_device_hour` the price by pool; `notes` are for
     readers of the plan; `problem` is the problem that `plan.placement` solves, if any; `functions` are the effective
     settings of each reward function, its decorator's included (`run` keeps the spec as written).
     """
 
-    run: RunSpec
-    cluster: ClusterSpec
     plan: Plan
-    prices: PriceList
     quotas: Mapping[str, int]
     usd_per_device_hour: Mapping[str, float]
-    base: str = "."
     notes: tuple[str, ...] = ()
     problem: Problem | None = field(default=None, compare=False)
     functions: Mapping[str, FunctionSpec] = field(default_factory=dict)
@@ -157,11 +142,6 @@ def resolve_saved(path: str | Path, overrides: Sequence[str] = (), *, measure: P
     return resolve_specs(Specs(run, cluster, prices, base, _measured_profiles(run, base, measure)))
 
 
-def resolve(run: RunSpec, cluster: ClusterSpec, prices: PriceList, *, base: str = ".") -> Resolved:
-    """As `resolve_specs`, of specs that name no finished run."""
-    return resolve_specs(Specs(run, cluster, prices, base))
-
-
 def resolve_specs(specs: Specs) -> Resolved:
     """Price the pools and place the parts. SpecError when a pool has no price, a part does not fit or no plan exists.
 
@@ -181,7 +161,18 @@ def resolve_specs(specs: Specs) -> Resolved:
             "training.stream is true, and the trainer has several ranks or bfloat16 (rule: one rank in float32)",
             remedy="set training.stream to false, or trainer.ranks to 1 and trainer.dtype to float32",
         )
-    return Resolved(run, cluster, plan, listed, quotas(run), hourly, base, notes, problem, functions)
+    return Resolved(
+        run,
+        cluster,
+        listed,
+        base,
+        plan=plan,
+        quotas=quotas(run),
+        usd_per_device_hour=hourly,
+        notes=notes,
+        problem=problem,
+        functions=functions,
+    )
 
 
 def forecast(specs: Specs) -> Resolved:
@@ -216,53 +207,27 @@ def plan_dict(plan: Plan) -> dict[str, Any]:
 
 def placement_dict(found: Placement) -> dict[str, Any]:
     """A placement as plain values, without its dual prices: those are for the router."""
+    dollars = "usd_per_hour", "usd_per_hour_all"
+    loads = "batch", "utilisation", "kv_utilisation"
+    path = "domain", "pool", "tp", "prefill_pool", "prefill_tp", "rate", "seconds", "kv"
+    choice = "domain", "where", "rate", "usd_per_thousand", "break_even_utilisation", "note"
     return {
-        "objective": str(found.objective),
-        "rate": float(found.rate),
-        "band": float(found.band),
-        "bound": float(found.bound),
-        "gap": float(found.gap),
-        "usd_per_hour": float(found.usd_per_hour),
-        "usd_per_hour_all": float(found.usd_per_hour_all),
-        "deployments": [
-            {
-                "pool": d.pool,
-                "role": str(d.role),
-                "tp": d.tp,
-                "replicas": d.replicas,
-                "batch": float(d.batch),
-                "utilisation": float(d.utilisation),
-                "kv_utilisation": float(d.kv_utilisation),
-            }
-            for d in found.deployments
-        ],
-        "flows": [
-            {
-                "domain": f.domain,
-                "pool": f.pool,
-                "tp": f.tp,
-                "prefill_pool": f.prefill_pool,
-                "prefill_tp": f.prefill_tp,
-                "rate": float(f.rate),
-                "seconds": float(f.seconds),
-                "kv": str(f.kv),
-            }
-            for f in found.flows
-        ],
-        "rewards": [
-            {
-                "domain": r.domain,
-                "where": r.where,
-                "rate": float(r.rate),
-                "usd_per_thousand": float(r.usd_per_thousand),
-                "break_even_utilisation": None if r.break_even_utilisation is None else float(r.break_even_utilisation),
-                "note": r.note,
-            }
-            for r in found.rewards
-        ],
+        **_plain(found, "objective", "rate", "band", "bound", "gap", *dollars),
+        "deployments": [_plain(d, "pool", "role", "tp", "replicas", *loads) for d in found.deployments],
+        "flows": [_plain(flow, *path) for flow in found.flows],
+        "rewards": [_plain(reward, *choice) for reward in found.rewards],
         "binds": list(found.binds),
         "notes": list(found.notes),
     }
+
+
+def _plain(of: Deployment | Flow | Placement | RewardChoice, *names: str) -> dict[str, Any]:
+    """Attributes as plain values: the solver's floats are numpy's, and names are enums."""
+    found = {}
+    for name in names:
+        value = getattr(of, name)
+        found[name] = float(value) if isinstance(value, float) else str(value) if isinstance(value, str) else value
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,9 +372,7 @@ def _fixed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
 def _predicted_plan(plan: Plan, specs: Specs) -> PlanningResult:
     """A plan of given engines with its predicted rate, or with a note on why there is no prediction."""
     try:
-        question = planning_problem(
-            specs.run, specs.cluster, specs.prices, specs.measured, base=specs.base, fixed=deployments_of(plan)
-        )
+        question = planning_problem(specs, deployments_of(plan))
         found = solve_placement(question)
     except SpecError as error:
         return plan, None, (f"{NO_PREDICTION}{error.message.splitlines()[0]}",)
@@ -417,7 +380,7 @@ def _predicted_plan(plan: Plan, specs: Specs) -> PlanningResult:
 
 
 def _computed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
-    question = planning_problem(specs.run, specs.cluster, specs.prices, specs.measured, base=specs.base)
+    question = planning_problem(specs)
     found = solve_placement(question)
     plan = _assigned_plan(specs.cluster, pools, demands_of(found))
     return _with_placement(plan, found), question.problem, (*question.notes, *_ignored_threads_notes(specs.cluster))

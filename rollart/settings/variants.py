@@ -27,7 +27,7 @@ from rollart.errors import SpecError, UsageError, did_you_mean, some_of
 from rollart.settings.cluster import ClusterSpec
 from rollart.settings.document import parse_value
 from rollart.settings.load import value_problem
-from rollart.settings.resolve import Specs
+from rollart.settings.planning import Specs
 from rollart.settings.rules import RuleViolation, cluster_problems, run_problems
 from rollart.settings.run import LAG, RunSpec, WeightsSpec
 

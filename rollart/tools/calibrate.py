@@ -49,7 +49,7 @@ from rollart.report.profile import profiles_of
 from rollart.report.rows import ENGINE_ROLES
 from rollart.report.utilization import engine_rows
 from rollart.settings.cluster import RuntimeSpec
-from rollart.settings.planning import problem_of, run_shape
+from rollart.settings.planning import planning_problem, pools_of, run_shape
 from rollart.settings.resolve import Resolved
 from rollart.tools.recording import seconds_within
 from rollart.tools.replay import CPU_ENGINE
@@ -192,9 +192,9 @@ def fit_machine(
     probed: Resolved, rows: Sequence[Row], steps: Sequence[TrainingMeasurement], runs: Sequence[SteadyStateMeasurement]
 ) -> Machine:
     """The machine that fits the measurements best. Deterministic."""
-    problem = problem_of(probed.run, probed.cluster, probed.prices, base=probed.base)
+    problem = planning_problem(probed).problem
     devices = {pool.device.name: pool.device for pool in problem.pools}
-    shape = run_shape(probed.run, probed.base, probed.cluster.engines.dtype)
+    shape = run_shape(probed)
     engine = fit(
         rows,
         shape,
@@ -334,7 +334,7 @@ MIN_ROWS = 4
 
 def fit_engines(resolved: Resolved, directory: Path) -> list[Fit]:
     """One fit per device type with enough intervals. UsageError if there is none."""
-    pools = {pool.name: pool.device for pool in problem_of(resolved.run, resolved.cluster, resolved.prices).pools}
+    pools = {pool.name: pool.device for pool in pools_of(resolved.cluster, resolved.prices)}
     placed = {
         a.name: (pools[a.pool].name, len(a.devices)) for a in resolved.plan.assignments if a.role in SERVING_ROLES
     }
@@ -352,7 +352,7 @@ def fit_engines(resolved: Resolved, directory: Path) -> list[Fit]:
             remedy="a longer run, or one whose engines do more",
         )
     engines = resolved.cluster.engines
-    shape, kind = run_shape(resolved.run, resolved.base, engines.dtype), engines.kind
+    shape, kind = run_shape(resolved), engines.kind
     source = f"counters of run {directory.name}"
     fits = []
     for name, own in sorted(enough.items()):
@@ -364,7 +364,7 @@ def fit_engines(resolved: Resolved, directory: Path) -> list[Fit]:
 def fit_training(resolved: Resolved, directory: Path) -> TrainingConstants | None:
     """The trainer's constants, from the duration of its steps and, on GPUs, its peak memory. None if no data sheet
     lists its device, or if it took no step."""
-    problem = problem_of(resolved.run, resolved.cluster, resolved.prices, base=resolved.base)
+    problem = planning_problem(resolved).problem
     trainer = next((a for a in resolved.plan.assignments if a.role is Role.TRAINER), None)
     if trainer is None or problem.train is None:
         return None
@@ -385,8 +385,7 @@ def fit_training(resolved: Resolved, directory: Path) -> TrainingConstants | Non
 
 def fit_publish(resolved: Resolved, directory: Path) -> PublishSpeeds:
     """Medians over the versions of a run. A pull concurrent with its push is no faster than the push."""
-    engines = resolved.cluster.engines
-    gb = run_shape(resolved.run, resolved.base, engines.dtype).weight_bytes / 1e9
+    gb = run_shape(resolved).weight_bytes / 1e9
     with LedgerReader(directory) as reader:
         events = {kind: reader.events(kind) for kind in ("weights_pushed", "weights_pulled", "weights_sent")}
         syncs = [i for i in reader.intervals() if i.state == ResourceState.SYNC]

@@ -24,7 +24,8 @@ from rollart.launch.prepare import produce_artefacts
 from rollart.launch.rewards import function_packages
 from rollart.settings.cluster import PYTHON_VARIABLE, ClusterFunctions, ClusterSpec
 from rollart.settings.load import load_cluster, split_overrides
-from rollart.settings.resolve import Specs, read_specs, resolve_specs
+from rollart.settings.planning import Specs
+from rollart.settings.resolve import read_specs, resolve_specs
 from serverless.deploy.aws_function import AwsSettings
 from serverless.deploy.package import Package
 

@@ -24,7 +24,7 @@ from rollart.control.domain import Domain, training_seed
 from rollart.errors import SpecError
 from rollart.launch.prepare import prepare_tokenizer, runtime_domains
 from rollart.ports import Environment
-from rollart.settings.planning import problem_of
+from rollart.settings.planning import planning_problem
 from rollart.settings.resolve import Resolved, deployments_of
 from rollart.tools.calibrate import Machine, mix_mean
 
@@ -59,9 +59,7 @@ def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Mach
         replace(p, reward=None, environment=replace(p.environment, core_s=0.0, reset_s=p.environment.reset_s + latency))
         for p in mix
     ]
-    problem = problem_of(
-        run, resolved.cluster, resolved.prices, away, base=resolved.base, fixed=deployments_of(resolved.plan)
-    )
+    problem = planning_problem(replace(resolved, measured=tuple(away)), deployments_of(resolved.plan)).problem
     domains, performance = problem.domains, problem.performance
     device = machine.engine.calibration.device
     train_s, step_s = _step_seconds(resolved, domains, machine)
@@ -172,7 +170,7 @@ def _step_seconds(resolved: Resolved, domains: Sequence[DomainProfile], machine:
 
 
 def _train(problem: Problem) -> TrainingWork:
-    assert problem.train is not None, "problem_of always states training"
+    assert problem.train is not None, "planning_problem always states training"
     return problem.train
 
 

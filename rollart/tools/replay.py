@@ -19,10 +19,9 @@ from rollart.report.cost import cost_lines
 from rollart.report.profile import profiles_of
 from rollart.report.rows import collect
 from rollart.report.simulation import RunTotals, SimulationCheck
-from rollart.settings.planning import problem_of
+from rollart.settings.planning import Specs, planning_problem
 from rollart.settings.resolve import (
     Resolved,
-    Specs,
     deployments_of,
     forecast,
     recorded_specs,
@@ -162,14 +161,10 @@ def _simulated_figures(done: SimulationResult) -> RunTotals:
 def _with_problem(resolved: Resolved, directory: Path) -> Resolved:
     """The run with a problem, even if no datasheet has the devices' speeds: the roofline then has the right shape, and
     the pace comes from the recording."""
-    problem = resolved.problem or problem_of(
-        resolved.run,
-        resolved.cluster,
-        resolved.prices,
-        profiles_of(directory),
-        base=resolved.base,
-        fixed=deployments_of(resolved.plan),
-    )
+    problem = resolved.problem
+    if problem is None:
+        measured = replace(resolved, measured=profiles_of(directory))
+        problem = planning_problem(measured, deployments_of(resolved.plan)).problem
     performance = problem.performance
     cpu = {
         pool.device.name: Calibration(CPU_ENGINE, pool.device.name, "cpu", performance.precision, "", 0.5)

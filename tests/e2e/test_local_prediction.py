@@ -111,7 +111,7 @@ def test_parts_share_the_cores(quickstart: Resolved) -> None:
 
 def test_what_was_measured_is_explained(quickstart: Resolved) -> None:
     """From what a machine of known constants would show, the constants come back."""
-    shape = run_shape(quickstart.run, quickstart.base)
+    shape = run_shape(quickstart)
     engine = Roofline(shape, Device("cpu", generation="cpu"), 1, CONSTANTS, kv_capacity_bytes=1e9)
     grid = [(b, n, c, o) for b in (4, 16, 64, 128) for n, c, o in ((8, 0, 24), (11, 29, 1), (120, 0, 1), (60, 0, 8))]
     rows = [Row("turn", engine.turn_s(b, n, c, o), "cpu", new=n, cached=c, batch=b, output=o) for b, n, c, o in grid]

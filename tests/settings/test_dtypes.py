@@ -75,7 +75,7 @@ def test_a_streamed_step_on_a_gpu_is_in_float32(tmp_path: Path) -> None:
 def test_plans_count_the_bytes_of_engines_in_float32(tmp_path: Path) -> None:
     def widths(*overrides: str) -> tuple[float, float]:
         run = resolved(tmp_path, "H100", "H100", *overrides)
-        shape = run_shape(run.run, run.base, run.cluster.engines.dtype)
+        shape = run_shape(run)
         return shape.weight_bytes_per_parameter, shape.kv_bytes_per_element
 
     assert widths() == widths("cluster.engines.dtype=bfloat16") == (2.0, 2.0)

@@ -13,8 +13,8 @@ from placement.problem import Restriction
 from placement.types import Objective, Role
 from rollart.errors import SpecError, UsageError
 from rollart.settings.load import builtin
-from rollart.settings.planning import load_calibrations, planning_problem, problem_of
-from rollart.settings.resolve import Specs, forecast, read_specs, resolve_files, resolve_saved
+from rollart.settings.planning import Specs, load_calibrations, planning_problem
+from rollart.settings.resolve import forecast, read_specs, resolve_files, resolve_saved
 from rollart.settings.rules import quotas
 from rollart.settings.variants import apply_changes
 
@@ -72,7 +72,7 @@ class TestProblem:
             "cluster.engines.max_slots=99",
             "cluster.engines.device=H20",
         )
-        found = problem_of(made.run, made.cluster, made.prices, base=made.base)
+        found = planning_problem(made).problem
         assert (found.objective, found.rate, found.budget_usd_per_hour) == (Objective.MIN_COST, 2, 50)
         assert (found.trajectories_in_flight, found.tensor_parallel, found.utilisation) == (77, (2, 4), 0.8)
         assert Role.PREFILL not in found.roles
@@ -82,7 +82,7 @@ class TestProblem:
         assert (found.train.pool, found.train.devices, found.train.in_flight) == ("big", 2, 256)
         assert (found.max_batch, found.links[0].gb_per_s) == (99, 100)
         made = specs("placement.prefill_decode=only")
-        assert problem_of(made.run, made.cluster, made.prices).restriction is Restriction.PD_ONLY
+        assert planning_problem(made).problem.restriction is Restriction.PD_ONLY
 
     @pytest.mark.parametrize(
         ("override", "expected"),
@@ -98,18 +98,18 @@ class TestProblem:
     def test_nonsense_names_its_key(self, specs: Make, override: str, expected: str) -> None:
         def ask() -> None:
             made = specs(override)
-            problem_of(made.run, made.cluster, made.prices)
+            planning_problem(made)
 
         with pytest.raises(SpecError, match=expected):
             ask()
 
     def test_a_model_that_no_default_degree_divides_still_has_others(self, specs: Make) -> None:
         made = specs(run=RUN.replace("num_key_value_heads: 8", "num_key_value_heads: 2"))
-        assert problem_of(made.run, made.cluster, made.prices).tensor_parallel == (1, 2, 4, 8)
+        assert planning_problem(made).problem.tensor_parallel == (1, 2, 4, 8)
 
     def test_what_is_assumed_is_said(self, specs: Make) -> None:
         made = specs("domains.chat.profile=", "schedule=sync")
-        notes = planning_problem(made.run, made.cluster, made.prices).notes
+        notes = planning_problem(made).notes
         assert "assumed: every trajectory of chat is as long as" in notes[0]
         assert "schedule is sync" in notes[1]
 
