@@ -220,15 +220,15 @@ class SourceFunction:
         bound |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
         bound |= {n.name for n in nodes if isinstance(n, ast.FunctionDef) and n is not node}
         self.locals = bound - self.outer
-
-    @property
-    def parameters(self) -> list[tuple[ast.arg, ast.expr | None]]:
-        """The parameters with their defaults."""
-        arguments = self.node.args
+        arguments = node.args
         positional = [*arguments.posonlyargs, *arguments.args]
-        without: list[None] = [None] * (len(positional) - len(arguments.defaults))
-        pairs = list(zip(positional, [*without, *arguments.defaults], strict=True))
-        return pairs + list(zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True))
+        self.parameters = positional + arguments.kwonlyargs
+        optional = positional[len(positional) - len(arguments.defaults) :] + arguments.kwonlyargs
+        defaults = zip(optional, [*arguments.defaults, *arguments.kw_defaults], strict=True)
+        self.shared_defaults = {
+            p.arg for p, value in defaults if value and _binding_kind(value) is BindingKind.CONTAINER
+        }
+        """Parameters with a container as default: it is made once and persists."""
 
     def nodes(self) -> Iterator[ast.AST]:
         """The nodes that run in a call, without decorators, defaults and annotations, which run once."""
@@ -366,10 +366,16 @@ def _accesses(function: SourceFunction) -> Iterator[StateAccess]:
     """All accesses to persistent names in a function, in the order of the syntax tree."""
     for node in function.nodes():
         if isinstance(node, ast.Call):
-            yield from _changes_by_call(node, function)
+            method, changed = _last_name(node.func), []
+            if isinstance(node.func, ast.Attribute) and _MUTATORS.fullmatch(method):
+                changed.append((node.func.value, AccessKind.METHOD))
+            if node.args and _FIRST_ARGUMENT.fullmatch(method):
+                changed.append((node.args[0], AccessKind.NEXT if method == "next" else AccessKind.METHOD))
+            for target, kind in changed:
+                if name := _persistent_name(target, function):
+                    yield StateAccess(name, kind, node, function, method=method)
         for target in _targets(node):
-            name = _persistent_name(target, function)
-            if name:
+            if name := _persistent_name(target, function):
                 key = target.slice if isinstance(target, ast.Subscript) else None
                 kind = _write_kind(node, target, name)
                 yield StateAccess(name, kind, target, function, value=getattr(node, "value", None), key=key)
@@ -377,17 +383,6 @@ def _accesses(function: SourceFunction) -> Iterator[StateAccess]:
             name = _persistent_name(node, function, exact=True)
             if name and not _is_target(node, function):
                 yield StateAccess(name, AccessKind.READ, node, function)
-
-
-def _changes_by_call(node: ast.Call, function: SourceFunction) -> Iterator[StateAccess]:
-    called, method = node.func, _last_name(node.func)
-    changed = called.value if isinstance(called, ast.Attribute) and _MUTATORS.fullmatch(method) else None
-    if changed is not None and (name := _persistent_name(changed, function)):
-        yield StateAccess(name, AccessKind.METHOD, node, function, method=method)
-    changed = node.args[0] if node.args and _FIRST_ARGUMENT.fullmatch(method) else None
-    if changed is not None and (name := _persistent_name(changed, function)):
-        kind = AccessKind.NEXT if method == "next" else AccessKind.METHOD
-        yield StateAccess(name, kind, node, function, method=method)
 
 
 def _targets(node: ast.AST) -> list[ast.expr]:
@@ -425,19 +420,11 @@ def _persistent_name(node: ast.expr, function: SourceFunction, *, exact: bool = 
         outer = last.id in function.outer
         if not isinstance(last.ctx, ast.Store | ast.Del):
             outer = outer or (last.id in function.module.names and last.id not in function.locals)
-            outer = outer or _is_shared_default(last.id, function)
+            outer = outer or last.id in function.shared_defaults
         return last.id if outer else ""
     if not exact and isinstance(last, ast.Call) and ast.unparse(last) == "type(self)" and function.owner:
         return "self"
     return ""
-
-
-def _is_shared_default(name: str, function: SourceFunction) -> bool:
-    """True for a parameter with a container as default: it is made once and persists."""
-    return any(
-        p.arg == name and default is not None and _binding_kind(default) is BindingKind.CONTAINER
-        for p, default in function.parameters
-    )
 
 
 def _is_target(node: ast.expr, function: SourceFunction) -> bool:
@@ -579,7 +566,7 @@ _ENVIRONMENT_TYPE = re.compile(r"\b(?:\w*Env|\w*Environment|\w*StateMachine)\b")
 
 def _environment_parameters(functions: Sequence[SourceFunction]) -> Iterator[StateFinding]:
     for function in functions:
-        for parameter, _ in function.parameters if function.root else ():
+        for parameter in function.parameters if function.root else ():
             annotation = ast.unparse(parameter.annotation) if parameter.annotation is not None else ""
             if parameter.arg in _ENVIRONMENTS or _ENVIRONMENT_TYPE.search(annotation):
                 yield function.finding(parameter, f"parameter {parameter.arg!r} is an environment")
