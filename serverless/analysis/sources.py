@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from serverless.errors import PackageError, SpecInvalid
 
-SKIPPED = frozenset({"__pycache__", ".git", ".DS_Store", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
+_SKIPPED = frozenset({"__pycache__", ".git", ".DS_Store", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
 """Names that are never packed."""
 
 _OURS = frozenset({"rollart", "serverless", "rollart_handler", "rollart_function"})
@@ -62,13 +62,13 @@ class SourceFiles:
             body = tuple(tree(path).body)
             link = _imported(body, name)
             if link is None:
-                return SourceDefinition(path, body, name)
+                break
             node, original = link
-            targets = _targets(node, path, self.entry)
             known = set(self.files.values())
+            targets = _targets(node, path, self.entry)
             step = next((t for t in targets if t in known and _binds(t, original)), None)
             if step is None:
-                return SourceDefinition(path, body, name)
+                break
             path, name = step, original
         return SourceDefinition(path, tuple(tree(path).body), name)
 
@@ -88,11 +88,19 @@ def collect(source: str, root: pathlib.Path, *, function: str = "") -> SourceFil
     if top is not None and len(found) > 1:
         files = {p.relative_to(top.parent).as_posix(): p for p in sorted(found)}
         _refuse_reserved(top.name)
-        return SourceFiles(path, files, _dotted(path, top), package=True, attribute=attribute)
-    files = {path.name: path}
-    for other in sorted(found - {path}):
-        files[other.relative_to(path.parent).as_posix()] = other
+        module = ".".join(path.relative_to(top.parent).with_suffix("").parts).removesuffix(".__init__")
+        return SourceFiles(path, files, module, package=True, attribute=attribute)
+    files = {p.relative_to(path.parent).as_posix(): p for p in (path, *sorted(found - {path}))}
     return SourceFiles(path, files, path.stem, package=False, attribute=attribute)
+
+
+def files_below(directory: pathlib.Path) -> dict[str, pathlib.Path]:
+    """The files to pack of a directory, by their paths with its name."""
+    return {
+        file.relative_to(directory.parent).as_posix(): file
+        for file in sorted(directory.rglob("*"))
+        if file.is_file() and not _SKIPPED.intersection(file.relative_to(directory).parts)
+    }
 
 
 def tree(path: pathlib.Path) -> ast.Module:
@@ -126,12 +134,7 @@ def _directory(path: pathlib.Path, attribute: str) -> SourceFiles:
     if not entry.is_file():
         raise PackageError(f"{path} is a directory without __init__.py", remedy="add one that names the reward")
     _refuse_reserved(path.name)
-    files = {
-        file.relative_to(path.parent).as_posix(): file
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and not SKIPPED.intersection(file.relative_to(path).parts)
-    }
-    return SourceFiles(entry, files, path.name, package=True, attribute=attribute)
+    return SourceFiles(entry, files_below(path), path.name, package=True, attribute=attribute)
 
 
 def _refuse_reserved(name: str) -> None:
@@ -146,11 +149,6 @@ def _top(path: pathlib.Path) -> pathlib.Path | None:
     while (directory / "__init__.py").is_file():
         top, directory = directory, directory.parent
     return top
-
-
-def _dotted(path: pathlib.Path, top: pathlib.Path) -> str:
-    parts = path.relative_to(top.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def _closure(entry: pathlib.Path) -> set[pathlib.Path]:
@@ -169,17 +167,8 @@ def _closure(entry: pathlib.Path) -> set[pathlib.Path]:
                 pending += _targets(node, path, entry)
         top = _top(path)
         if top is not None and (path != entry or pending):
-            pending += _parents(path, top)
+            pending += [d / "__init__.py" for d in path.parents if d.is_relative_to(top)]
     return found
-
-
-def _parents(path: pathlib.Path, top: pathlib.Path) -> list[pathlib.Path]:
-    directory, inits = path.parent, []
-    while True:
-        inits.append(directory / "__init__.py")
-        if directory == top:
-            return inits
-        directory = directory.parent
 
 
 def _targets(node: ast.Import | ast.ImportFrom, path: pathlib.Path, entry: pathlib.Path) -> list[pathlib.Path]:
@@ -209,15 +198,12 @@ def _targets(node: ast.Import | ast.ImportFrom, path: pathlib.Path, entry: pathl
 
 def _of_dotted(base: pathlib.Path, dotted: str, members: list[str]) -> list[pathlib.Path]:
     """Files below `base` for `import a.b` or `from a.b import members`, as far as they exist."""
-    out: list[pathlib.Path] = []
-    where = base
-    for part in filter(None, dotted.split(".")):
-        where = where / part
-        out += [p for p in (where / "__init__.py", where.with_suffix(".py")) if p.is_file()][:1]
-    for member in members:
-        inner = where / member
-        out += [p for p in (inner / "__init__.py", inner.with_suffix(".py")) if p.is_file()][:1]
-    return out if dotted or out else [p for p in [where / "__init__.py"] if p.is_file()]
+    parts = [part for part in dotted.split(".") if part]
+    inside = base.joinpath(*parts)
+    places = [base.joinpath(*parts[:n]) for n in range(1, len(parts) + 1)] + [inside / member for member in members]
+    found = [[p for p in (place / "__init__.py", place.with_suffix(".py")) if p.is_file()][:1] for place in places]
+    out = [path for one in found for path in one]
+    return out if dotted or out else [p for p in [inside / "__init__.py"] if p.is_file()]
 
 
 def _imported(body: tuple[ast.stmt, ...], name: str) -> tuple[ast.ImportFrom, str] | None:

@@ -25,10 +25,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from serverless import keys
-from serverless.analysis.sources import SKIPPED, SourceDefinition, SourceFiles, collect
+from serverless.analysis.sources import SourceDefinition, SourceFiles, collect, files_below
 from serverless.analysis.stateless import Stateful, inspect_source
 from serverless.declare import declarations
-from serverless.deploy.requirements import RequirementLock, lock
+from serverless.deploy.requirements import lock
 from serverless.errors import NotOffloadable, PackageError, SpecInvalid
 from serverless.signatures import ACCEPTED, Unknown, definition, of_source, recognise
 from serverless.spec import FunctionSpec
@@ -107,11 +107,21 @@ def build(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Package:
     warnings = _refuse_state(sources, found, merged)
     warnings += tuple(f"{one} is not installed here, so it is not pinned" for one in locked.unpinned)
     merged = merged.model_copy(update={"takes": _takes(merged, found)})
+    manifest = {
+        "schema_version": 1,
+        "file": sources.file,
+        "module": sources.module,
+        "package": sources.package,
+        "attribute": attribute,
+        "takes": str(merged.takes),
+        "requirements": list(locked.pins),
+        "unpinned": list(locked.unpinned),
+    }
     files = {
-        "rollart_handler.py": _ours("deploy/handler.py"),
-        "rollart_manifest.json": keys.canonical(_manifest(sources, attribute, merged, locked)),
+        "rollart_handler.py": (_OURS / "deploy/handler.py").read_bytes(),
+        "rollart_manifest.json": keys.canonical(manifest),
         "shims/rollart/__init__.py": _SHIM.encode(),
-        **{f"serverless/{name}": _ours(name) for name in _VENDORED},
+        **{f"serverless/{name}": (_OURS / name).read_bytes() for name in _VENDORED},
         **{f"function/{name}": path.read_bytes() for name, path in sources.files.items()},
     }
     if locked.all:
@@ -156,23 +166,6 @@ def _read_source(
     attribute = spec.handler or sources.attribute or _single_reward(declared, spec.name, sources)
     found = sources.find(attribute)
     return sources, attribute, found, declared.get(attribute) or _definition_of(found)
-
-
-def _ours(name: str) -> bytes:
-    return (_OURS / name).read_bytes()
-
-
-def _manifest(sources: SourceFiles, attribute: str, spec: FunctionSpec, locked: RequirementLock) -> dict[str, object]:
-    return {
-        "schema_version": 1,
-        "file": sources.file,
-        "module": sources.module,
-        "package": sources.package,
-        "attribute": attribute,
-        "takes": str(spec.takes),
-        "requirements": list(locked.pins),
-        "unpinned": list(locked.unpinned),
-    }
 
 
 def _declared(sources: SourceFiles) -> dict[str, dict[str, Any]]:
@@ -267,17 +260,11 @@ def _takes(spec: FunctionSpec, found: SourceDefinition) -> str:
 
 
 def _artefact(path: pathlib.Path, name: str) -> dict[str, bytes]:
-    if not path.is_dir():
-        return {f"artefacts/{path.name}": _read(path, f"artefact of function {name}")}
-    return {
-        f"artefacts/{path.name}/{file.relative_to(path).as_posix()}": file.read_bytes()
-        for file in sorted(path.rglob("*"))
-        if file.is_file() and not SKIPPED.intersection(file.relative_to(path).parts)
-    }
-
-
-def _read(path: pathlib.Path, what: str) -> bytes:
+    if path.is_dir():
+        return {f"artefacts/{relative}": file.read_bytes() for relative, file in files_below(path).items()}
     try:
-        return path.read_bytes()
+        return {f"artefacts/{path.name}": path.read_bytes()}
     except OSError as error:
-        raise PackageError(f"{what}: {path}: {error.strerror}", remedy="check the path in the spec") from None
+        raise PackageError(
+            f"artefact of function {name}: {path}: {error.strerror}", remedy="check the path in the spec"
+        ) from None

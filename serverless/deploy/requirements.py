@@ -44,6 +44,8 @@ def lock(requirements: Sequence[str], root: pathlib.Path) -> RequirementLock:
     """
     if not requirements:
         return RequirementLock()
+    from packaging.utils import canonicalize_name
+
     pins: dict[str, str] = {}
     unpinned: list[str] = []
     pending: list[tuple[Requirement, str]] = []
@@ -54,11 +56,13 @@ def lock(requirements: Sequence[str], root: pathlib.Path) -> RequirementLock:
     seen: set[tuple[str, frozenset[str]]] = set()
     while pending:
         wanted, origin = pending.pop(0)
-        name = _normalised_name(wanted.name)
-        exact = _exact(wanted)
-        installed = _installed(wanted.name)
-        version = exact or installed
-        if version is None:
+        name = str(canonicalize_name(wanted.name))
+        try:
+            installed = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            installed = ""
+        version = _exact(wanted) or installed
+        if not version:
             unpinned.append(str(wanted))
             continue
         _pin(pins, name, version, wanted, origin)
@@ -69,32 +73,24 @@ def lock(requirements: Sequence[str], root: pathlib.Path) -> RequirementLock:
 
 
 def _lines(requirements: Iterable[str], root: pathlib.Path) -> list[tuple[str, str]]:
-    """Requirement texts with their origins."""
+    """Requirement texts with their origins; those of files without comments, options, hashes and continuation marks."""
     out: list[tuple[str, str]] = []
     for entry in requirements:
         text = entry.removeprefix("-r ").strip()
-        if entry.startswith("-r ") or text.endswith(".txt"):
-            path = root / text
-            try:
-                content = path.read_text()
-            except OSError as error:
-                raise PackageError(
-                    f"requirements file {path}: {error.strerror}", remedy="check the path in the declaration"
-                ) from None
-            out += [(line, f"{text}:{number}") for number, line in _file_lines(content)]
-        else:
+        if not (entry.startswith("-r ") or text.endswith(".txt")):
             out.append((text, "requirements"))
-    return out
-
-
-def _file_lines(content: str) -> list[tuple[int, str]]:
-    """The requirements of a file, without comments, options, hashes and continuation marks."""
-    out: list[tuple[int, str]] = []
-    joined = content.replace("\\\n", " ")
-    for number, raw in enumerate(joined.splitlines(), 1):
-        line = raw.split(" #")[0].split(" --hash")[0].strip()
-        if line and not line.startswith(("#", "-")):
-            out.append((number, line))
+            continue
+        path = root / text
+        try:
+            content = path.read_text()
+        except OSError as error:
+            raise PackageError(
+                f"requirements file {path}: {error.strerror}", remedy="check the path in the declaration"
+            ) from None
+        for number, raw in enumerate(content.replace("\\\n", " ").splitlines(), 1):
+            line = raw.split(" #")[0].split(" --hash")[0].strip()
+            if line and not line.startswith(("#", "-")):
+                out.append((line, f"{text}:{number}"))
     return out
 
 
@@ -118,13 +114,6 @@ def _exact(wanted: Requirement) -> str | None:
     if len(specifiers) == 1 and specifiers[0].operator in ("==", "===") and not specifiers[0].version.endswith("*"):
         return specifiers[0].version
     return None
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _pin(pins: dict[str, str], name: str, version: str, wanted: Requirement, origin: str) -> None:
@@ -158,9 +147,3 @@ def _needs(wanted: Requirement) -> list[Requirement]:
         if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras):
             needed.append(one)
     return needed
-
-
-def _normalised_name(name: str) -> str:
-    from packaging.utils import canonicalize_name
-
-    return str(canonicalize_name(name))
