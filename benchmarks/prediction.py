@@ -85,16 +85,21 @@ def row(name: str, found: SimulationCheck) -> dict[str, Any]:
         "steps": found.recorded.steps,
         "loop_s": found.recorded.loop_s,
         "predicted_loop_s": found.simulated.loop_s,
-        "loop_error": found.loop_error,
-        "loop_usd_error": found.loop_usd_error,
+        "loop_error": _deviation(found.simulated.loop_s, found.recorded.loop_s),
+        "loop_usd_error": _deviation(found.simulated.loop_usd, found.recorded.loop_usd),
         "wall_s": found.recorded.wall_s,
         "predicted_wall_s": found.wall_s,
-        "wall_error": found.wall_error,
+        "wall_error": _deviation(found.wall_s, found.recorded.wall_s),
         "usd": found.recorded.usd,
         "predicted_usd": found.usd,
-        "usd_error": found.usd_error,
+        "usd_error": _deviation(found.usd, found.recorded.usd),
         "load": os.getloadavg()[0],
     }
+
+
+def _deviation(predicted: float, recorded: float) -> float:
+    """Relative; 0 if nothing was recorded."""
+    return predicted / recorded - 1.0 if recorded else 0.0
 
 
 def show(one: dict[str, Any]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from rollart.errors import SpecError, did_you_mean
 from rollart.settings.prices import PriceEntry, PriceList
 
 ON_OWN_CORES = "local"
@@ -17,14 +16,6 @@ class PriceBook:
 
     def __init__(self, prices: PriceList) -> None:
         self._table: dict[tuple[str, str], PriceEntry] = {(p.name, p.unit): p for p in prices.prices}
-
-    def device_hour(self, device: str) -> PriceEntry:
-        """Price of one device for an hour. SpecError if the list has none."""
-        found = self._table.get((device, "device-hour"))
-        if found is None:
-            hint = did_you_mean(device, [name for name, unit in self._table if unit == "device-hour"])
-            raise SpecError(f"device '{device}' has no price{hint}", remedy="add it to the cluster's price_list")
-        return found
 
     def function_usd(self, provider: str, *, billed_s: float, memory_mb: float, requests: int = 1) -> float:
         """Price of `requests` calls that ran `billed_s` seconds in total on workers of `memory_mb` and one core. A

@@ -393,24 +393,6 @@ class SimulationCheck:
         """Predicted dollars of the run."""
         return self.recorded.usd - self.recorded.loop_usd + self.simulated.loop_usd
 
-    @property
-    def loop_error(self) -> float:
-        """Relative deviation of the loop's time."""
-        return self.simulated.loop_s / self.recorded.loop_s - 1.0
-
-    @property
-    def loop_usd_error(self) -> float:
-        """Relative deviation of the loop's dollars; 0 if the loop costs nothing."""
-        return self.simulated.loop_usd / self.recorded.loop_usd - 1.0 if self.recorded.loop_usd else 0.0
-
-    @property
-    def wall_error(self) -> float:
-        return self.wall_s / self.recorded.wall_s - 1.0
-
-    @property
-    def usd_error(self) -> float:
-        return self.usd / self.recorded.usd - 1.0 if self.recorded.usd else 0.0
-
 
 def check_report(run: str, check: SimulationCheck, notes: Sequence[str] = ()) -> Report:
     """The report: recorded against predicted."""

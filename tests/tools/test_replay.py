@@ -17,7 +17,7 @@ from rollart.ledger.store import FLUSH_SECONDS, Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.ports import Charge, Interval, RunEvent
 from rollart.report.rows import collect
-from rollart.report.simulation import RunTotals, SimulationCheck
+from rollart.report.simulation import RunTotals, SimulationCheck, check_report
 from rollart.settings.resolve import Resolved, read_specs, resolve_files
 from rollart.sim import loop as virtual
 from rollart.tools.recording import fit_trainer_speed, read_recording
@@ -192,8 +192,9 @@ def test_a_run_bound_by_its_trainer_is_predicted(prepared: PreparedReplay) -> No
     assert found.simulated.engine_busy_s == pytest.approx(STEPS * BATCH * ENGINE_S, rel=0.02)
     # The engine takes 8 × 0.1 s for the trajectories admitted at once; environments take 0.08 s concurrently.
     assert 0 < found.simulated.waited_s < 2 * FIRST_S
-    assert abs(found.loop_error) < 0.1
-    assert abs(found.wall_error) < abs(found.loop_error), "what lies around the loop is as recorded"
+    loop_error = abs(found.simulated.loop_s / found.recorded.loop_s - 1.0)
+    assert loop_error < 0.1
+    assert abs(found.wall_s / found.recorded.wall_s - 1.0) < loop_error, "what lies around the loop is as recorded"
 
 
 def test_functions_are_called_as_they_were(prepared: PreparedReplay, tmp_path: Path) -> None:
@@ -213,9 +214,15 @@ def test_deviations_are_of_the_run_and_of_its_loop() -> None:
         10, wall_s=22.0, loop_s=22.0, usd=2.4, loop_usd=2.4, waited_s=1, train_s=1, publish_s=1, engine_busy_s=1
     )
     found = SimulationCheck(recorded, simulated)
-    assert (found.loop_error, found.loop_usd_error) == (pytest.approx(0.1), pytest.approx(0.2))
     assert (found.wall_s, found.usd) == (pytest.approx(32.0), pytest.approx(3.4))
-    assert (found.wall_error, found.usd_error) == (pytest.approx(1 / 15), pytest.approx(0.4 / 3))
+    (table,) = check_report("run", found).tables
+    deviations = {(what, unit): deviation for what, unit, _, _, deviation in table.rows}
+    assert deviations["training loop", "s"] == pytest.approx(0.1)
+    assert deviations["training loop", "USD"] == pytest.approx(0.2)
+    assert (deviations["wall time", "s"], deviations["dollars", "USD"]) == (
+        pytest.approx(1 / 15),
+        pytest.approx(0.4 / 3),
+    )
 
 
 def test_steps_of_two_sizes_show_what_does_not_depend_on_tokens() -> None:
