@@ -11,7 +11,7 @@ import json
 import os
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -168,16 +168,18 @@ class Database:
             ) from None
         try:
             self._take_lock()
-            self.segments = PayloadFiles(directory / "segments")
-            self.connection = self._open(config, "FULL" if sync else "NORMAL")
-            self.clock = self._last_second()
-            self._shift = self.clock - now
-            self._heal()
-            self.functions_usd = self._spent_on_functions()
-            self.spent_usd = self._spent_on_devices() + self.functions_usd
-        except sqlite3.Error as error:
-            os.close(self._lock)
-            raise self._failed(error) from None
+            with self._storage_errors():
+                self.segments = PayloadFiles(directory / "segments")
+                self.connection = self._open(config, "FULL" if sync else "NORMAL")
+                self.clock: float = self._one(
+                    """SELECT max(0.0, coalesce(max(t), 0.0)) FROM (SELECT max(t1) AS t FROM intervals
+                    UNION ALL SELECT max(t) FROM events UNION ALL SELECT max(t1) FROM trajectories)"""
+                )[0]
+                self._shift = self.clock - now
+                self._heal()
+                self.functions_usd = self._spent_on_functions()
+                (devices_usd,) = self._one("SELECT sum((t1 - t0) * units * price / 3600.0) FROM intervals")
+                self.spent_usd = (devices_usd or 0.0) + self.functions_usd
         except BaseException:
             os.close(self._lock)
             raise
@@ -191,26 +193,24 @@ class Database:
         """
         results: list[Any] = []
         try:
-            self.connection.execute("BEGIN IMMEDIATE")
-            self.insert(recorded)
-            for operation in operations:
-                results.append(self._guarded(operation))
-            self.segments.sync()
-            self.connection.execute("COMMIT")
-        except (sqlite3.Error, OSError) as error:
-            self._roll_back()
-            raise self._failed(error) from None
+            with self._storage_errors():
+                self.connection.execute("BEGIN IMMEDIATE")
+                self.insert(recorded)
+                for operation in operations:
+                    results.append(self._guarded(operation))
+                self.segments.sync()
+                self.connection.execute("COMMIT")
         except BaseException:
-            self._roll_back()
+            with contextlib.suppress(sqlite3.Error):  # the first error is more informative
+                if self.connection.in_transaction:
+                    self.connection.execute("ROLLBACK")
             raise
-        try:
+        with self._storage_errors():
             if self.segments.rolled:
                 self._sweep()
             if self.published:
                 self.published = False
                 self._checkpoint()
-        except (sqlite3.Error, OSError) as error:
-            raise self._failed(error) from None
         devices = functions = 0.0
         for row in recorded:
             match row:
@@ -249,7 +249,7 @@ class Database:
 
     def admit(self, group: str, domain: str, seed: int) -> None:
         """Record an admitted group. Admitting the same live group again (a resume) changes nothing."""
-        known = self.connection.execute("SELECT domain, seed, state FROM groups WHERE id = ?", (group,)).fetchone()
+        known = self._one("SELECT domain, seed, state FROM groups WHERE id = ?", group)
         if known is None:
             self.connection.execute("INSERT INTO groups (id, domain, seed) VALUES (?,?,?)", (group, domain, seed))
         elif known != (domain, seed, LIVE):
@@ -260,35 +260,20 @@ class Database:
 
         The same id replaces a live sample (a resumed run repeats stale work) and never a consumed one.
         """
-        if self.connection.execute("SELECT 1 FROM samples WHERE id = ?", (sample.id,)).fetchone() is not None:
+        if self._one("SELECT 1 FROM samples WHERE id = ?", sample.id) is not None:
             self.outdate(sample.id)
-        payload: bytes | None = encode_sample(sample)
-        segment: int | None = None
-        offset: int | None = None
-        assert payload is not None
-        if len(payload) > INLINE_LIMIT:
-            segment, offset = self.segments.append(payload)
-            payload = None
-        group = self.connection.execute("SELECT state FROM groups WHERE id = ?", (sample.group,)).fetchone()
+        encoded = encode_sample(sample)
+        inline = len(encoded) <= INLINE_LIMIT
+        payload = (encoded, None, None) if inline else (None, *self.segments.append(encoded))
+        group = self._one("SELECT state FROM groups WHERE id = ?", sample.group)
         state = LIVE if group is None or group[0] == LIVE else DROPPED
+        tokens, sampled = measure(sample.token_ids), _with_loss(sample, measure)
         done = self.connection.execute(
             "INSERT INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET "
             "grp = excluded.grp, v0 = excluded.v0, tokens = excluded.tokens, action_tokens = excluded.action_tokens, "
             "state = excluded.state, "
             f"payload = excluded.payload, segment = excluded.segment, offset = excluded.offset WHERE state = {LIVE}",
-            (
-                sample.id,
-                sample.group,
-                sample.domain,
-                sample.v0,
-                measure(sample.token_ids),
-                _with_loss(sample, measure),
-                state,
-                None,
-                payload,
-                segment,
-                offset,
-            ),
+            (sample.id, sample.group, sample.domain, sample.v0, tokens, sampled, state, None, *payload),
         )
         if done.rowcount != 1:
             raise RunFailed(f"sample {sample.id} finished after it was trained or dropped (rule: an id is used once)")
@@ -302,14 +287,13 @@ class Database:
 
     def drop(self, group: str, reason: str) -> None:
         """Drop the group with its samples. The first reason is kept."""
-        state = self.connection.execute("SELECT state FROM groups WHERE id = ?", (group,)).fetchone()
+        state = self._one("SELECT state FROM groups WHERE id = ?", group)
         if state is None:
             raise RunFailed(f"group {group} is dropped but was never admitted")
         if state[0] == CONSUMED:
             raise RunFailed(f"group {group} is dropped after it was trained (rule: consumed or dropped, once)")
         if state[0] == LIVE:
-            self.connection.execute("UPDATE groups SET state = ?, reason = ? WHERE id = ?", (DROPPED, reason, group))
-            self.connection.execute("UPDATE samples SET state = ?, payload = NULL WHERE grp = ?", (DROPPED, group))
+            self._drop_group(group, reason)
 
     def commit(
         self,
@@ -323,7 +307,7 @@ class Database:
     ) -> None:
         """Consume groups into a version. RunFailed, and nothing changes, if a sample is not live or the version is
         old."""
-        last = self.connection.execute("SELECT max(version) FROM versions").fetchone()[0]
+        (last,) = self._one("SELECT max(version) FROM versions")
         if last is not None and version <= last:
             raise RunFailed(f"version {version} is committed after version {last} (rule: versions grow)")
         samples = [sample for group in consumed for sample in group.samples]
@@ -334,16 +318,10 @@ class Database:
             f"UPDATE samples SET state = {DROPPED}, payload = NULL WHERE grp = ? AND state = {LIVE}",
             [(g.id,) for g in consumed],
         )
+        tokens = sum(_with_loss(s, measure) for s in samples)
         self.connection.execute(
             "INSERT INTO versions VALUES (?,?,?,?,?,?)",
-            (
-                version,
-                step,
-                len(consumed),
-                len(samples),
-                sum(_with_loss(s, measure) for s in samples),
-                json.dumps(dict(metrics)),
-            ),
+            (version, step, len(consumed), len(samples), tokens, json.dumps(dict(metrics))),
         )
         if stamp:
             self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"{STAMP}{version}", stamp))
@@ -351,7 +329,7 @@ class Database:
 
     def recover(self) -> Recovered | None:
         """See `Journal.recover`; `clock` is the run's second at opening."""
-        last = self.connection.execute("SELECT version, step FROM versions ORDER BY version DESC LIMIT 1").fetchone()
+        last = self._one("SELECT version, step FROM versions ORDER BY version DESC LIMIT 1")
         if last is None:
             return None
         rows = self.connection.execute(
@@ -388,7 +366,7 @@ class Database:
     def roll_back(self, version: int) -> int:
         """See `Ledger.roll_back`."""
         recovered = self.recover()
-        if self.connection.execute("SELECT 1 FROM versions WHERE version = ?", (version,)).fetchone() is None:
+        if self._one("SELECT 1 FROM versions WHERE version = ?", version) is None:
             raise RunFailed(f"version {version} was never committed (rule: a run goes back to a committed version)")
         assert recovered is not None
         lost = {s.group for s in recovered.samples if max(s.v0, *s.versions) > version}
@@ -396,25 +374,23 @@ class Database:
         lost.update(group for (group,) in trained.fetchall())
         samples = 0
         for group in lost:
-            samples += self.connection.execute(
-                f"SELECT count(*) FROM samples WHERE grp = ? AND state <> {DROPPED}", (group,)
-            ).fetchone()[0]
+            samples += self._one(f"SELECT count(*) FROM samples WHERE grp = ? AND state <> {DROPPED}", group)[0]
             self._drop_group(group)
         self.connection.execute(f"UPDATE groups SET version = NULL WHERE state = {DROPPED}")
         self.connection.execute(f"UPDATE samples SET version = NULL WHERE state = {DROPPED}")
-        self._forget(version)
+        self.connection.execute("DELETE FROM versions WHERE version > ?", (version,))
+        later = [(f"{STAMP}{known}",) for known in self._stamps() if known > version]
+        self.connection.executemany("DELETE FROM meta WHERE key = ?", later)
         return samples
+
+    def _one(self, sql: str, *parameters: object) -> Any:
+        """The first row of a query, None without rows."""
+        return self.connection.execute(sql, parameters).fetchone()
 
     def _stamps(self) -> dict[int, str]:
         """Stamps of the content of committed versions; ledgers of older releases have none."""
         rows = self.connection.execute("SELECT key, value FROM meta WHERE key GLOB ?", (f"{STAMP}*",))
         return {int(key.removeprefix(STAMP)): stamp for key, stamp in rows}
-
-    def _forget(self, version: int) -> None:
-        """Delete the versions after this one."""
-        self.connection.execute("DELETE FROM versions WHERE version > ?", (version,))
-        later = [(f"{STAMP}{known}",) for known in self._stamps() if known > version]
-        self.connection.executemany("DELETE FROM meta WHERE key = ?", later)
 
     def _consume(self, table: str, ids: Sequence[str], version: int) -> None:
         extra = ", payload = NULL" if table == "samples" else ""
@@ -426,7 +402,7 @@ class Database:
         if self.connection.total_changes - before == len(ids):
             return
         for id_ in ids:
-            row = self.connection.execute(f"SELECT state, version FROM {table} WHERE id = ?", (id_,)).fetchone()
+            row = self._one(f"SELECT state, version FROM {table} WHERE id = ?", id_)
             if row != (CONSUMED, version):
                 status = (
                     "is not in the ledger"
@@ -436,11 +412,9 @@ class Database:
                 raise RunFailed(f"{table[:-1]} {id_} is to be trained into version {version}, but it {status}")
         raise RunFailed(f"a {table[:-1]} is twice in the batch of version {version} (rule: none is trained twice)")
 
-    def _drop_group(self, group: str) -> None:
-        """Drop the group like one whose environment failed: a fresh prompt replaces it."""
-        self.connection.execute(
-            f"UPDATE groups SET state = {DROPPED}, reason = ? WHERE id = ?", (str(AbortReason.INFRA_FAULT), group)
-        )
+    def _drop_group(self, group: str, reason: str = AbortReason.INFRA_FAULT.value) -> None:
+        """Drop the group, by default like one whose environment failed: a fresh prompt replaces it."""
+        self.connection.execute(f"UPDATE groups SET state = {DROPPED}, reason = ? WHERE id = ?", (reason, group))
         self.connection.execute(f"UPDATE samples SET state = {DROPPED}, payload = NULL WHERE grp = ?", (group,))
 
     def _checkpoint(self) -> None:
@@ -472,17 +446,14 @@ class Database:
 
     def _open(self, config: Mapping[str, Any] | None, synchronous: str) -> sqlite3.Connection:
         path = self.directory / FILE
-        try:
-            if not path.exists():
-                self._create(path, config)
-            connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute(f"PRAGMA synchronous = {synchronous}")
-            self._upgrade(connection, path)
-            if config is not None:
-                self._configure(connection, json.dumps(dict(config)))
-        except (sqlite3.Error, OSError) as error:
-            raise self._failed(error) from None
+        if not path.exists():
+            self._create(path, config)
+        connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {synchronous}")
+        self._upgrade(connection, path)
+        if config is not None:
+            self._configure(connection, json.dumps(dict(config)))
         return connection
 
     def _create(self, path: Path, config: Mapping[str, Any] | None) -> None:
@@ -539,12 +510,13 @@ class Database:
         self.connection.execute("RELEASE operation")
         return result
 
-    def _roll_back(self) -> None:
+    @contextlib.contextmanager
+    def _storage_errors(self) -> Iterator[None]:
+        """Errors of the disk and of SQLite as StorageFailed."""
         try:
-            if self.connection.in_transaction:
-                self.connection.execute("ROLLBACK")
-        except sqlite3.Error:
-            pass  # the first error is more informative
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise self._failed(error) from None
 
     def _failed(self, error: Exception) -> StorageFailed:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -556,17 +528,6 @@ class Database:
         if "malformed" in text or "not a database" in text:
             remedy = "restore the run directory from a backup"
         return StorageFailed(f"{self.directory / FILE}: {text}", remedy=remedy)
-
-    def _last_second(self) -> float:
-        latest = self.connection.execute(
-            "SELECT max((SELECT coalesce(max(t1), 0) FROM intervals), (SELECT coalesce(max(t), 0) FROM events),"
-            " (SELECT coalesce(max(t1), 0) FROM trajectories))"
-        ).fetchone()[0]
-        return float(latest)
-
-    def _spent_on_devices(self) -> float:
-        intervals = self.connection.execute("SELECT sum((t1 - t0) * units * price / 3600.0) FROM intervals").fetchone()
-        return float(intervals[0] or 0.0)
 
     def _spent_on_functions(self) -> float:
         calls = self.connection.execute(
