@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from rollart.errors import RollartError
@@ -18,6 +19,7 @@ RETRY_S = 30.0
 LONGEST_S = 3600.0
 
 
+@dataclass(eq=False)
 class HostAutoscaler:
     """A task of the run; `run` never returns. While it runs, it alone spawns and retires hosts of the fleet.
 
@@ -27,34 +29,26 @@ class HostAutoscaler:
     present devices, apart from retiring hosts that finish their work; if a host is up, at least one stays up.
     """
 
-    def __init__(
-        self,
-        hosts: HostSupervisor[Any],
-        nodes: NodeTracker,
-        count: Callable[[Mapping[str, int]], int],
-        recorder: Recorder,
-        *,
-        what: str,
-    ) -> None:
-        """`count`: the number of hosts, at least one, for the devices by pool. `what`: the subject of events, the kind
-        of work of the hosts."""
-        self._hosts = hosts
-        self._nodes = nodes
-        self._count = count
-        self._recorder = recorder
-        self._what = what
-        self._spawning = 0
-        self._not_before = 0.0
-        self._cause = ""
-        self._woken = asyncio.Event()
-        self._known: set[str] = set()
-        self._given_up = 0
-        """Hosts that ended without being retired: they are not replaced until there are more devices."""
-        self._counted = 0
+    hosts: HostSupervisor[Any]
+    nodes: NodeTracker
+    count: Callable[[Mapping[str, int]], int]
+    """The number of hosts, at least one, for the devices by pool."""
+    recorder: Recorder
+    _: KW_ONLY
+    what: str
+    """The subject of events, the kind of work of the hosts."""
+    _spawning: int = field(default=0, init=False)
+    _not_before: float = field(default=0.0, init=False)
+    _cause: str = field(default="", init=False)
+    _woken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _known: set[str] = field(default_factory=set, init=False)
+    _given_up: int = field(default=0, init=False)
+    """Hosts that ended without being retired: they are not replaced until there are more devices."""
+    _counted: int = field(default=0, init=False)
 
     async def run(self) -> None:
-        self._nodes.follow(self._woken.set)
-        self._hosts.on_change = self._woken.set
+        self.nodes.follow(self._woken.set)
+        self.hosts.on_change = self._woken.set
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -64,14 +58,14 @@ class HostAutoscaler:
                     self._woken.clear()
                     for _ in range(self._adjust()):
                         self._spawning += 1
-                        tasks.create_task(self._spawn(), name=f"one more host of {self._what}")
+                        tasks.create_task(self._spawn(), name=f"one more host of {self.what}")
         finally:
-            self._hosts.on_change = lambda: None
+            self.hosts.on_change = lambda: None
 
     def _adjust(self) -> int:
         """Retire the hosts that must leave; returns the number of hosts to spawn."""
-        here, up, leaving = self._hosts.where(), self._hosts.up(), self._nodes.doomed()
-        want, settled = self._wanted(here), self._nodes.settled()
+        here, up, leaving = self.hosts.where(), self.hosts.up(), self.nodes.doomed()
+        want, settled = self._wanted(here), self.nodes.settled()
         if not settled:  # a lost host may be back on another node once the nodes have settled
             want = min(want, len(here) + self._spawning)
         going = [name for name, node in here.items() if node in leaving]
@@ -81,30 +75,30 @@ class HostAutoscaler:
             going += staying[: max(0, min(surplus, len(staying) - 1))]
         for name in going:
             if any(other in up and other not in going for other in here):
-                self._hosts.retire(name)
+                self.hosts.retire(name)
                 self._known.discard(name)
         more = want - self._spawning - sum(name not in going for name in here)
         return more if loop_time() >= self._not_before else 0
 
     def _wanted(self, here: Collection[str]) -> int:
-        counted = max(1, self._count(self._nodes.devices()))
+        counted = max(1, self.count(self.nodes.devices()))
         self._given_up = 0 if counted > self._counted else self._given_up + len(self._known.difference(here))
         self._counted, self._known = counted, set(here)
         return max(1, counted - self._given_up)
 
     async def _spawn(self) -> None:
         try:
-            await self._hosts.spawn()
+            await self.hosts.spawn()
             self._cause = ""
         except RollartError as error:
             self._not_before = loop_time() + RETRY_S
             if self._cause != error.message:
                 self._cause = error.message
-                self._recorder.event(RunEvent(loop_time(), "host_not_placed", self._what, {"cause": error.message}))
+                self.recorder.event(RunEvent(loop_time(), "host_not_placed", self.what, {"cause": error.message}))
         finally:
             self._spawning -= 1
             self._woken.set()
 
     def _wait(self) -> float:
         rest = self._not_before - loop_time()
-        return min(self._nodes.wait(), rest if rest > 0 else LONGEST_S, LONGEST_S)
+        return min(self.nodes.wait(), rest if rest > 0 else LONGEST_S, LONGEST_S)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from rollart.controller_loop import running_s
@@ -80,6 +80,7 @@ class SupervisedEngine(SupervisedPart):
         return self.part.id
 
 
+@dataclass(eq=False)
 class EngineSupervisor(Supervisor[SupervisedEngine]):
     """Owns the start and restart of every engine. Any task may call `suspect`, any number of times. One task per engine
     waits for the end of the process or a suspicion, whichever comes first, and restarts the engine. `run` owns those
@@ -89,32 +90,21 @@ class EngineSupervisor(Supervisor[SupervisedEngine]):
     """
 
     failures = (PartDied, LeaseExpired, EngineError)
+    max_restarts = MAX_RESTARTS
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        leases: Leases,
-        recorder: Recorder,
-        *,
-        shares: Mapping[EngineId, EngineShares],
-        weights: Callable[[], WeightsRef],
-        start_s: float,
-        on_gone: Callable[[EngineId, str], None] = lambda *_: None,
-        patience_s: float = 0.0,
-    ) -> None:
-        super().__init__(MAX_RESTARTS)
-        self.patience_s = patience_s
-        self.waited = 0
-        """Attempts to place an engine while none is left: they count as progress of the run."""
-        self.on_gone = on_gone
-        self._gateway = gateway
-        self._leases = leases
-        self._recorder = recorder
-        self._shares = shares
-        self._weights = weights
-        self._start_s = start_s
-        self._engines: dict[EngineId, SupervisedEngine] = {}
-        self._tasks: asyncio.TaskGroup | None = None
+    gateway: Gateway
+    leases: Leases
+    recorder: Recorder
+    _: KW_ONLY
+    shares: Mapping[EngineId, EngineShares]
+    weights: Callable[[], WeightsRef]
+    start_s: float
+    on_gone: Callable[[EngineId, str], None] = lambda *_: None
+    patience_s: float = 0.0
+    waited: int = field(default=0, init=False)
+    """Attempts to place an engine while none is left: they count as progress of the run."""
+    _engines: dict[EngineId, SupervisedEngine] = field(default_factory=dict, init=False)
+    _tasks: asyncio.TaskGroup | None = field(default=None, init=False)
 
     async def begin(self, parts: Sequence[EnginePart]) -> None:
         """Start all parts concurrently, each with up to `FIRST_STARTS` attempts. A part whose attempts all fail is
@@ -138,7 +128,7 @@ class EngineSupervisor(Supervisor[SupervisedEngine]):
                 tasks.create_task(first_start(part), name=f"start {part.id}")
         for part in parts:
             if (error := failed.get(part.id)) is not None:
-                if not self._gateway.spare(part.id):
+                if not self.gateway.spare(part.id):
                     raise error
                 self._give_up(part.id, error.message, FIRST_STARTS)
 
@@ -166,10 +156,10 @@ class EngineSupervisor(Supervisor[SupervisedEngine]):
 
     async def abandon(self, engine_id: EngineId, cause: str) -> bool:
         """Stop restarting the engine. False, without any change, if no other engine serves."""
-        if not self._gateway.spare(engine_id):
+        if not self.gateway.spare(engine_id):
             return False
         await self.release(engine_id)
-        self._gateway.leave(engine_id)
+        self.gateway.leave(engine_id)
         self._event("engine_given_up", engine_id, cause=cause)
         return True
 
@@ -183,19 +173,19 @@ class EngineSupervisor(Supervisor[SupervisedEngine]):
     ) -> SupervisedEngine:
         """Start the engine and let it join the gateway, in `seat` if it is new there. `cause`: the reason recorded with
         the startup time, if the start is a loss."""
-        engine, shares, weights = self._engines.get(part.id), self._shares[part.id], self._weights()
+        engine, shares, weights = self._engines.get(part.id), self.shares[part.id], self.weights()
         if engine is None:
             engine = self._engines[part.id] = SupervisedEngine(part=part)
         shares.hold(ResourceState.STARTUP, cause)
         engine.suspected.clear()
         engine.reads = weights.version
         try:
-            async with self._leases.hold(part.id, "its start", self._start_s, Expiry.RESTART_PART):
+            async with self.leases.hold(part.id, "its start", self.start_s, Expiry.RESTART_PART):
                 client = await part.start(weights)
         finally:
             engine.reads = None
-        version = await self._gateway.bring_in(
-            client, loaded=weights.version, weights=self._weights, shares=shares, seat=seat
+        version = await self.gateway.bring_in(
+            client, loaded=weights.version, weights=self.weights, shares=shares, seat=seat
         )
         engine.client = client
         self._event("engine_started", part.id, version=version)
@@ -225,11 +215,11 @@ class EngineSupervisor(Supervisor[SupervisedEngine]):
             await asyncio.sleep(back_off_s(part.restarts))
             return
         part.client = None
-        self._gateway.lose(part.id)
+        self.gateway.lose(part.id)
         self._event("engine_lost", part.id, cause=cause)
 
     def spare(self, part: SupervisedEngine) -> bool:
-        return self._gateway.spare(part.id)
+        return self.gateway.spare(part.id)
 
     def check_patience(self, part: SupervisedEngine, cause: str, failed: Exception | None, seconds: float) -> None:
         if not isinstance(failed, NoPlace) or not self.patience_s:
@@ -248,14 +238,14 @@ class EngineSupervisor(Supervisor[SupervisedEngine]):
         if not any(engine.waits for engine in self._engines.values()):
             self._event("no_engine_left", part.id, cause=cause, wait_s=self.patience_s)
         part.waits = True
-        self._shares[part.id].hold(ResourceState.DOWN, NO_NODE)
+        self.shares[part.id].hold(ResourceState.DOWN, NO_NODE)
 
     def give_up(self, part: SupervisedEngine, cause: str) -> None:
         self._give_up(part.id, cause, MAX_RESTARTS)
 
     def _give_up(self, engine_id: EngineId, cause: str, restarts: int) -> None:
         del self._engines[engine_id]
-        self._gateway.leave(engine_id)
+        self.gateway.leave(engine_id)
         self._event("engine_given_up", engine_id, cause=cause, restarts=restarts)
         self.on_gone(engine_id, cause)
 
@@ -284,26 +274,26 @@ class EngineSupervisor(Supervisor[SupervisedEngine]):
             waiter.cancel()
         if cause:
             return cause[0]
-        return None if serves else self._gateway.condemned(engine.id) or "it stopped answering"
+        return None if serves else self.gateway.condemned(engine.id) or "it stopped answering"
 
     async def _rejoin(self, engine: SupervisedEngine) -> bool:
         """True if a suspected engine passes a health check: it continues, or joins the gateway again. A slow turn or a
         single failed connection is no reason for a restart."""
         client = engine.client
-        if client is None or self._gateway.condemned(engine.id):
+        if client is None or self.gateway.condemned(engine.id):
             return False
         try:
-            async with self._leases.hold(engine.id, "its health check", HEALTH_S, Expiry.RESTART_PART):
+            async with self.leases.hold(engine.id, "its health check", HEALTH_S, Expiry.RESTART_PART):
                 if not await client.healthy():
                     return False
-            if not self._gateway.trust(engine.id):
-                await self._gateway.bring_in(client, loaded=None, weights=self._weights, shares=self._shares[engine.id])
+            if not self.gateway.trust(engine.id):
+                await self.gateway.bring_in(client, loaded=None, weights=self.weights, shares=self.shares[engine.id])
         except (EngineError, LeaseExpired):
             return False
         return True
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
-        self._recorder.event(RunEvent(loop_time(), kind, subject, fields))
+        self.recorder.event(RunEvent(loop_time(), kind, subject, fields))
 
 
 CHECK_S = 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from rollart.errors import LeaseExpired, RollartError, RunFailed
@@ -40,6 +40,7 @@ class EngineSite(Protocol):
         """Stop the engine's process for good, if it has one, and free its devices. Bounded in time and idempotent."""
 
 
+@dataclass(eq=False)
 class EngineFleet:
     """Implements `Fleet`. Called by the rebalancer and the resharder; `gone` is called by supervision.
 
@@ -48,22 +49,14 @@ class EngineFleet:
     interrupted, because its trajectories have left it already. A turn longer than `drain_s` is repeated elsewhere.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        supervisor: EngineSupervisor,
-        site: EngineSite,
-        recorder: Recorder,
-        *,
-        drain_s: float,
-    ) -> None:
-        self._gateway = gateway
-        self._supervisor = supervisor
-        self._site = site
-        self._recorder = recorder
-        self._drain_s = drain_s
-        self._moving = asyncio.Lock()
-        self._gone: list[EngineId] = []
+    gateway: Gateway
+    supervisor: EngineSupervisor
+    site: EngineSite
+    recorder: Recorder
+    _: KW_ONLY
+    drain_s: float
+    _moving: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _gone: list[EngineId] = field(default_factory=list, init=False)
 
     async def apply(self, move: FleetMove) -> None:
         if move.kind is FleetMoveKind.FLIP or move.replicas != 1:
@@ -78,19 +71,19 @@ class EngineFleet:
                 await self._start(EngineKind(move.pool, move.after, move.tp))
 
     def free(self) -> Mapping[str, int]:
-        return self._site.free()
+        return self.site.free()
 
     async def resize(self, devices: Mapping[str, int]) -> None:
         async with self._moving:
             await self._clear()
-            self._site.resize(devices)
-            seats, stable = self._gateway.seats(), self._gateway.stable()
+            self.site.resize(devices)
+            seats, stable = self.gateway.seats(), self.gateway.stable()
             for engine_id in [e for e in seats if e not in stable]:
                 pool = seats[engine_id].pool
-                if self._site.free().get(pool, 0) < 0:
+                if self.site.free().get(pool, 0) < 0:
                     cause = f"pool '{pool}' has {devices.get(pool, 0)} devices left"
-                    if await self._supervisor.abandon(engine_id, cause):
-                        await self._site.clear(engine_id)
+                    if await self.supervisor.abandon(engine_id, cause):
+                        await self.site.clear(engine_id)
 
     def gone(self, engine_id: EngineId) -> None:
         """Supervision gave the engine up. Its devices are freed before the next move."""
@@ -99,44 +92,44 @@ class EngineFleet:
     async def _clear(self) -> None:
         """Free the devices of engines that were given up. After an error or a cancellation, the next move continues."""
         while self._gone:
-            await self._site.clear(self._gone[0])
+            await self.site.clear(self._gone[0])
             self._gone.pop(0)
 
     async def _start(self, kind: EngineKind) -> None:
-        async with self._gateway.still():
+        async with self.gateway.still():
             pass  # not during an update: the engine would load the outgoing version
-        placed = await self._site.place(kind)
+        placed = await self.site.place(kind)
         engine_id = placed.part.id
         try:
-            await self._supervisor.bring_up(placed.part, placed.seat)
-            self._supervisor.add(engine_id)
+            await self.supervisor.bring_up(placed.part, placed.seat)
+            self.supervisor.add(engine_id)
         except BaseException as error:
-            await self._supervisor.release(engine_id)
-            await self._site.clear(engine_id)
+            await self.supervisor.release(engine_id)
+            await self.site.clear(engine_id)
             if isinstance(error, Exception) and not isinstance(error, RollartError):
                 raise RunFailed(f"{engine_id} did not start: {type(error).__name__}: {error}") from None
             raise
 
     async def _drain(self, kind: EngineKind, wanted: EngineId | None) -> None:
         """Drain one engine of the kind. `wanted`: this engine, which may have been retired already."""
-        async with self._gateway.still():
-            may = self._gateway.stable() if wanted is None else {wanted}
-            engine_id = next((e for e in self._gateway.at(kind) if e in may), None)
+        async with self.gateway.still():
+            may = self.gateway.stable() if wanted is None else {wanted}
+            engine_id = next((e for e in self.gateway.at(kind) if e in may), None)
             if engine_id is None:
                 raise RunFailed(f"no {kind.role} of tp {kind.tp} on {kind.pool} serves: none can be drained")
-            self._gateway.retire(engine_id)
+            self.gateway.retire(engine_id)
         began, late = loop_time(), False
         try:
             # If the engine dies from now on, it is not restarted, and its turns are routed again.
-            await self._supervisor.release(engine_id)
-            await self._gateway.drain(engine_id, seconds=self._drain_s)
+            await self.supervisor.release(engine_id)
+            await self.gateway.drain(engine_id, seconds=self.drain_s)
         except LeaseExpired:
             late = True
         finally:
-            async with self._gateway.still():
-                self._gateway.leave(engine_id, cause="drained")
-            await self._site.clear(engine_id)
+            async with self.gateway.still():
+                self.gateway.leave(engine_id, cause="drained")
+            await self.site.clear(engine_id)
         now = loop_time()
         fields: dict[str, str | int | float | bool | None] = {"pool": kind.pool, "role": str(kind.role), "tp": kind.tp}
         fields |= {"seconds": round(now - began, 3), "cut_short": late}
-        self._recorder.event(RunEvent(now, "engine_drained", engine_id, fields))
+        self.recorder.event(RunEvent(now, "engine_drained", engine_id, fields))

@@ -12,7 +12,7 @@ import contextlib
 import json
 from collections import deque
 from collections.abc import Awaitable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import TypeVar
 
 from rollart.errors import RollartError
@@ -169,6 +169,7 @@ class _PlannerFailed(Exception):
     """The planner failed, which differs from finding no better plan."""
 
 
+@dataclass(eq=False)
 class Rebalancer:
     """A task of the run: `run` never returns. Any task may call `notify`.
 
@@ -178,40 +179,33 @@ class Rebalancer:
     routes.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        planner: Planner,
-        leases: Leases,
-        recorder: Recorder,
-        meter: WorkloadMeter,
-        *,
-        settings: RebalanceSettings,
-        fleet: Fleet | None = None,
-    ) -> None:
-        self._gateway = gateway
-        self._planner = planner
-        self._leases = leases
-        self._recorder = recorder
-        self._meter = meter
-        self._settings = settings
-        self._fleet = fleet
-        self._nodes: NodeTracker | None = None
-        self._baseline = dict(settings.baseline)
-        self._reasons: list[str] = []
-        self._woken = asyncio.Event()
-        self._samples: deque[tuple[float, int]] = deque()
-        self._change: _Change | None = None
-        self._down_since: dict[str, float] = {}
-        self._down: set[str] = set()
-        self._flowed: frozenset[EngineKind] | None = None
-        """Kinds of engine that served when flows were last computed."""
-        self._failing: dict[str, str] = {}
-        """Planner requests whose last attempt failed, with the cause."""
+    gateway: Gateway
+    planner: Planner
+    leases: Leases
+    recorder: Recorder
+    meter: WorkloadMeter
+    _: KW_ONLY
+    settings: RebalanceSettings
+    fleet: Fleet | None = None
+    _nodes: NodeTracker | None = field(default=None, init=False)
+    _baseline: dict[str, DomainWork] = field(default_factory=dict, init=False)
+    _reasons: list[str] = field(default_factory=list, init=False)
+    _woken: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _samples: deque[tuple[float, int]] = field(default_factory=deque, init=False)
+    _change: _Change | None = field(default=None, init=False)
+    _down_since: dict[str, float] = field(default_factory=dict, init=False)
+    _down: set[str] = field(default_factory=set, init=False)
+    _flowed: frozenset[EngineKind] | None = field(default=None, init=False)
+    """Kinds of engine that served when flows were last computed."""
+    _failing: dict[str, str] = field(default_factory=dict, init=False)
+    """Planner requests whose last attempt failed, with the cause."""
+
+    def __post_init__(self) -> None:
+        self._baseline.update(self.settings.baseline)
 
     def move_by(self, fleet: Fleet) -> None:
         """Enable drains and starts, which this fleet applies."""
-        self._fleet = fleet
+        self.fleet = fleet
 
     def follow(self, nodes: NodeTracker) -> None:
         """Plan for the present nodes of an elastic cluster, as nodes join and leave."""
@@ -225,16 +219,16 @@ class Rebalancer:
         self._woken.set()
 
     async def run(self) -> None:
-        settings = self._settings
+        settings = self.settings
         period = min((s for s in (settings.reprice_s, settings.flows_s) if s > 0), default=settings.measure_s)
         flows_due = loop_time() + settings.flows_s
-        self._samples.append((loop_time(), self._meter.finished))
+        self._samples.append((loop_time(), self.meter.finished))
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(period if self._nodes is None else min(period, self._nodes.wait())):
                     await self._woken.wait()
             now = loop_time()
-            self._samples.append((now, self._meter.finished))
+            self._samples.append((now, self.meter.finished))
             while len(self._samples) > 2 and self._samples[1][0] <= now - max(settings.measure_s, settings.flows_s):
                 self._samples.popleft()
             self._measure(now)
@@ -246,9 +240,9 @@ class Rebalancer:
             elif settings.flows_s and (now >= flows_due or self._joined()):
                 flows_due = now + settings.flows_s
                 self._flowed = self._serving()
-                await self._follow("flows", self._planner.reflow(self._observed()))
+                await self._follow("flows", self.planner.reflow(self._observed()))
             elif settings.reprice_s:
-                await self._follow("prices", self._planner.reprice(self._observed()))
+                await self._follow("prices", self.planner.reprice(self._observed()))
 
     def _reason(self, now: float) -> str:
         """The reason to make a new plan; '' if there is none."""
@@ -259,16 +253,16 @@ class Rebalancer:
             reasons.append(other_nodes)
         if reasons:
             return "; ".join(reasons)
-        work = self._meter.work()
+        work = self.meter.work()
         for domain, seen in work.items():
             self._baseline.setdefault(domain, seen)
         changed, figure = drift(self._baseline, work)
-        if changed <= self._settings.drift or self._change is not None:
+        if changed <= self.settings.drift or self._change is not None:
             return ""
         return f"drift of {changed:.0%}: {figure}"
 
     def _serving(self) -> frozenset[EngineKind]:
-        return frozenset(kind for kind, load in self._gateway.load().items() if load.healthy)
+        return frozenset(kind for kind, load in self.gateway.load().items() if load.healthy)
 
     def _joined(self) -> bool:
         """True if a kind of engine serves that the flows do not cover: without a price it would attract every
@@ -278,7 +272,7 @@ class Rebalancer:
     def _pools(self, now: float) -> list[str]:
         """Pools that have been down for `gone_s`, and pools that are back, as reasons."""
         healthy: dict[str, int] = {}
-        for kind, load in self._gateway.load().items():
+        for kind, load in self.gateway.load().items():
             healthy[kind.pool] = healthy.get(kind.pool, 0) + load.healthy
         reasons = []
         for pool, count in healthy.items():
@@ -287,7 +281,7 @@ class Rebalancer:
                 if pool in self._down:
                     self._down.discard(pool)
                     reasons.append(f"pool {pool} is back")
-            elif pool not in self._down and now - self._down_since.setdefault(pool, now) >= self._settings.gone_s:
+            elif pool not in self._down and now - self._down_since.setdefault(pool, now) >= self.settings.gone_s:
                 self._down.add(pool)
                 reasons.append(f"pool {pool} is down")
         return reasons
@@ -297,9 +291,9 @@ class Rebalancer:
             routes = await self._ask(what, asked)
         except _PlannerFailed:
             return
-        async with self._gateway.still():
-            said = notable_change(self._gateway.routes, routes)
-            self._gateway.follow(routes)
+        async with self.gateway.still():
+            said = notable_change(self.gateway.routes, routes)
+            self.gateway.follow(routes)
         if said:
             self._event("repriced", what, change=said)
 
@@ -312,42 +306,42 @@ class Rebalancer:
         # The baseline changes whatever the outcome: the same drift does not trigger a second plan.
         self._baseline.update(observed.work)
         try:
-            proposal = await self._ask("a plan", self._planner.replan(observed, trigger))
+            proposal = await self._ask("a plan", self.planner.replan(observed, trigger))
         except _PlannerFailed:
             self._again()
             return
         if proposal is None:
             self._event("rebalance_rejected", trigger, why="the plan that runs is the best one")
             return
-        wanted, why = worth_moving(proposal, self._settings.horizon_s)
+        wanted, why = worth_moving(proposal, self.settings.horizon_s)
         if not wanted:
             self._event("rebalance_rejected", trigger, why=why, **_figures(proposal))
-        elif self._fleet is None and not proposal.router_only:
+        elif self.fleet is None and not proposal.router_only:
             self._event("rebalance_proposed", trigger, why=why, **_figures(proposal))
         else:
             await self._apply(trigger, proposal, why, observed.work)
 
     async def _apply(self, trigger: str, proposal: Proposal, why: str, work: Mapping[str, DomainWork]) -> None:
-        before = self._rate(self._settings.measure_s)
+        before = self._rate(self.settings.measure_s)
         flips = [m for m in proposal.moves if m.kind is FleetMoveKind.FLIP]
-        async with self._gateway.still():
+        async with self.gateway.still():
             short = self._short(flips)
             if short is None:
                 for move in flips:
                     assert move.before is not None
                     assert move.after is not None
-                    for engine in self._gateway.at(EngineKind(move.pool, move.before, move.tp))[: move.replicas]:
-                        self._gateway.flip(engine, move.after)
+                    for engine in self.gateway.at(EngineKind(move.pool, move.before, move.tp))[: move.replicas]:
+                        self.gateway.flip(engine, move.after)
                 if proposal.router_only:
-                    self._gateway.follow(proposal.routes)
+                    self.gateway.follow(proposal.routes)
         if short is not None:
             self._event("rebalance_rejected", trigger, why=f"the fleet changed: {short}", **_figures(proposal))
             return
         if not proposal.router_only and not await self._move(trigger, proposal):
             self._again()
             return
-        self._planner.adopt(proposal)
-        engines = [[e, seat.pool, str(seat.role), seat.tp] for e, seat in self._gateway.seats().items()]
+        self.planner.adopt(proposal)
+        engines = [[e, seat.pool, str(seat.role), seat.tp] for e, seat in self.gateway.seats().items()]
         measured = {domain: asdict(seen) for domain, seen in work.items()}
         self._event(PLAN_ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(measured))
         self._flowed = self._serving()
@@ -360,21 +354,21 @@ class Rebalancer:
     async def _move(self, trigger: str, proposal: Proposal) -> bool:
         """Apply drains and starts one after the other, then the routes. False if a move failed: completed moves stay,
         and the next plan starts from there. If no engine serves any more, the last drained engine is first restored."""
-        assert self._fleet is not None
-        async with self._gateway.still():
-            self._gateway.follow(transition_routes(self._gateway.routes, proposal.routes))
+        assert self.fleet is not None
+        async with self.gateway.still():
+            self.gateway.follow(transition_routes(self.gateway.routes, proposal.routes))
         drained: FleetMove | None = None
-        for move in order_moves(proposal.moves, serving=len(self._gateway.stable()), free=self._fleet.free()):
+        for move in order_moves(proposal.moves, serving=len(self.gateway.stable()), free=self.fleet.free()):
             try:
                 await self._step(move)
             except RollartError as error:
                 self._event("rebalance_failed", trigger, move=str(move), cause=str(error), **_figures(proposal))
-                if drained is not None and not self._gateway.stable():
+                if drained is not None and not self.gateway.stable():
                     await self._undo(drained)
                 return False
             drained = move if move.kind is FleetMoveKind.DRAIN else drained
-        async with self._gateway.still():
-            self._gateway.follow(proposal.routes)
+        async with self.gateway.still():
+            self.gateway.follow(proposal.routes)
         return True
 
     async def _undo(self, drained: FleetMove) -> None:
@@ -390,13 +384,13 @@ class Rebalancer:
         if self._nodes is None:
             return self._observed()
         devices = self._nodes.devices()
-        if self._fleet is not None:
-            await self._fleet.resize(devices)
-        return replace(self._observed(), devices=devices, load=self._nodes.load(self._gateway))
+        if self.fleet is not None:
+            await self.fleet.resize(devices)
+        return replace(self._observed(), devices=devices, load=self._nodes.load(self.gateway))
 
     async def _vacate(self) -> None:
         """Drain the engines on leaving nodes."""
-        for move in () if self._nodes is None or self._fleet is None else self._nodes.departures(self._gateway):
+        for move in () if self._nodes is None or self.fleet is None else self._nodes.departures(self.gateway):
             try:
                 await self._step(move)
             except RollartError as error:
@@ -407,9 +401,9 @@ class Rebalancer:
             self._nodes.retry()
 
     async def _step(self, move: FleetMove) -> None:
-        assert self._fleet is not None
-        async with self._leases.hold("rebalance", str(move), self._settings.move_s, Expiry.RETRY):
-            await self._fleet.apply(move)
+        assert self.fleet is not None
+        async with self.leases.hold("rebalance", str(move), self.settings.move_s, Expiry.RETRY):
+            await self.fleet.apply(move)
 
     def _short(self, flips: list[FleetMove]) -> str | None:
         """The first flip for which there are too few engines, as text; None if all flips are possible."""
@@ -418,7 +412,7 @@ class Rebalancer:
             assert move.before is not None, "a flip has a role before"
             kind = EngineKind(move.pool, move.before, move.tp)
             used[kind] = used.get(kind, 0) + move.replicas
-            have = len(self._gateway.at(kind))
+            have = len(self.gateway.at(kind))
             if used[kind] > have:
                 return f"{move}, but there are {have}"
         return None
@@ -427,7 +421,7 @@ class Rebalancer:
         """The planner's answer. `_PlannerFailed` if the planner fails or takes too long, with an event unless the
         previous request of this kind failed with the same cause."""
         try:
-            async with self._leases.hold("rebalance", f"the planner: {what}", self._settings.planner_s, Expiry.RETRY):
+            async with self.leases.hold("rebalance", f"the planner: {what}", self.settings.planner_s, Expiry.RETRY):
                 answer = await asked
         except Exception as error:
             cause = str(error) if isinstance(error, RollartError) else f"{type(error).__name__}: {error}"
@@ -439,14 +433,14 @@ class Rebalancer:
         return answer
 
     def _observed(self) -> FleetObservation:
-        window = self._settings.flows_s or self._settings.measure_s
+        window = self.settings.flows_s or self.settings.measure_s
         rate = self._rate(window)
         return FleetObservation(
-            work=self._meter.work(),
-            load=self._gateway.load(),
+            work=self.meter.work(),
+            load=self.gateway.load(),
             rate=rate or 0.0,
             seconds=0.0 if rate is None else window,
-            movable=self._fleet is not None,
+            movable=self.fleet is not None,
         )
 
     def _rate(self, window: float) -> float | None:
@@ -458,10 +452,10 @@ class Rebalancer:
     def _measure(self, now: float) -> None:
         """Record the measured effect of the last change, once its window has passed."""
         change = self._change
-        if change is None or now < change.at + self._settings.settle_s + self._settings.measure_s:
+        if change is None or now < change.at + self.settings.settle_s + self.settings.measure_s:
             return
         self._change = None
-        after = self._rate(self._settings.measure_s)
+        after = self._rate(self.settings.measure_s)
         gain = after / change.before - 1 if change.before and after is not None else None
         self._event(
             "rebalance_measured",
@@ -470,11 +464,11 @@ class Rebalancer:
             measured_gain=gain,
             rate_before=change.before,
             rate_after=after,
-            window_s=self._settings.measure_s,
+            window_s=self.settings.measure_s,
         )
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
-        self._recorder.event(RunEvent(loop_time(), kind, subject, fields))
+        self.recorder.event(RunEvent(loop_time(), kind, subject, fields))
 
 
 def _figures(proposal: Proposal) -> dict[str, str | float]:

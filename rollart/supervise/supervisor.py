@@ -67,16 +67,14 @@ class Supervisor(ABC, Generic[P]):
 
     failures: tuple[type[RollartError], ...] = (PartDied, LeaseExpired)
     """Errors of `start` and `watch` that a restart may repair. Any other ends `keep`."""
-
-    def __init__(self, max_restarts: int) -> None:
-        self._max_restarts = max_restarts
+    max_restarts: int
 
     async def keep(self, part: P) -> None:
         cause, failed, since = "", None, loop_time()
         while not part.leaving:
             try:
                 await self.start(part, restart=bool(cause))
-                if part.restarts > self._max_restarts:  # earlier starts failed for lack of a node
+                if part.restarts > self.max_restarts:  # earlier starts failed for lack of a node
                     part.restarts = 0
                 cause = await self.watch(part)
                 failed, since = None, loop_time()
@@ -86,7 +84,7 @@ class Supervisor(ABC, Generic[P]):
                 break
             await self.lose(part, cause)
             part.restarts += 1
-            if part.restarts > self._max_restarts:
+            if part.restarts > self.max_restarts:
                 if self.spare(part):
                     self.give_up(part, cause)
                     return
@@ -135,7 +133,6 @@ class HostLimits:
     health_s: float = 15.0
     start_s: float = 60.0
     call_s: float = 30.0
-    close_s: float = 5.0
     pull_s: float = 600.0
     """Longest wait for an episode's images."""
     max_restarts: int = 5
@@ -236,7 +233,7 @@ class HostSupervisor(Supervisor[H]):
     ) -> None:
         """`adopt`: places the host of a given name. `names`: an endless iterator of the hosts' names, in their
         order."""
-        super().__init__(limits.max_restarts)
+        self.max_restarts = limits.max_restarts
         self._adopt = adopt
         self.new_names = names
         self._count = count

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 
 from serverless.pipeline.items import PipelineCall, Timers
 from serverless.pipeline.retrying import TokenBucket
@@ -19,33 +20,29 @@ _SAVED = 5.0
 """Maximum number of hedges saved in a quiet time for a burst of late calls."""
 
 
+@dataclass(eq=False)
 class Hedger:
     """Owns the latencies, the hedge budget and the late calls of one provider. `has_room` returns True if an invocation
     may begin; `start_hedge` begins one. Calls that isolate a failing item are not hedged, since their faults are
     needed."""
 
-    def __init__(
-        self,
-        settings: HedgeSpec,
-        stage: StageCounts,
-        *,
-        has_room: Callable[[], bool],
-        start_hedge: Callable[[PipelineCall], None],
-    ) -> None:
-        self._settings = settings
-        self._latencies = Latencies(settings)
-        self._budget = TokenBucket(settings.budget, most=max(_SAVED, settings.budget))
-        self._stage = stage
-        self._has_room = has_room
-        self._start_hedge = start_hedge
+    settings: HedgeSpec
+    stage: StageCounts
+    _: KW_ONLY
+    has_room: Callable[[], bool]
+    start_hedge: Callable[[PipelineCall], None]
+
+    def __post_init__(self) -> None:
+        self._latencies = Latencies(self.settings)
+        self._budget = TokenBucket(self.settings.budget, most=max(_SAVED, self.settings.budget))
         self._watched: Timers[PipelineCall] = Timers(self._is_late, lambda call: call.done)
         self._late: dict[PipelineCall, None] = {}
 
     def called(self, call: PipelineCall, now: float) -> None:
         """Record the start of a call: it earns its share of a hedge and is watched."""
-        if not self._settings.enabled:
+        if not self.settings.enabled:
             return
-        self._stage.entered += 1
+        self.stage.entered += 1
         self._budget.earn()
         if call.cause is not Cause.ISOLATION:
             after = self._latencies.late_after(len(call.entries))
@@ -66,7 +63,7 @@ class Hedger:
         A call that has just become late needs no token in reserve. If the share of stragglers equals the budget, most
         are then hedged at once and a few not at all, instead of all of them after a wait.
         """
-        while self._late and self._has_room() and self._budget.take(spare=1.0):
+        while self._late and self.has_room() and self._budget.take(spare=1.0):
             self._hedge(self._late.popitem()[0])
 
     def close(self) -> None:
@@ -74,15 +71,15 @@ class Hedger:
         self._late.clear()
 
     def _is_late(self, call: PipelineCall) -> None:
-        if self._has_room() and self._budget.take():
+        if self.has_room() and self._budget.take():
             self._hedge(call)
         else:
             self._late[call] = None
 
     def _hedge(self, call: PipelineCall) -> None:
-        self._stage.acted += 1
-        self._stage.extra_calls += 1
-        self._start_hedge(call)
+        self.stage.acted += 1
+        self.stage.extra_calls += 1
+        self.start_hedge(call)
 
 
 _KEPT = 200

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from serverless import wire
 from serverless.pipeline.items import PendingItem
@@ -44,6 +45,7 @@ def retry_delay(
     return wait if wait < remaining_s else None
 
 
+@dataclass(slots=True)
 class TokenBucket:
     """Each unit of work deposits `earned` tokens, each extra call takes one; at most `most` are saved.
 
@@ -51,21 +53,19 @@ class TokenBucket:
     tenth to the load; and since the bucket of hedges starts empty, hedges <= budget * calls.
     """
 
-    __slots__ = ("_earned", "_most", "_tokens")
-
-    def __init__(self, earned: float, *, most: float, tokens: float = 0.0) -> None:
-        self._earned = earned
-        self._most = most
-        self._tokens = tokens
+    earned: float
+    _: KW_ONLY
+    most: float
+    tokens: float = 0.0
 
     def earn(self) -> None:
-        self._tokens = min(self._most, self._tokens + self._earned)
+        self.tokens = min(self.most, self.tokens + self.earned)
 
     def take(self, *, spare: float = 0.0) -> bool:
         """Spend a token, if `spare` tokens remain afterwards."""
-        if self._tokens < 1.0 + spare:
+        if self.tokens < 1.0 + spare:
             return False
-        self._tokens -= 1.0
+        self.tokens -= 1.0
         return True
 
 

@@ -15,7 +15,7 @@ import json
 import logging
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from serverless.meter import MeterSink, WorkerSpan, WorkerState
 from serverless.providers.base import Backend, ProvisionedBackend, ScalableBackend, WorkerLoad
@@ -295,6 +295,7 @@ _SPAN_S = 60.0
 """Interval of metering. A process that is killed leaves at most this much time unmetered."""
 
 
+@dataclass(eq=False)
 class Provisioner:
     """Manages the provisioned level of one function on one provider.
 
@@ -304,31 +305,25 @@ class Provisioner:
     before, the level after, the reason, and the error text or ''.
     """
 
-    def __init__(
-        self,
-        spec: FunctionSpec,
-        backend: ProvisionedBackend,
-        *,
-        meter: MeterSink,
-        statistics: CallStatistics,
-        levels: ProvisionedLevels,
-        on_change: Callable[[int, int, str, str], None],
-        hysteresis: Hysteresis,
-    ) -> None:
-        self._spec = spec
-        self._backend = backend
-        self._meter = meter
-        self._statistics = statistics
-        self._levels = levels
-        self._on_change = on_change
-        self._hysteresis = hysteresis
-        self._key = f"{backend.provider}/{spec.name}"
-        self._wanted, self._why = 0, "idle"
-        self._requested = asyncio.Event()
-        self._original: int | None = None
-        self._since = 0.0
-        self._billed_s = 0.0
-        self.level = 0
+    spec: FunctionSpec
+    backend: ProvisionedBackend
+    _: KW_ONLY
+    meter: MeterSink
+    statistics: CallStatistics
+    levels: ProvisionedLevels
+    on_change: Callable[[int, int, str, str], None]
+    hysteresis: Hysteresis
+    _wanted: int = field(default=0, init=False)
+    _why: str = field(default="idle", init=False)
+    _requested: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _original: int | None = field(default=None, init=False)
+    _since: float = field(default=0.0, init=False)
+    _billed_s: float = field(default=0.0, init=False)
+    level: int = field(default=0, init=False)
+
+    @property
+    def _key(self) -> str:
+        return f"{self.backend.provider}/{self.spec.name}"
 
     def want(self, workers: int, why: str) -> None:
         self._wanted, self._why = workers, why
@@ -344,8 +339,8 @@ class Provisioner:
                 if self._original is None and not await self._read_level():
                     continue
                 assert self._original is not None
-                wanted = max(self._original, min(self._wanted, self._spec.concurrency))
-                level = self._hysteresis.next(now(), self.level, wanted)
+                wanted = max(self._original, min(self._wanted, self.spec.concurrency))
+                level = self.hysteresis.next(now(), self.level, wanted)
                 if level != self.level:
                     await self._change(level)
                 elif now() - self._since >= _SPAN_S:
@@ -355,36 +350,36 @@ class Provisioner:
 
     async def restore(self) -> None:
         """Reset the original level if this run or an earlier life of it changed the level."""
-        if self._key not in self._levels.before:
+        if self._key not in self.levels.before:
             return
-        before, level = self.level, self._levels.before[self._key]
+        before, level = self.level, self.levels.before[self._key]
         try:
             async with asyncio.timeout(_BACK_S):
-                await self._backend.provision(self._spec.name, level)
+                await self.backend.provision(self.spec.name, level)
         except Exception as error:
-            self._on_change(before, level, "set back", _first_line(error))
+            self.on_change(before, level, "set back", _first_line(error))
             return
         finally:
             self._report()
         self.level = level
-        self._levels.remember(self._key, None)
-        self._on_change(before, level, "set back", "")
+        self.levels.remember(self._key, None)
+        self.on_change(before, level, "set back", "")
 
     async def _read_level(self) -> bool:
         """Read the current level before the first change. Returns False if it cannot be read yet."""
         loop = asyncio.get_running_loop()
-        if loop.time() < self._hysteresis.changed + self._hysteresis.up_s:
+        if loop.time() < self.hysteresis.changed + self.hysteresis.up_s:
             return False
         try:
             async with asyncio.timeout(_REQUEST_S):
-                self.level = await self._backend.provisioned(self._spec.name)
+                self.level = await self.backend.provisioned(self.spec.name)
         except Exception as error:
-            self._hysteresis.changed = loop.time()
-            self._on_change(0, 0, "look", _first_line(error))
+            self.hysteresis.changed = loop.time()
+            self.on_change(0, 0, "look", _first_line(error))
             return False
         # The file wins over the provider's level: a killed run may have left its own level there.
-        self._original = self._levels.before.get(self._key, self.level)
-        self._since, self._billed_s = loop.time(), self._statistics.billed_s
+        self._original = self.levels.before.get(self._key, self.level)
+        self._since, self._billed_s = loop.time(), self.statistics.billed_s
         return True
 
     async def _change(self, level: int) -> None:
@@ -394,18 +389,18 @@ class Provisioner:
         assert self._original is not None
         try:
             # Recorded before the request: the request may take effect even if its answer is lost.
-            self._levels.remember(self._key, self._original)
+            self.levels.remember(self._key, self._original)
             async with asyncio.timeout(_REQUEST_S):
-                await self._backend.provision(self._spec.name, level)
+                await self.backend.provision(self.spec.name, level)
         except Exception as error:
-            self._on_change(before, level, why, _first_line(error))
+            self.on_change(before, level, why, _first_line(error))
         else:
             self.level = level
             if level == self._original:
-                self._levels.remember(self._key, None)
-            self._on_change(before, level, why, "")
+                self.levels.remember(self._key, None)
+            self.on_change(before, level, why, "")
         finally:
-            self._hysteresis.changed = loop.time()
+            self.hysteresis.changed = loop.time()
 
     def _report(self) -> None:
         """Meter the time at the current level since the last report, as one worker with the memory of all. A new level
@@ -413,18 +408,18 @@ class Provisioner:
         the unused part."""
         now = asyncio.get_running_loop().time()
         since, self._since = self._since, now
-        billed, self._billed_s = self._statistics.billed_s - self._billed_s, self._statistics.billed_s
+        billed, self._billed_s = self.statistics.billed_s - self._billed_s, self.statistics.billed_s
         if self._original is None or now <= since:
             return
         seconds = self.level * (now - since)
-        if self._backend.calls_included:
+        if self.backend.calls_included:
             seconds = max(0.0, seconds - billed)
-        memory_mb = round(self._spec.memory_mb * seconds / (now - since))
+        memory_mb = round(self.spec.memory_mb * seconds / (now - since))
         if memory_mb:
             span = WorkerSpan(
-                self._spec.name, self._backend.provider, "provisioned", since, now, WorkerState.IDLE, memory_mb
+                self.spec.name, self.backend.provider, "provisioned", since, now, WorkerState.IDLE, memory_mb
             )
-            self._meter.worker(span)
+            self.meter.worker(span)
 
 
 def _first_line(error: Exception) -> str:
