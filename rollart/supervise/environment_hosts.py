@@ -74,18 +74,18 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
 
     def faults(self) -> dict[str, int]:
         """Number of episodes that ended in a fault, by host."""
-        return {name: host.faults for name, host in self._hosts.items()}
+        return {name: host.faults for name, host in self.hosts.items()}
 
     def _choose(self, wanted: frozenset[str]) -> EnvironmentHostState | None:
         """A host with room for an episode, preferably with the `wanted` images. Resting hosts come last."""
         most, fresh, resting = self._limits.per_host, dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
-        for name, host in self._hosts.items():
+        for name, host in self.hosts.items():
             if host.up and not host.draining:
                 (resting if host.resting else fresh)[name] = host.live, most
         for room in (fresh, resting):
-            missing = {name: len(wanted - self._hosts[name].images) for name in room} if wanted else None
+            missing = {name: len(wanted - self.hosts[name].images) for name in room} if wanted else None
             if (chosen := self._policy.choose(room, loop_time(), missing)) is not None:
-                return self._hosts[chosen]
+                return self.hosts[chosen]
         return None
 
     async def call(self, host: EnvironmentHostState, link: EnvironmentHost, work: Awaitable[tuple[T, float]]) -> T:
@@ -102,7 +102,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
             host.calls -= 1
             if not host.calls and host.link is not None:
                 host.part.clock.enter(ResourceState.IDLE)
-        if self._hosts.get(host.id) is host:
+        if self.hosts.get(host.id) is host:
             self._left_alone(host, self._policy.called(host.id, max(0.0, loop_time() - began - env_s), loop_time()))
         return result
 
@@ -131,11 +131,11 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
         """Images that an episode needs on its host before its reset; usually none."""
         if not self._any_images:
             return frozenset()
-        links = [host.link for host in self._hosts.values() if host.up and host.link is not None]
+        links = [host.link for host in self.hosts.values() if host.up and host.link is not None]
         return await self._images.wanted(links, domain, seed, owner)
 
     def _seen(self, link: EnvironmentHost, said: EpisodeImages) -> None:
-        if (host := self._hosts.get(link.id)) is not None:
+        if (host := self.hosts.get(link.id)) is not None:
             host.images = said.there
 
     async def pull(
@@ -161,7 +161,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
         host.episodes += 1
         host.faults += fault
         host.restarts = 0 if alive and not fault else host.restarts
-        if self._hosts.get(host.id) is host:
+        if self.hosts.get(host.id) is host:
             self._left_alone(host, self._policy.ended(host.id, fault=fault, now=loop_time()))
         self.places.free(place)
         host.changed.set()
@@ -210,7 +210,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
     def memory_cause(self, host: EnvironmentHostState, health: HostHealth) -> str:
         """The reason to restart the host for its memory; '' if there is none, or if it drains first."""
         node, watch = "" if host.life is None else host.life.node, host.memory
-        here = sum(other.life is not None and other.life.node == node for other in self._hosts.values())
+        here = sum(other.life is not None and other.life.node == node for other in self.hosts.values())
         bound = watch.rules.bound(health.machine, here)
         verdict = watch.check(health.memory, bound, host.live, loop_time())
         if verdict is MemoryAction.KEEP:

@@ -240,7 +240,7 @@ class HostSupervisor(Supervisor[H]):
         self._leases = leases
         self._recorder = recorder
         self._limits = limits
-        self._hosts: dict[str, H] = {}
+        self.hosts: dict[str, H] = {}
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
@@ -254,7 +254,7 @@ class HostSupervisor(Supervisor[H]):
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 await self.resize(self._count)
-                while not all(host.link for host in self._hosts.values()):
+                while not all(host.link for host in self.hosts.values()):
                     await self._changed.wait()
                 self._ready.set()
                 try:
@@ -266,7 +266,7 @@ class HostSupervisor(Supervisor[H]):
             self._tasks = None
             self.stopped()
             with contextlib.suppress(RollartError):
-                await asyncio.gather(*(self._end(host) for host in list(self._hosts.values())))
+                await asyncio.gather(*(self._end(host) for host in list(self.hosts.values())))
 
     async def ready(self) -> None:
         """Returns once every initial host serves."""
@@ -275,16 +275,16 @@ class HostSupervisor(Supervisor[H]):
     @property
     def size(self) -> int:
         """Number of hosts that are not retired, both serving and starting."""
-        return sum(not host.leaving for host in self._hosts.values())
+        return sum(not host.leaving for host in self.hosts.values())
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the hosts that are not retired."""
-        return tuple(name for name, host in self._hosts.items() if not host.leaving)
+        return tuple(name for name, host in self.hosts.items() if not host.leaving)
 
     @property
     def clocks(self) -> list[ResourceClock]:
-        return [host.part.clock for host in self._hosts.values()]
+        return [host.part.clock for host in self.hosts.values()]
 
     def where(self) -> Mapping[str, str]:
         """The node of each host that is not retired ('' if it has none), the most dispensable host first."""
@@ -292,7 +292,7 @@ class HostSupervisor(Supervisor[H]):
 
     def up(self) -> frozenset[str]:
         """Hosts that accept work now."""
-        return frozenset(name for name, host in self._hosts.items() if host.up)
+        return frozenset(name for name, host in self.hosts.items() if host.up)
 
     async def resize(self, count: int) -> None:
         """Change the number of hosts to `count` (at least 1): start new ones, or retire the most dispensable ones."""
@@ -306,13 +306,13 @@ class HostSupervisor(Supervisor[H]):
         """Add a host and return its name. It accepts work once it has started."""
         assert self._tasks is not None, "hosts are added while `run` runs"
         host = await self._adopt(next(self.new_names))
-        self._hosts[host.id] = host
+        self.hosts[host.id] = host
         self._keeping[host.id] = self._tasks.create_task(self._keep(host), name=f"keep {host.id}")
         return host.id
 
     def retire(self, name: str) -> None:
         """Retire a host: it gets no more work, and ends with its last."""
-        host = self._hosts[name]
+        host = self.hosts[name]
         host.leaving = True
         self.drain(host)
         if host.kept and host.link is None:  # it is starting, perhaps for ever
@@ -405,7 +405,7 @@ class HostSupervisor(Supervisor[H]):
             await link.aclose()
 
     def spare(self, part: H) -> bool:
-        return any(other.link or not other.leaving for other in self._hosts.values() if other is not part)
+        return any(other.link or not other.leaving for other in self.hosts.values() if other is not part)
 
     def check_patience(self, part: H, cause: str, failed: Exception | None, seconds: float) -> None:
         if not isinstance(failed, NoPlace) or seconds >= self._limits.patience_s:
@@ -420,7 +420,7 @@ class HostSupervisor(Supervisor[H]):
 
     def _by_use(self) -> list[H]:
         """The hosts that are not retired, the most dispensable first."""
-        staying = [host for host in reversed(self._hosts.values()) if not host.leaving]
+        staying = [host for host in reversed(self.hosts.values()) if not host.leaving]
         return sorted(staying, key=lambda host: (host.up, host.load))
 
     async def _keep(self, host: H) -> None:
@@ -460,7 +460,7 @@ class HostSupervisor(Supervisor[H]):
 
     async def _end(self, host: H) -> None:
         """Remove the host for good."""
-        if self._hosts.pop(host.id, None) is None:
+        if self.hosts.pop(host.id, None) is None:
             return
         self._keeping.pop(host.id, None)
         self.removed(host)

@@ -166,7 +166,7 @@ class LocalBackend(PooledBackend):
             "memory_mb": package.spec.memory_mb,
             "package": str(self._directory(package)),
             "log": str(log),
-            "scratch": str(self._open() / "scratch" / package.spec.name / str(slot)),
+            "scratch": str(self.root / "scratch" / package.spec.name / str(slot)),
             **(become or required.order(package.spec.trust, allow_unsafe=self._allow_unsafe)),
         }
         return await self._zygote(package).fork(order, gone)
@@ -175,23 +175,25 @@ class LocalBackend(PooledBackend):
         modules = frozenset(package.spec.preload)
         if modules not in self._zygotes:
             preload = (*_PRELOADED, *package.spec.preload)
-            self._zygotes[modules] = ForkServer(self._open(), preload=preload, cleanup=self._given is None)
+            self._zygotes[modules] = ForkServer(self.root, preload=preload, cleanup=self._given is None)
         return self._zygotes[modules]
 
     @property
     def _log_root(self) -> pathlib.Path:
-        return self._open() / "logs" if self._logs is None else self._logs
+        return self.root / "logs" if self._logs is None else self._logs
 
     def _log(self, function: str, slot: int) -> pathlib.Path:
         return self._log_root / function / f"{slot}.log"
 
-    def _open(self) -> pathlib.Path:
+    @property
+    def root(self) -> pathlib.Path:
+        """The directory of packages and logs."""
         if self._root is None:
             raise BackendFailed("the local backend is not open", remedy="use `async with`")
         return self._root
 
     def _directory(self, package: Package) -> pathlib.Path:
-        return self._open() / "functions" / package.version
+        return self.root / "functions" / package.version
 
 
 async def _await_preload(zygote: ForkServer, package: Package) -> None:

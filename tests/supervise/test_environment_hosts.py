@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -16,18 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.control.scheduler import FaultMeter
-from rollart.errors import EnvironmentFault, FaultRateExceeded, LeaseExpired, NoPlace, PartDied, UsageError
+from rollart.errors import EnvironmentFault, FaultRateExceeded, LeaseExpired, PartDied, UsageError
 from rollart.hosted import EnvironmentOrigin, EpisodeImages, HostHealth
-from rollart.leases import Expiry, Leases
-from rollart.ledger.intervals import ResourceClock
+from rollart.leases import Expiry
 from rollart.model import AbortReason, Observation, Step
 from rollart.policy.host_slots import PlacementPriority, PlacementRequest
 from rollart.policy.hosts import MemoryRules
-from rollart.sim import loop as virtual
 from rollart.supervise.environment_hosts import EnvironmentHostSupervisor, HostedEnvironment
 from rollart.supervise.supervisor import HostLimits
 from rollart.testing.laws import find_tiling_errors
-from rollart.testing.ledger import MemoryRecorder
+from tests.supervise.hosts import HostBench, HostProcess, play, running
 
 LIMITS = HostLimits(per_host=4, health_s=10.0, start_s=5.0, call_s=30.0)
 
@@ -109,96 +106,34 @@ async def _of(work: Awaitable[Any]) -> None:
     await work
 
 
-class Part:
-    """A host's process: starts in a second, unless it cannot."""
-
+class Part(HostProcess[Place]):
+    role = "environment"
     machine = ""
-
-    def __init__(self, name: str, recorder: MemoryRecorder, broken: set[str]) -> None:
-        self._name = name
-        self._clock = ResourceClock(
-            role="environment", resource=name, recorder=recorder, clock=asyncio.get_running_loop().time
-        )
-        self._broken = broken
-        self.lives: list[Place] = []
-        self.ended = asyncio.Event()
-        self.closed = False
-        self.start_s = 1.0
-        self.homeless = False
-        self.client: type[Place] = Place
-
-    @property
-    def id(self) -> str:
-        return self._name
-
-    @property
-    def clock(self) -> ResourceClock:
-        return self._clock
+    client: type[Place] = Place
 
     async def start(self) -> Place:
         if self.lives:
             await self.lives[-1].aclose()
-        await asyncio.sleep(self.start_s)
-        if self.homeless:
-            raise NoPlace(self._name, "no node could ever hold it")
-        if self._name in self._broken:
-            raise PartDied(self._name, "ended with status 1 before it was ready")
-        self.ended = asyncio.Event()
-        self.lives.append(self.client(self, len(self.lives)))
-        return self.lives[-1]
-
-    async def wait(self) -> str:
-        await self.ended.wait()
-        return "its process was killed by SIGKILL"
-
-    async def close(self) -> None:
-        self.closed = True
-
-    async def die(self) -> None:
-        await self.lives[-1].aclose()
-        self.ended.set()
+        return await self.begin(lambda: self.client(self, len(self.lives)))
 
 
-class Bench:
+class Bench(HostBench[Part]):
     def __init__(self, count: int, limits: HostLimits = LIMITS) -> None:
-        self.recorder = MemoryRecorder()
-        self.parts: dict[str, Part] = {}
-        self.broken: set[str] = set()
-        self.leases = Leases(self.recorder)
-        self.make: Callable[[str], Awaitable[Part]] = self._part
-        self.fleet = EnvironmentHostSupervisor(
+        super().__init__(Part)
+        self.make: Callable[[str], Awaitable[Part]] = self.part
+        self.fleet: EnvironmentHostSupervisor = EnvironmentHostSupervisor(
             lambda name: self.make(name), count, leases=self.leases, recorder=self.recorder, limits=limits
         )
         self._make_environment = self.fleet.environment("tale")
-
-    async def _part(self, name: str) -> Part:
-        self.parts[name] = Part(name, self.recorder, self.broken)
-        return self.parts[name]
 
     def environment(self) -> HostedEnvironment:
         made = self._make_environment()
         assert isinstance(made, HostedEnvironment)
         return made
 
-    def events(self, kind: str) -> list[tuple[str, dict[str, Any]]]:
-        return [(e.subject, dict(e.fields)) for e in self.recorder.events if e.kind == kind]
-
     @property
     def live(self) -> dict[str, int]:
-        return {name: host.live for name, host in self.fleet._hosts.items()}
-
-
-@asynccontextmanager
-async def running(bench: Bench) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(bench.fleet.run())
-        await bench.fleet.ready()
-        yield
-        task.cancel()
-
-
-def play(scenario: Callable[[], Awaitable[None]], seed: int | None = None) -> None:
-    virtual.run(scenario(), seed=seed)  # type: ignore[arg-type]
+        return {name: host.live for name, host in self.fleet.hosts.items()}
 
 
 def test_episodes_are_spread_and_wait_for_a_place() -> None:

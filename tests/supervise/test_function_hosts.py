@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.errors import EnvironmentFault, NoPlace, PartDied
+from rollart.errors import EnvironmentFault, PartDied
 from rollart.hosted import HostHealth
-from rollart.leases import Leases
-from rollart.ledger.intervals import ResourceClock
-from rollart.sim import loop as virtual
 from rollart.supervise.function_hosts import FunctionHostSupervisor
 from rollart.supervise.supervisor import HostLimits
 from rollart.testing.laws import find_tiling_errors
-from rollart.testing.ledger import MemoryRecorder
+from tests.supervise.hosts import HostBench, HostProcess, play, running
 
 LIMITS = HostLimits(health_s=10.0, start_s=5.0)
 
@@ -68,71 +63,20 @@ class Link:
         self._gone.set()
 
 
-class Part:
-    """A host's process: starts in a second, unless it cannot."""
-
-    def __init__(self, name: str, recorder: MemoryRecorder, broken: set[str]) -> None:
-        self.id = name
-        self.clock = ResourceClock(
-            role="reward", resource=name, recorder=recorder, clock=asyncio.get_running_loop().time
-        )
-        self._broken = broken
-        self.lives: list[Link] = []
-        self.ended = asyncio.Event()
-        self.closed = self.homeless = False
+class Part(HostProcess[Link]):
+    role = "reward"
 
     async def start(self, notify: Callable[[], None]) -> Link:
-        await asyncio.sleep(1.0)
-        if self.homeless:
-            raise NoPlace(self.id, "no node could ever hold it")
-        if self.id in self._broken:
-            raise PartDied(self.id, "ended with status 1 before it was ready")
-        self.ended = asyncio.Event()
-        self.lives.append(Link(self.id, notify))
-        return self.lives[-1]
-
-    async def wait(self) -> str:
-        await self.ended.wait()
-        return "its process was killed by SIGKILL"
-
-    async def close(self) -> None:
-        self.closed = True
-
-    async def die(self) -> None:
-        await self.lives[-1].aclose()
-        self.ended.set()
+        return await self.begin(lambda: Link(self.id, notify))
 
 
-class Bench:
+class Bench(HostBench[Part]):
     def __init__(self, count: int, limits: HostLimits = LIMITS) -> None:
-        self.recorder = MemoryRecorder()
-        self.parts: dict[str, Part] = {}
-        self.broken: set[str] = set()
+        super().__init__(Part)
         names = (f"reward-{n}" for n in itertools.count())
-        leases = Leases(self.recorder)
         self.fleet = FunctionHostSupervisor(
-            self._make, names, count, leases=leases, recorder=self.recorder, limits=limits
+            self.part, names, count, leases=self.leases, recorder=self.recorder, limits=limits
         )
-
-    async def _make(self, name: str) -> Part:
-        self.parts[name] = Part(name, self.recorder, self.broken)
-        return self.parts[name]
-
-    def events(self, kind: str) -> list[tuple[str, dict[str, Any]]]:
-        return [(e.subject, dict(e.fields)) for e in self.recorder.events if e.kind == kind]
-
-
-@asynccontextmanager
-async def running(bench: Bench) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(bench.fleet.run())
-        await bench.fleet.ready()
-        yield
-        task.cancel()
-
-
-def play(scenario: Callable[[], Awaitable[None]], seed: int | None = None) -> None:
-    virtual.run(scenario(), seed=seed)  # type: ignore[arg-type]
 
 
 def test_a_host_is_busy_while_calls_are_in_it() -> None:

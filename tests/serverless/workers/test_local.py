@@ -6,9 +6,6 @@ import asyncio
 import os
 import pathlib
 import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Coroutine
 from typing import Any
 
@@ -22,6 +19,7 @@ from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, S
 from serverless.wire import encode
 from serverless.workers.local import LocalBackend
 from tests.serverless.support import PROVIDERS, Books, alive, descendants, item, package, until
+from tests.serverless.workers.controller import kill_controller
 
 pytestmark = pytest.mark.slow  # real processes
 
@@ -178,36 +176,18 @@ def test_a_long_log_starts_anew(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "logs" / "behave" / "0.log").stat().st_size == 0
 
 
-def test_a_killed_controller_leaves_no_process_and_no_file(tmp_path: pathlib.Path) -> None:
-    script = textwrap.dedent("""
-        import asyncio
-        from serverless.workers.local import LocalBackend
-        from serverless.wire import encode
-        from tests.serverless.support import item, package, until, descendants
-        async def main():
-            one = package(concurrency=2, timeout_s=60.0)
-            async with LocalBackend() as backend, asyncio.TaskGroup() as group:
-                await backend.deploy(one)
-                for n in range(2):
-                    event = [encode(item(do="sleep", seconds=60.0))]
-                    group.create_task(backend.invoke("behave", event, deadline_s=60.0))
-                await until(lambda: len(descendants()) == 3)
-                await asyncio.sleep(0.2)
-                print(backend._root, *descendants(), flush=True)
-                await asyncio.sleep(60.0)
-        asyncio.run(main())
-    """)
-    controller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    try:
-        assert controller.stdout is not None
-        root, *pids = controller.stdout.readline().split()
-        assert len(pids) == 3
-        assert all(alive(int(p)) for p in pids)
-    finally:
-        controller.kill()
-        controller.wait()
-        controller.stdout.close()
-    asyncio.run(until(lambda: not any(alive(int(p)) for p in pids) and not pathlib.Path(root).exists()))
+def test_a_killed_controller_leaves_no_process_and_no_file() -> None:
+    kill_controller(
+        """
+        for n in range(2):
+            event = [encode(item(do="sleep", seconds=60.0))]
+            group.create_task(backend.invoke("behave", event, deadline_s=60.0))
+        await until(lambda: len(descendants()) == 3)
+        await asyncio.sleep(0.2)
+        """,
+        processes=3,
+        settings="concurrency=2, timeout_s=60.0",
+    )
 
 
 def test_closing_with_calls_in_flight_is_quick() -> None:

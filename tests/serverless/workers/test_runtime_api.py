@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-import pathlib
 import signal
-import subprocess
-import sys
-import textwrap
 
 import pytest
 
@@ -16,7 +12,8 @@ from serverless.providers.base import Reply
 from serverless.types import FaultKind, InfraFault
 from serverless.wire import encode
 from serverless.workers.local import LocalBackend
-from tests.serverless.support import alive, descendants, item, package, until
+from tests.serverless.support import descendants, item, package, until
+from tests.serverless.workers.controller import kill_controller
 
 pytestmark = pytest.mark.slow  # real processes
 
@@ -108,28 +105,9 @@ def test_a_killed_worker_is_replaced() -> None:
 
 
 def test_a_killed_controller_leaves_no_process() -> None:
-    script = textwrap.dedent("""
-        import asyncio
-        from serverless.workers.local import LocalBackend
-        from serverless.wire import encode
-        from tests.serverless.support import item, package, descendants
-        async def main():
-            one = package(memory_mb=256, timeout_s=60.0)
-            async with LocalBackend(runtime="awslambdaric") as backend:
-                await backend.deploy(one)
-                await backend.invoke("behave", [encode(item())], deadline_s=60.0)
-                print(backend._root, *descendants(), flush=True)
-                await asyncio.sleep(60.0)
-        asyncio.run(main())
-    """)
-    controller = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    try:
-        assert controller.stdout is not None
-        root, *pids = controller.stdout.readline().split()
-        assert len(pids) == 2
-        assert all(alive(int(pid)) for pid in pids)
-    finally:
-        controller.kill()
-        controller.wait()
-        controller.stdout.close()
-    asyncio.run(until(lambda: not any(alive(int(p)) for p in pids) and not pathlib.Path(root).exists()))
+    kill_controller(
+        'await backend.invoke("behave", [encode(item())], deadline_s=60.0)',
+        processes=2,
+        settings="memory_mb=256, timeout_s=60.0",
+        backend='runtime="awslambdaric"',
+    )
