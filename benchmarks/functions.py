@@ -159,7 +159,7 @@ class Bench:
                 reply = await backend.invoke("exact", event, deadline_s=30.0)
                 assert reply.fault is None, reply.fault
 
-            await together(200, 8, lambda: call(event))
+            await colocation(200, 8, lambda: call(event))
             latencies = []
             for _ in range(self._rounds):
                 times = sorted([await timed(call(event)) for _ in range(calls // 10)])
@@ -168,11 +168,11 @@ class Bench:
             self._add(f"{label}, warm call p50", p50 * 1000.0, "ms", 0.15 if targets else 0.0, below=True)
             self._add(f"{label}, warm call p99", p99 * 1000.0, "ms")
             began = time.process_time()
-            singles = await self._best(lambda: together(calls, 8, lambda: call(event)))
+            singles = await self._best(lambda: colocation(calls, 8, lambda: call(event)))
             spent = (time.process_time() - began) / calls / self._rounds
             self._add(f"{label}, single invocations", singles, "/s", 12_000.0 if targets else 0.0)
             self._add(f"{label}, caller's CPU per invocation", spent * 1e6, "us")
-            batched = await self._best(lambda: together(calls // 20, 8, lambda: call(batch)))
+            batched = await self._best(lambda: colocation(calls // 20, 8, lambda: call(batch)))
             self._add(f"{label}, items, 50 a call", batched * 50, "/s", 100_000.0 if targets else 0.0)
 
     async def _pipeline(self, items: int) -> None:
@@ -185,9 +185,9 @@ class Bench:
                     outcome = await offload.submit("exact", item(str(next(numbers))), 60.0)
                     assert isinstance(outcome, Scored), outcome
 
-                await together(200, 8, submit)
+                await colocation(200, 8, submit)
                 began = time.process_time()
-                rate = await self._best(lambda work=submit: together(items, 256, work))  # type: ignore[misc]
+                rate = await self._best(lambda work=submit: colocation(items, 256, work))  # type: ignore[misc]
                 batching = "one item a call" if most == 1 else f"up to {most} items a call"
                 self._add(f"whole pipeline, {batching}", rate, "items/s", target)
                 spent = (time.process_time() - began) / items / self._rounds
@@ -267,7 +267,7 @@ async def timed(work: Awaitable[None]) -> float:
     return time.perf_counter() - began
 
 
-async def together(count: int, callers: int, work: Callable[[], Awaitable[None]]) -> float:
+async def colocation(count: int, callers: int, work: Callable[[], Awaitable[None]]) -> float:
     """Calls per second, of so many callers at once who go on until `count` calls are made."""
     left = count
 
@@ -307,8 +307,8 @@ async def client(url: str, body: bytes, requests: int, connections: int) -> floa
         assert b'"aggregate_reward_score": 1.0' in answer, answer
         streams.append((reader, writer))
 
-    await together(min(200, requests), connections, request)
-    rate = await together(requests, connections, request)
+    await colocation(min(200, requests), connections, request)
+    rate = await colocation(requests, connections, request)
     for _, writer in streams:
         writer.close()
     return rate

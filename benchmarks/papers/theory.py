@@ -130,10 +130,10 @@ def _cost(seeds: int) -> Found:
         "colocated": play(bed.under("sync_plus")).step_s() * h800,
         "disaggregated, overlapped": play(replace(apart, overlap=True).under("rollart")).step_s(1) * (h800 + h20),
     }
-    naive, together, ours = usd.values()
-    figures = (Figure("naive / colocated", 940 / 710, naive / together),)
+    naive, colocation, ours = usd.values()
+    figures = (Figure("naive / colocated", 940 / 710, naive / colocation),)
     claims = (
-        Claim("naive disaggregation costs more than colocated", naive > together),
+        Claim("naive disaggregation costs more than colocated", naive > colocation),
         Claim("overlap costs less than naive", ours < naive),
     )
     return Found(figures, claims, ", ".join(f"{k} ${v:.2f}" for k, v in usd.items()) + " a step")

@@ -125,7 +125,7 @@ class ControlSettings:
     concurrency: ConcurrencySettings | None = None
     """Trajectories that an engine admits at a time. Ignored with lockstep turns: admitted trajectories would wait at
     the barrier for trajectories that wait for admission."""
-    together: bool = False
+    colocation: bool = False
     """A group's members stay on one engine, and are admitted and released as one."""
     options: Callable[[RolloutContext], RolloutOptions] = no_options
     """Makes the options of the run (`launch.strategies`)."""
@@ -175,8 +175,8 @@ class ControlPlane:
         self._settings = settings
         self._hooks = hooks
         rules = settings.schedule.rules
-        together = GroupColocation() if settings.together else None
-        self.gateway = _gateway(leases, recorder, version, settings, hooks, together)
+        colocation = GroupColocation() if settings.colocation else None
+        self.gateway = _gateway(leases, recorder, version, settings, hooks, colocation)
         self._meter: WorkloadMeter | None = None
         options = settings.options(
             RolloutContext(
@@ -195,8 +195,8 @@ class ControlPlane:
         self.strategies = [*options.strategies]
         if rules.paced:
             self.strategies.append(StartPace(rules.alpha, recorder))
-        if together is not None:
-            self.strategies.append(_Colocation(together))
+        if colocation is not None:
+            self.strategies.append(_Colocation(colocation))
         self.rebalancer = (
             None  # the routes do not change
             if planner is None
@@ -369,7 +369,7 @@ def _gateway(
     version: int,
     settings: ControlSettings,
     hooks: Hooks,
-    together: GroupColocation | None,
+    colocation: GroupColocation | None,
 ) -> Gateway:
     rules, updates = settings.schedule.rules, settings.updates
     differ = rules.windowed and rules.alpha > 0  # whole batches have one lag, and start with one version
@@ -384,5 +384,5 @@ def _gateway(
         concurrency=None if settings.schedule.rules.turns is TurnSynchrony.LOCKSTEP else settings.concurrency,
         updates=partial(updates, rules.alpha) if updates and differ else AllAtOnceUpdates,
         pause=PauseMode.ABORT if settings.schedule.rules.in_flight is InFlightHandling.TURN_REDONE else PauseMode.KEEP,
-        together=together,
+        colocation=colocation,
     )

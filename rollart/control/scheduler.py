@@ -60,9 +60,9 @@ class FaultMeter:
         self.losses = IncidentWindow(self.window)
 
     @property
-    def together(self) -> int:
+    def shared_losses(self) -> int:
         """Attempts in the window that were lost to an incident beyond its first attempt."""
-        return self.losses.together
+        return self.losses.shared_losses
 
     def ended(self, reason: AbortReason | None, detail: str = "", *, incident: str = "") -> None:
         """An attempt ended: with a sample (None) or aborted. Only infrastructure faults count; all attempts of one
@@ -86,7 +86,7 @@ class FaultMeter:
         limit = max(MAX_INCIDENT_SHARE, self.max_rate)
         if self.losses.too_many(share=limit, incidents=MIN_INCIDENTS, least=self.min_count):
             raise FaultRateExceeded(
-                f"{self.together} of the last {len(self.losses.attempts)} trajectories were lost with "
+                f"{self.shared_losses} of the last {len(self.losses.attempts)} trajectories were lost with "
                 f"{self.losses.incidents} ends of environment hosts (limit {limit:.0%})",
                 remedy="see rollart logs --role environment, then rollart launch --resume",
             )

@@ -67,8 +67,8 @@ class RunSession:
             background.append(tasks.create_task(self._gateway.updates.run(), name="updates"))
             if self._rebalancer is not None:
                 background.append(tasks.create_task(self._rebalancer.run(), name="rebalance"))
-            if self._gateway.entrance is not None:
-                background.append(tasks.create_task(self._gateway.entrance.run(), name="concurrency"))
+            if self._gateway.admission is not None:
+                background.append(tasks.create_task(self._gateway.admission.run(), name="concurrency"))
             background += [tasks.create_task(run(), name=name) for name, run in self._beside.items()]
             await self._body(step, steps, recovered)
             for task in background:

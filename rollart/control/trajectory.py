@@ -405,7 +405,7 @@ class TrajectoryRunner:
         length: int | None,
         *,
         last: bool,
-        told: Callable[[CompletionChunk], None] | None = None,
+        on_chunk: Callable[[CompletionChunk], None] | None = None,
     ) -> Completion:
         try:
             completion = await self._gateway.generate(
@@ -418,7 +418,7 @@ class TrajectoryRunner:
                 length=length,
                 prompt=str(live.seed),
                 last=last,
-                told=told,
+                on_chunk=on_chunk,
             )
         except LeaseExpired as error:
             raise TrajectoryAborted(AbortReason.INFRA_FAULT, error.cause) from None
@@ -450,7 +450,7 @@ class TrajectoryRunner:
                     greedy=live.purpose is Purpose.EVAL,
                 )
                 last = not kept_for_next_turn(asked + 1, live.domain.max_turns)
-                answer = self._generate(live, wanted.token_ids, sampling, None, last=last, told=wanted.on_chunk)
+                answer = self._generate(live, wanted.token_ids, sampling, None, last=last, on_chunk=wanted.on_chunk)
                 completion = await await_unless_disconnected(wanted.gone, answer)
                 self._abort_if_stale(live)
                 asked += 1

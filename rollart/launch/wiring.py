@@ -450,7 +450,7 @@ def control_settings(
         rebalance=rebalance_settings(resolved),
         concurrency=concurrency_settings(resolved),
         options=strategy_settings(resolved, reshard),
-        together=not run.rollout.replication,
+        colocation=not run.rollout.replication,
         measure=measure,
     )
 

@@ -82,11 +82,11 @@ class IncidentWindow:
         return len(self.counts)
 
     @property
-    def together(self) -> int:
+    def shared_losses(self) -> int:
         """Attempts lost beyond the first of their incident; the first one counts as an ordinary fault."""
         return self.lost - self.incidents
 
     def too_many(self, *, share: float, incidents: int, least: int) -> bool:
         """True if at least `incidents` incidents took at least `least` attempts and more than `share` of the window."""
-        many = self.incidents >= incidents and self.together >= least
-        return many and self.together > share * len(self.attempts)
+        many = self.incidents >= incidents and self.shared_losses >= least
+        return many and self.shared_losses > share * len(self.attempts)

@@ -262,7 +262,7 @@ class TurnView:
     domain: str = ""
     was_remote: bool | None = None
     returns: bool = False
-    at_home: bool = False
+    no_handoff: bool = False
 
 
 class TurnPath(NamedTuple):
@@ -314,16 +314,16 @@ def route(
     *,
     sticky: str | None,
     version: int,
-    homes: Mapping[str, float] = _NOWHERE,
+    assignments: Mapping[str, float] = _NOWHERE,
 ) -> TurnPath | None:
-    """The turn's path; None if no engine is eligible. `homes` counts the domain's sticky-engine assignments so far, by
-    pool.
+    """The turn's path; None if no engine is eligible. `assignments` counts the sticky engines assigned in the domain
+    so far, by pool.
 
     A prefill engine serves whole turns only while there is no other engine at all.
     """
     eligible = [e for e in engines if e.healthy and e.version == version]
     serving = [e for e in eligible if e.seat.role is not EngineRole.PREFILL]
-    remote = bool(serving) and not turn.at_home
+    remote = bool(serving) and not turn.no_handoff
     prefills = [e for e in eligible if remote and not e.barred and e.seat.role is EngineRole.PREFILL]
     serving = serving or eligible
     if not serving:
@@ -331,7 +331,7 @@ def route(
     tariff = router.tariff
     decode, preferred = next((e for e in serving if e.id == sticky), None), True
     if decode is None:
-        decode, preferred = _sticky_engine(serving, prefills, turn, router, tariff, homes)
+        decode, preferred = _sticky_engine(serving, prefills, turn, router, tariff, assignments)
     local = None if tariff is None else tariff.local(decode.load, turn.tokens, turn.output)
     if not prefills:
         return TurnPath(decode.id, None, "no prefill engine", preferred, None if local is None else local.seconds)
@@ -354,7 +354,7 @@ def _sticky_engine(
     turn: TurnView,
     router: RoutingPolicy,
     tariff: PathPricing | None,
-    homes: Mapping[str, float],
+    assignments: Mapping[str, float],
 ) -> tuple[EngineView, bool]:
     """The sticky engine for a trajectory that has none, and whether it has the domain's preferred hardware."""
     rank = 0
@@ -378,11 +378,11 @@ def _sticky_engine(
     # Relative to these pools: the share of a pool that is down or expensive now goes to the others by their shares.
     pools = {engine.seat.pool for _, engine in tied}
     part = sum(shares.get(pool, 0.0) for pool in pools)
-    given = sum(homes.get(pool, 0) for pool in pools) + 1
+    given = sum(assignments.get(pool, 0) for pool in pools) + 1
 
     def behind(engine: EngineView) -> float:
         share = shares.get(engine.seat.pool, 0.0) / part if part else 1 / len(pools)
-        return share * given - homes.get(engine.seat.pool, 0)
+        return share * given - assignments.get(engine.seat.pool, 0)
 
     return min(tied, key=lambda x: (-behind(x[1]), x[1].fill, x[0], _least_behind(x[1])))[1], rank == 0
 

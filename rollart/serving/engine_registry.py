@@ -69,9 +69,9 @@ class TurnRequest:
     sent: Callable[[int], None]
     domain: str = ""
     length: int = 0
-    handing: bool = False
+    holds_handoff_slot: bool = False
     """True if it holds a slot in the hand-off queue of its sticky engine."""
-    at_home: bool = False
+    no_handoff: bool = False
     """True if its hand-off failed: no further hand-off is tried."""
     last: bool = False
     """True if no turn of its trajectory can follow."""
@@ -84,12 +84,12 @@ class TurnRequest:
     sent_at: float = 0.0
     """Time at which it was sent to the generating engine."""
     sends: int = 0
-    told: int | None = None
+    reported: int | None = None
     spent: float = 0.0
     kept: Completion | None = None
     """Kept tokens of an earlier attempt: generated on an engine that was then lent, or already streamed."""
     listener: Callable[[CompletionChunk], None] | None = None
-    heard: list[CompletionChunk] = field(default_factory=list)
+    streamed: list[CompletionChunk] = field(default_factory=list)
     """Chunks that the current attempt has streamed."""
     unsure: bool = False
     """True if weights changed during the attempt and its engine reports the versions of tokens only at the end."""
@@ -100,8 +100,8 @@ class TurnRequest:
     def begins(self, version: int) -> None:
         """Report the version of its first token, unless older tokens are kept. Each version is reported once: all
         attempts belong to one turn, and any of them may sample the first token."""
-        if self.kept is None and self.told != version:
-            self.told = version
+        if self.kept is None and self.reported != version:
+            self.reported = version
             self.sent(version)
 
     def keep(self, part: Completion) -> None:
@@ -119,7 +119,7 @@ class TurnRequest:
         """The kept tokens and the rest as one completion; the repeated prefill counts."""
         return join_completions(self.kept, rest)
 
-    def hear(self, piece: CompletionChunk) -> None:
+    def receive(self, piece: CompletionChunk) -> None:
         """Stream tokens to the listener: whatever the outcome of the attempt, the completion begins with them. Tokens
         of an unknown version are withheld until the attempt ends, since they may have to be sampled again. WrongAnswer
         for invalid tokens, which ends the attempt."""
@@ -128,7 +128,7 @@ class TurnRequest:
         self.unsure = self.unsure or piece.version is None
         if self.unsure:
             return
-        self.heard.append(piece)
+        self.streamed.append(piece)
         if self.listener is not None:
             self.listener(piece)
 
@@ -139,12 +139,12 @@ class TurnRequest:
             if part is not None and lent:
                 self.keep(part)
             return
-        heard, self.heard, self.unsure = completion_from_chunks(self.heard), [], False
+        streamed, self.streamed, self.unsure = completion_from_chunks(self.streamed), [], False
         for span in () if part is None else part.spans:
-            at = slice(max(heard.sampled, span.start), span.end)
+            at = slice(max(streamed.sampled, span.start), span.end)
             if part is not None and at.start < at.stop:
                 self.listener(CompletionChunk(part.token_ids[at], part.logprobs[at], span.version))
-        self.keep(heard if part is None or part.sampled < heard.sampled else part)
+        self.keep(streamed if part is None or part.sampled < streamed.sampled else part)
 
 
 KEPT = 0.5
@@ -330,7 +330,7 @@ class RegisteredEngine:
     """The reason to restart it although it responds."""
     sessions: set[str] = field(default_factory=set)
     """Trajectories whose sticky engine this is."""
-    guests: set[str] = field(default_factory=set)
+    prefill_sessions: set[str] = field(default_factory=set)
     """Trajectories of other engines that were prefilled here last: their prefix KV stays."""
     prefilling: dict[str, HeldLease] = field(default_factory=dict)
     """Leases of the prefills for other engines that it has not answered, by request."""
@@ -378,12 +378,12 @@ class SessionKv:
 
     version: int
     begun: int | None = None
-    home: str | None = None
+    sticky: str | None = None
     cached: dict[str, int] = field(default_factory=dict)
     held: tuple[str, ...] = ()
     """Engines that may hold KV of any version: they are notified when the trajectory is over."""
     returned: Mapping[str, object] | None = None
-    guest_of: str | None = None
+    prefill_engine: str | None = None
     """The engine that last prefilled for it remotely."""
     was_remote: bool | None = None
     domain: str = ""
@@ -447,7 +447,7 @@ class EngineRegistry:
         self._seats.pop(engine_id, None)
         self._seated()
 
-    def home(self, engine_id: str | None, version: int) -> RegisteredEngine | None:
+    def sticky(self, engine_id: str | None, version: int) -> RegisteredEngine | None:
         """The sticky engine, if it can serve the trajectory's next turn."""
         member = None if engine_id is None else self.members.get(engine_id)
         if member is None or member.version != version or not member.serves:
@@ -466,9 +466,9 @@ class EngineRegistry:
         first token, so that versions never decrease along a trajectory; None while no engine qualifies."""
         begun = None if kv is None else kv.begun
         oldest = version - lag if begun is None else max(version - lag, begun)
-        home = None if kv is None or kv.home is None else self.members.get(EngineId(kv.home))
-        if home is not None and home.serves and home.version >= oldest:
-            return home.version
+        sticky = None if kv is None or kv.sticky is None else self.members.get(EngineId(kv.sticky))
+        if sticky is not None and sticky.serves and sticky.version >= oldest:
+            return sticky.version
         able = [m for m in self.members.values() if m.serves and not m.delaying and m.version >= oldest]
         able = [m for m in able if m.seat.role is not EngineRole.PREFILL] or able
         return max(((m.running < slots, m.version) for m in able), default=(False, None))[1]
@@ -477,24 +477,24 @@ class EngineRegistry:
         self,
         session: str,
         version: int,
-        home: RegisteredEngine | None,
+        sticky: RegisteredEngine | None,
         cached: Mapping[str, int],
         now: float,
         slots: int,
         takes: Callable[[RegisteredEngine], bool] | None = None,
         followed: bool = False,
     ) -> list[EngineView]:
-        """The routing views of engines: `some`, or with a `home` that engine and the prefill engines, since no other
-        may be chosen; and always the engines that hold KV of the trajectory.
+        """The routing views of engines: `some`, or with a `sticky` engine that one and the prefill engines, since no
+        other may be chosen; and always the engines that hold KV of the trajectory.
 
         `takes`: the filter for sticky engines. `followed`: KV residency is tracked, and only resident KV counts as
         cached."""
         some = {m.engine.id: m for m in self.some(session, version)}
-        if home is not None:
-            some = {e: m for e, m in some.items() if m.seat.role is EngineRole.PREFILL} | {home.engine.id: home}
+        if sticky is not None:
+            some = {e: m for e, m in some.items() if m.seat.role is EngineRole.PREFILL} | {sticky.engine.id: sticky}
         for engine_id in cached:
             holder = self.members.get(EngineId(engine_id))
-            if holder is not None and (home is None or holder.seat.role is EngineRole.PREFILL):
+            if holder is not None and (sticky is None or holder.seat.role is EngineRole.PREFILL):
                 some[holder.engine.id] = holder
         if takes is not None:
             some = self._taking(some, version, takes)
@@ -502,7 +502,7 @@ class EngineRegistry:
             EngineView(
                 e,
                 m.running + m.awaited,
-                len(m.sessions) + len(m.guests) + m.awaited,
+                len(m.sessions) + len(m.prefill_sessions) + m.awaited,
                 m.serves,
                 m.version,
                 m.seat,
@@ -520,13 +520,13 @@ class EngineRegistry:
         """The prefill engines, and the engines that accept the trajectory: of all engines if none of `some` does."""
         prefills = {e: m for e, m in some.items() if m.seat.role is EngineRole.PREFILL}
         for members in (some.values(), self.members.values()):
-            homes = {
+            assignments = {
                 m.engine.id: m
                 for m in members
                 if m.seat.role is not EngineRole.PREFILL and m.serves and m.version == version and takes(m)
             }
-            if homes:
-                return prefills | homes
+            if assignments:
+                return prefills | assignments
         return {}
 
     def loads(self, session: str, version: int) -> list[EngineView]:
@@ -604,13 +604,13 @@ class EmitEvent(Protocol):
 class DomainRoutingStats:
     """Synchronous; updated by `TurnRouter`."""
 
-    def __init__(self, tell: EmitEvent) -> None:
-        self._tell = tell
+    def __init__(self, emit: EmitEvent) -> None:
+        self._emit = emit
         self._outputs: dict[str, float] = {}
         self._homes: dict[str, dict[str, float]] = {}
         self._fallen: set[str] = set()
 
-    def homes(self, domain: str) -> Mapping[str, float]:
+    def assignments(self, domain: str) -> Mapping[str, float]:
         """Assignments of the domain's trajectories since the shares last changed, by pool; recent ones count most."""
         return self._homes.get(domain, {})
 
@@ -618,7 +618,7 @@ class DomainRoutingStats:
         """Reset the assignments, since the shares change."""
         self._homes.clear()
 
-    def homed(
+    def assigned(
         self,
         domain: str,
         member: RegisteredEngine,
@@ -630,10 +630,10 @@ class DomainRoutingStats:
         """Record an assignment. One event when a domain leaves its preferred pool, and one when it is back; none while
         it only waits for suspected engines (`doubts`)."""
         pool = member.seat.pool
-        homes = self._homes.setdefault(domain, {})
-        for other in homes:
-            homes[other] *= 1 - POOL_COUNT_DECAY
-        homes[pool] = homes.get(pool, 0.0) + 1
+        assignments = self._homes.setdefault(domain, {})
+        for other in assignments:
+            assignments[other] *= 1 - POOL_COUNT_DECAY
+        assignments[pool] = assignments.get(pool, 0.0) + 1
         wanted = affinity.wants(domain)
         if wanted is None or preferred == (domain not in self._fallen):
             return
@@ -641,10 +641,10 @@ class DomainRoutingStats:
             return
         if preferred:
             self._fallen.discard(domain)
-            self._tell("affinity_restored", domain, preferred=wanted)
+            self._emit("affinity_restored", domain, preferred=wanted)
         else:
             self._fallen.add(domain)
-            self._tell("affinity_fallback", domain, preferred=wanted, pool=pool, engine=member.engine.id)
+            self._emit("affinity_fallback", domain, preferred=wanted, pool=pool, engine=member.engine.id)
 
     def answered(self, domain: str, tokens: int) -> None:
         seen = self._outputs.get(domain)

@@ -51,11 +51,11 @@ class Gateway:
         pause: PauseMode = PauseMode.KEEP,
         concurrency: ConcurrencySettings | None = None,
         updates: Callable[[UpdateContext], WeightUpdates] = AllAtOnceUpdates,
-        together: GroupColocation | None = None,
+        colocation: GroupColocation | None = None,
     ) -> None:
         """`pause`: the effect of a weight update on running turns. KEEP resumes them under the new weights, ABORT
         generates them again from their history. `concurrency`: trajectories per engine; None: unbounded. `updates`
-        makes the policy of weight updates. `together`: groups that stay on one engine."""
+        makes the policy of weight updates. `colocation`: groups that stay on one engine."""
         self._leases = leases
         self._limits = limits
         self._on_suspect = on_suspect
@@ -72,7 +72,7 @@ class Gateway:
             self._doubt,
             self._event,
             concurrency,
-            together,
+            colocation,
         )
         self._requests = 0
         self.on_lost: Callable[[EngineId], None] = lambda _: None
@@ -97,9 +97,9 @@ class Gateway:
         return self.turns.paths
 
     @property
-    def entrance(self) -> KvAdmission | None:
+    def admission(self) -> KvAdmission | None:
         """The admission control of engines' KV memory; its `run` must run as long as the gateway is used."""
-        return self.turns.entrance
+        return self.turns.admission
 
     @property
     def routes(self) -> Routes:
@@ -110,8 +110,8 @@ class Gateway:
         placement, so `seat` is used only the first time."""
         member = self.registry.join(engine, version=version, shares=shares, seat=seat)
         shares.release()
-        if self.entrance is not None:
-            self.entrance.joined(member)
+        if self.admission is not None:
+            self.admission.joined(member)
         self.turns.notify()
 
     async def bring_in(
@@ -160,7 +160,7 @@ class Gateway:
             return
         member.healthy = False
         member.shares.hold(ResourceState.DOWN, cause)
-        self.turns.unhome(member)
+        self.turns.evict_sessions(member)
         self.on_lost(engine_id)
         self.updates.lost()
 
@@ -205,7 +205,7 @@ class Gateway:
         turn on, with a full prefill."""
         member = self.registry.members[engine_id]
         member.draining = True
-        self.turns.unhome(member)
+        self.turns.evict_sessions(member)
 
     async def drain(self, engine_id: EngineId, *, seconds: float) -> None:
         """Retire the engine; returns when its running turns have ended. `LeaseExpired` after `seconds`."""
@@ -236,7 +236,7 @@ class Gateway:
                 member.shares.release()
             self.turns.notify()
 
-    def homes(self) -> Mapping[str, EngineId]:
+    def assignments(self) -> Mapping[str, EngineId]:
         """The sticky engine of each session that has one."""
         return {session: m.engine.id for m in self.registry.members.values() for session in m.sessions}
 
@@ -280,7 +280,7 @@ class Gateway:
         length: int | None = None,
         prompt: str = "",
         last: bool = False,
-        told: Callable[[CompletionChunk], None] | None = None,
+        on_chunk: Callable[[CompletionChunk], None] | None = None,
     ) -> Coroutine[Any, Any, Completion]:
         """One turn's completion. `length` is the prompt's length in tokens, if that is not the number of ids; `prompt`
         names the prompt of the trajectory. After the `last` turn of a trajectory, a prefill engine keeps no KV.
@@ -288,12 +288,12 @@ class Gateway:
         called with the version if the decode engine has a free slot and so begins at once.
 
         Raises `EngineError` if no attempt succeeded, after at most `limits.attempts`. A retried turn is generated anew:
-        of a failed attempt only the tokens passed to `told` are kept. A failed hand-off does not count as an attempt:
-        the turn is prefilled on its decode engine.
+        of a failed attempt only the tokens passed to `on_chunk` are kept. A failed hand-off does not count as an
+        attempt: the turn is prefilled on its decode engine.
         """
         self._requests += 1
         turn = TurnRequest(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
-        turn.prompt, turn.last, turn.listener, turn.vocab = prompt, last, told, self._limits.vocab
+        turn.prompt, turn.last, turn.listener, turn.vocab = prompt, last, on_chunk, self._limits.vocab
         turn.length = len(token_ids) if length is None else length
         return self.turns.generate(turn)
 
@@ -315,8 +315,8 @@ class Gateway:
         def current(version: int) -> None:
             on_version(version)
             self.turns.handed.report(version, self._event, self.paths)
-            if self.entrance is not None:
-                self.entrance.report(version)
+            if self.admission is not None:
+                self.admission.report(version)
 
         await self.updates.ready(weights.version)
         async with self._moving:

@@ -21,7 +21,7 @@ class ColocatedGroup:
     group: str
     members: set[str]
     """Members that may still need an engine."""
-    home: RegisteredEngine | None = None
+    sticky: RegisteredEngine | None = None
     preferred: bool = True
     """True if the engine is in its domain's preferred pool."""
     wanted: int = 0
@@ -84,9 +84,9 @@ class GroupColocation:
     def seat(self, session: str, serves: Callable[[RegisteredEngine], bool]) -> ColocatedGroup | None:
         """The trajectory's group, if its engine has a free slot. An engine that cannot serve it is given up."""
         unit = self.unit(session)
-        if unit is None or unit.home is None or _split(session)[1] in unit.here - unit.over:
+        if unit is None or unit.sticky is None or _split(session)[1] in unit.here - unit.over:
             return None
-        if not serves(unit.home):
+        if not serves(unit.sticky):
             self._leave(unit)
             return None
         return unit if unit.free else None
@@ -94,16 +94,16 @@ class GroupColocation:
     def needed(self, session: str) -> int:
         """Slots that an engine needs for the trajectory: those of the whole group for its first member."""
         unit = self.unit(session)
-        return unit.needed if unit is not None and unit.home is None else 1
+        return unit.needed if unit is not None and unit.sticky is None else 1
 
-    def settled(self, session: str, member: RegisteredEngine, *, preferred: bool, wanted: int) -> None:
+    def assigned(self, session: str, member: RegisteredEngine, *, preferred: bool, wanted: int) -> None:
         """The trajectory was assigned to the engine; its expected final length is `wanted` tokens."""
         unit, number = self.unit(session), _split(session)[1]
         if unit is None:
             return
-        if unit.home is None:
-            unit.seats, unit.home, unit.preferred, unit.wanted = unit.needed, member, preferred, wanted
-        if member is unit.home:
+        if unit.sticky is None:
+            unit.seats, unit.sticky, unit.preferred, unit.wanted = unit.needed, member, preferred, wanted
+        if member is unit.sticky:
             unit.here.add(number)
             unit.over.discard(number)
         else:
@@ -122,7 +122,7 @@ class GroupColocation:
 
     def lost(self, member: RegisteredEngine) -> None:
         """The engine lost all KV: its groups move to other engines, each as a whole."""
-        for unit in [u for u in self._units.values() if u.home is member]:
+        for unit in [u for u in self._units.values() if u.sticky is member]:
             unit.members -= unit.over
             unit.here.clear()
             self._leave(unit)
@@ -138,22 +138,22 @@ class GroupColocation:
             del self._units[unit.group]
             self._leave(unit)
             self.on_room()
-        elif unit.home is not None:
+        elif unit.sticky is not None:
             self._keep(unit, unit.free)
 
     def _leave(self, unit: ColocatedGroup) -> None:
         """Give up its engine; members that continue there are assigned individually from now on."""
-        if unit.home is not None:
+        if unit.sticky is not None:
             self._keep(unit, 0)
         unit.members -= unit.here
         unit.here.clear()
         unit.over.clear()
-        unit.home, unit.seats = None, 0
+        unit.sticky, unit.seats = None, 0
 
     def _keep(self, unit: ColocatedGroup, seats: int) -> None:
-        assert unit.home is not None
-        unit.home.awaited += seats - unit.kept
-        unit.home.kv.keep(unit.group, seats, unit.wanted)
+        assert unit.sticky is not None
+        unit.sticky.awaited += seats - unit.kept
+        unit.sticky.kv.keep(unit.group, seats, unit.wanted)
         unit.kept = seats
 
 

@@ -98,13 +98,13 @@ class HandoffTracker:
 
     @contextlib.asynccontextmanager
     async def pull(
-        self, request: GenerateRequest, source: RegisteredEngine, home: RegisteredEngine
+        self, request: GenerateRequest, source: RegisteredEngine, sticky: RegisteredEngine
     ) -> AsyncIterator[None]:
         """The body is the decode leg. Until it ends, the decode engine may fetch the KV from `source`, which must not
         leave."""
         source.lent += 1
         try:
-            async with self.leg(request, source, home, prefills=False):
+            async with self.leg(request, source, sticky, prefills=False):
                 yield
         finally:
             source.lent -= 1
@@ -153,10 +153,10 @@ class HandoffTracker:
 
 
 def handoff_obstacle(
-    version: int, source: RegisteredEngine, home: RegisteredEngine, known: Mapping[str, RegisteredEngine]
+    version: int, source: RegisteredEngine, sticky: RegisteredEngine, known: Mapping[str, RegisteredEngine]
 ) -> HandoffFailed | None:
-    """The reason why KV that `source` computed under `version` may not go to `home` now; None if it may."""
-    for member in (source, home):
+    """The reason why KV that `source` computed under `version` may not go to `sticky` now; None if it may."""
+    for member in (source, sticky):
         name = member.engine.id
         if known.get(name) is not member or not member.healthy:
             return HandoffFailed(f"{name} is gone")

@@ -296,7 +296,7 @@ class KvAdmission:
         settings: ConcurrencySettings,
         registry: EngineRegistry,
         leases: Leases,
-        tell: EmitEvent,
+        emit: EmitEvent,
         place: Callable[[TurnRequest], bool | None],
         admitted: Callable[[TurnRequest], bool],
     ) -> None:
@@ -305,7 +305,7 @@ class KvAdmission:
         self._settings = settings
         self._registry = registry
         self._leases = leases
-        self._tell = tell
+        self._emit = emit
         self._place = place
         self._admitted = admitted
         self.limits = ConcurrencyLimits(settings.aimd)
@@ -354,11 +354,11 @@ class KvAdmission:
             with self._leases.note(turn.session, "room for its group"):
                 await unit.asking.wait()
 
-    def hold_together(self, together: GroupColocation, follow: Callable[[TurnRequest], bool]) -> None:
+    def hold_together(self, colocation: GroupColocation, follow: Callable[[TurnRequest], bool]) -> None:
         """Admit groups as a whole: one member queues for the others. `follow` gives a turn's trajectory the slot that
         its group reserved, and returns whether there was one."""
-        self._together, self._follow = together, follow
-        together.on_room = self.pump
+        self._together, self._follow = colocation, follow
+        colocation.on_room = self.pump
 
     async def _ask_for(self, turn: TurnRequest, unit: ColocatedGroup) -> None:
         """Queue for the whole group; afterwards, whatever the outcome, the other members check again."""
@@ -427,7 +427,7 @@ class KvAdmission:
             self.wanted(turn.domain, turn.length), share=limits.settings.high, sessions=seats
         )
 
-    def settled(self, turn: TurnRequest, member: RegisteredEngine) -> None:
+    def assigned(self, turn: TurnRequest, member: RegisteredEngine) -> None:
         """The trajectory was assigned to the engine."""
         self.admitted += 1
         member.kv.admit(turn.session, self.wanted(turn.domain, turn.length))
@@ -473,7 +473,7 @@ class KvAdmission:
         limits = sorted(self.limits.limit(m.engine.id) for m in self._homes())
         if not limits:
             return
-        self._tell(
+        self._emit(
             CONCURRENCY,
             f"v{version}",
             engines=len(limits),
@@ -541,7 +541,7 @@ class KvAdmission:
             now=asyncio.get_running_loop().time(),
         )
         if decision.change in (LimitChange.DOWN_PREEMPTED, LimitChange.DOWN_FULL) and decision.limit < before:
-            self._tell(
+            self._emit(
                 "concurrency_lowered",
                 name,
                 limit=decision.limit,

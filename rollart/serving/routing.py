@@ -33,8 +33,8 @@ class TurnRouter:
         registry: EngineRegistry,
         router: RoutingPolicy,
         version: int,
-        tell: EmitEvent,
-        together: GroupColocation | None = None,
+        emit: EmitEvent,
+        colocation: GroupColocation | None = None,
     ) -> None:
         self._limits = limits
         self.registry = registry
@@ -44,13 +44,13 @@ class TurnRouter:
         self.version = version
         self.lag = 0
         """The number of versions that a serving engine may lag; 0 while no engine lags."""
-        self._tell = tell
+        self._emit = emit
         self.sessions: dict[str, SessionKv] = {}
-        self._book = DomainRoutingStats(tell)
+        self._book = DomainRoutingStats(emit)
         self.gate = asyncio.Event()
         self.gate.set()
-        self.entrance: KvAdmission | None = None
-        self.together = together
+        self.admission: KvAdmission | None = None
+        self.colocation = colocation
         self.paths: dict[str, int] = {}
 
     def follow(self, routes: Routes) -> None:
@@ -60,16 +60,16 @@ class TurnRouter:
         if routes.shares != before.shares:
             self._book.start_over()
 
-    def unhome(self, member: RegisteredEngine) -> None:
+    def evict_sessions(self, member: RegisteredEngine) -> None:
         """Evict the engine's sessions: they lose their sticky engine and its KV."""
         for session in member.sessions:
             kv = self.sessions[session]
-            kv.home = kv.returned = None
+            kv.sticky = kv.returned = None
         member.sessions.clear()
-        member.guests.clear()
+        member.prefill_sessions.clear()
         member.kv.clear()
-        if self.together is not None:
-            self.together.lost(member)
+        if self.colocation is not None:
+            self.colocation.lost(member)
         if self._special:
             for kv in self.sessions.values():
                 kv.cached.pop(member.engine.id, None)
@@ -78,19 +78,19 @@ class TurnRouter:
         """End the session; returns the healthy engines that may hold its KV."""
         kv = self.sessions.pop(session, None)
         if kv is None:
-            if self.entrance is not None:
-                self.entrance.gave_up(session)
+            if self.admission is not None:
+                self.admission.gave_up(session)
             return []
-        if kv.home is not None:
-            home = self.registry.members.get(kv.home)
-            if home is not None:
-                home.sessions.discard(session)
-        self._depart(session, kv)
+        if kv.sticky is not None:
+            sticky = self.registry.members.get(kv.sticky)
+            if sticky is not None:
+                sticky.sessions.discard(session)
+        self._leave_prefill(session, kv)
         members = [m for m in map(self.registry.members.get, kv.held) if m is not None]
-        if self.together is not None:
-            self.together.ended(session)
-        if self.entrance is not None:
-            self.entrance.forget(session, kv, held=members)
+        if self.colocation is not None:
+            self.colocation.ended(session)
+        if self.admission is not None:
+            self.admission.forget(session, kv, held=members)
         return [m for m in members if m.healthy]
 
     def began_after(self, version: int) -> bool:
@@ -104,7 +104,7 @@ class TurnRouter:
             kv.whole = True
 
     def _look(self) -> None:
-        plain = self.router.plain(self.registry.kinds) and self.entrance is None
+        plain = self.router.plain(self.registry.kinds) and self.admission is None
         self._special = self.registry.roles or not plain
 
     def _route_now(self, turn: TurnRequest) -> TurnRoute | None:
@@ -115,19 +115,19 @@ class TurnRouter:
         if kv is None:
             return None
         version = kv.version
-        home = registry.home(kv.home, version)
-        if self.together is not None and home is None:
-            home = self._seated(turn, kv)
-        if self.entrance is not None and (home is None or turn.session not in home.kv) and registry.serve(version):
+        sticky = registry.sticky(kv.sticky, version)
+        if self.colocation is not None and sticky is None:
+            sticky = self._seated(turn, kv)
+        if self.admission is not None and (sticky is None or turn.session not in sticky.kv) and registry.serve(version):
             return None  # the trajectory must be admitted first
-        if home is not None and not registry.roles:
-            return kv, home, None
-        path = self._choose(turn, kv, home)
+        if sticky is not None and not registry.roles:
+            return kv, sticky, None
+        path = self._choose(turn, kv, sticky)
         if path is None:
             return None
         decode = registry.members[path.decode]
-        if home is not decode:
-            self._settle(turn, kv, decode, path.preferred)
+        if sticky is not decode:
+            self._assign(turn, kv, decode, path.preferred)
         return kv, decode, None if path.prefill is None else registry.members[path.prefill]
 
     def _known(self, session: str) -> SessionKv | None:
@@ -153,55 +153,55 @@ class TurnRouter:
         registry, kv = self.registry, self._known(turn.session)
         if kv is None or not registry.serve(kv.version):
             return None
-        assert self.entrance is not None
-        entrance, seats = self.entrance, 1
-        if self.together is not None:
+        assert self.admission is not None
+        admission, seats = self.admission, 1
+        if self.colocation is not None:
             if self._seated(turn, kv) is not None:
                 return True
-            seats = self.together.needed(turn.session)
-        path = self._choose(turn, kv, None, lambda member: entrance.takes(member, turn, seats))
+            seats = self.colocation.needed(turn.session)
+        path = self._choose(turn, kv, None, lambda member: admission.takes(member, turn, seats))
         if path is None:
             return False
-        self._settle(turn, kv, registry.members[path.decode], path.preferred)
+        self._assign(turn, kv, registry.members[path.decode], path.preferred)
         return True
 
     def _admitted(self, turn: TurnRequest) -> bool:
         """True if the sticky engine of the trajectory holds KV memory for it; a weight update changes nothing of it."""
         if self.gate.is_set():
             kv = self._known(turn.session)
-            home = None if kv is None else self.registry.home(kv.home, kv.version)
+            sticky = None if kv is None else self.registry.sticky(kv.sticky, kv.version)
         else:
             kv = self.sessions.get(turn.session)
-            home = None if kv is None or kv.home is None else self.registry.members.get(kv.home)
-        return home is not None and turn.session in home.kv
+            sticky = None if kv is None or kv.sticky is None else self.registry.members.get(kv.sticky)
+        return sticky is not None and turn.session in sticky.kv
 
     def _seated(self, turn: TurnRequest, kv: SessionKv) -> RegisteredEngine | None:
         """The engine of the turn's group, if it has a slot for the trajectory, which is then assigned to it."""
-        assert self.together is not None
-        unit = self.together.seat(
-            turn.session, lambda home: self.registry.home(home.engine.id, kv.version) is home and home.serves
+        assert self.colocation is not None
+        unit = self.colocation.seat(
+            turn.session, lambda sticky: self.registry.sticky(sticky.engine.id, kv.version) is sticky and sticky.serves
         )
-        if unit is None or unit.home is None:
+        if unit is None or unit.sticky is None:
             return None
-        self._settle(turn, kv, unit.home, unit.preferred)
-        return unit.home
+        self._assign(turn, kv, unit.sticky, unit.preferred)
+        return unit.sticky
 
     def follow_group(self, turn: TurnRequest) -> bool:
         """True if the turn's trajectory was assigned to a slot that its group reserved."""
-        if self.together is None or not self.gate.is_set():
+        if self.colocation is None or not self.gate.is_set():
             return False
         kv = self._known(turn.session)
         return kv is not None and self._seated(turn, kv) is not None
 
     def _holds(self, member: RegisteredEngine, session: str, tokens: int) -> bool:
         """True if the engine is expected to hold at least `tokens` of the session's KV."""
-        return self.entrance is None or member.kv.held(session) >= tokens
+        return self.admission is None or member.kv.held(session) >= tokens
 
     def _choose(
         self,
         turn: TurnRequest,
         kv: SessionKv,
-        home: RegisteredEngine | None,
+        sticky: RegisteredEngine | None,
         takes: Callable[[RegisteredEngine], bool] | None = None,
     ) -> TurnPath | None:
         """`takes`: the filter for decode engines."""
@@ -216,62 +216,62 @@ class TurnRouter:
             domain=turn.domain,
             was_remote=kv.was_remote,
             returns=kv.returned is not None
-            and (home is None or self._holds(home, turn.session, kv.cached.get(home.engine.id, 0))),
-            at_home=turn.at_home,
+            and (sticky is None or self._holds(sticky, turn.session, kv.cached.get(sticky.engine.id, 0))),
+            no_handoff=turn.no_handoff,
         )
         now = asyncio.get_running_loop().time()
         views = registry.views(
-            turn.session, kv.version, home, kv.cached, now, self._limits.slots, takes, self.entrance is not None
+            turn.session, kv.version, sticky, kv.cached, now, self._limits.slots, takes, self.admission is not None
         )
         path = route(
             _without_avoided(turn, kv, views),
             view,
             self.router,
-            sticky=None if home is None else kv.home,
+            sticky=None if sticky is None else kv.sticky,
             version=kv.version,
-            homes=self._book.homes(turn.domain),
+            assignments=self._book.assignments(turn.domain),
         )
         if path is not None and takes is None:
             self.paths[path.why] = self.paths.get(path.why, 0) + 1
         return path
 
-    def _settle(self, turn: TurnRequest, kv: SessionKv, member: RegisteredEngine, preferred: bool) -> None:
+    def _assign(self, turn: TurnRequest, kv: SessionKv, member: RegisteredEngine, preferred: bool) -> None:
         """Make this engine the trajectory's sticky engine."""
-        old = None if kv.home is None else self.registry.members.get(kv.home)
+        old = None if kv.sticky is None else self.registry.members.get(kv.sticky)
         if old is not None:
             old.sessions.discard(turn.session)
             old.kv.drop(turn.session)
         member.sessions.add(turn.session)
-        kv.home = member.engine.id
+        kv.sticky = member.engine.id
         kv.lies_at(member.engine.id)
-        if self.entrance is not None:
+        if self.admission is not None:
             kv.returned = None
-            self.entrance.settled(turn, member)
-        if self.together is not None:
-            wanted = 0 if self.entrance is None else self.entrance.wanted(turn.domain, turn.length)
-            self.together.settled(turn.session, member, preferred=preferred, wanted=wanted)
+            self.admission.assigned(turn, member)
+        if self.colocation is not None:
+            wanted = 0 if self.admission is None else self.admission.wanted(turn.domain, turn.length)
+            self.colocation.assigned(turn.session, member, preferred=preferred, wanted=wanted)
         if self._special:
             doubts = () if preferred else self.registry.doubts(asyncio.get_running_loop().time())
-            self._book.homed(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)
+            self._book.assigned(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)
 
-    def _visit(self, session: str, kv: SessionKv, source: RegisteredEngine) -> None:
+    def _assign_prefill(self, session: str, kv: SessionKv, source: RegisteredEngine) -> None:
         """Make this engine the trajectory's remote prefill engine."""
-        if kv.guest_of != source.engine.id:
-            self._depart(session, kv)
-            kv.guest_of = source.engine.id
-        source.guests.add(session)
+        if kv.prefill_engine != source.engine.id:
+            self._leave_prefill(session, kv)
+            kv.prefill_engine = source.engine.id
+        source.prefill_sessions.add(session)
         kv.lies_at(source.engine.id)
 
-    def _depart(self, session: str, kv: SessionKv) -> None:
-        host = None if kv.guest_of is None else self.registry.members.get(kv.guest_of)
+    def _leave_prefill(self, session: str, kv: SessionKv) -> None:
+        host = None if kv.prefill_engine is None else self.registry.members.get(kv.prefill_engine)
         if host is not None:
-            host.guests.discard(session)
+            host.prefill_sessions.discard(session)
 
-    def _leave_home(self, turn: TurnRequest, kv: SessionKv, home: RegisteredEngine) -> None:
-        home.sessions.discard(turn.session)
-        home.kv.drop(turn.session)
-        kv.home = kv.returned = None
-        kv.cached.pop(home.engine.id, None)
+    def _leave_sticky(self, turn: TurnRequest, kv: SessionKv, sticky: RegisteredEngine) -> None:
+        sticky.sessions.discard(turn.session)
+        sticky.kv.drop(turn.session)
+        kv.sticky = kv.returned = None
+        kv.cached.pop(sticky.engine.id, None)
 
     def _work(
         self, turn: TurnRequest, kv: SessionKv, member: RegisteredEngine, *, prefill: bool, decode: bool
@@ -284,8 +284,8 @@ class TurnRouter:
         seconds = 0.0
         if prefill:
             cached = min(kv.cached.get(member.engine.id, 0), tokens)
-            if not decode and kv.home is not None:
-                cached = max(cached, min(kv.cached.get(kv.home, 0), tokens) if kv.returned is not None else 0)
+            if not decode and kv.sticky is not None:
+                cached = max(cached, min(kv.cached.get(kv.sticky, 0), tokens) if kv.returned is not None else 0)
             seconds += model.prefill_s(kind, max(tokens - cached, 1), cached)
         if decode:
             seconds += model.decode_s(kind, tokens, self._book.output(turn.domain, turn.sampling.max_tokens))

@@ -61,11 +61,11 @@ class TurnExecutor(TurnRouter):
         router: RoutingPolicy,
         version: int,
         doubt: Callable[[RegisteredEngine, EngineError | LeaseExpired], None],
-        tell: EmitEvent,
+        emit: EmitEvent,
         concurrency: ConcurrencySettings | None = None,
-        together: GroupColocation | None = None,
+        colocation: GroupColocation | None = None,
     ) -> None:
-        super().__init__(limits, registry, router, version, tell, together)
+        super().__init__(limits, registry, router, version, emit, colocation)
         self._leases = leases
         self._doubt = doubt
         self._changed = asyncio.Event()
@@ -74,17 +74,19 @@ class TurnExecutor(TurnRouter):
         self.handed = HandoffCounts()
         self.handoffs = None if limits.handoffs == 0 else HandoffQueue(limits.handoffs, limits.slots)
         if concurrency is not None:
-            self.entrance = KvAdmission(concurrency, registry, leases, tell, place=self._place, admitted=self._admitted)
-            if together is not None:
-                self.entrance.hold_together(together, self.follow_group)
+            self.admission = KvAdmission(
+                concurrency, registry, leases, emit, place=self._place, admitted=self._admitted
+            )
+            if colocation is not None:
+                self.admission.hold_together(colocation, self.follow_group)
 
     def notify(self) -> None:
         """Wake waiting turns and refresh the routing mode after a change of engines, weights or routes."""
         self._look()
         self._changed.set()
         self._changed = asyncio.Event()
-        if self.entrance is not None:
-            self.entrance.pump()
+        if self.admission is not None:
+            self.admission.pump()
 
     @property
     def changed(self) -> asyncio.Event:
@@ -100,7 +102,7 @@ class TurnExecutor(TurnRouter):
         """See `Gateway.generate`."""
         failures, last = 0, ""
         while failures < self._limits.attempts:
-            at_home = turn.at_home
+            no_handoff = turn.no_handoff
             try:
                 completion = await self._attempt(turn)
                 self.served += 1
@@ -108,48 +110,48 @@ class TurnExecutor(TurnRouter):
             except AttemptFailed as failed:
                 last = str(failed)
                 # A failed hand-off is followed by a local prefill, which counts as the first attempt.
-                failures += at_home == turn.at_home
+                failures += no_handoff == turn.no_handoff
             except RerouteTurn:
                 continue
         raise EngineError(f"no engine answered in {self._limits.attempts} attempts: {last}", retryable=True)
 
     async def _attempt(self, turn: TurnRequest) -> Completion:
-        kv, home, source = self._route_now(turn) or await self._route(turn)
+        kv, sticky, source = self._route_now(turn) or await self._route(turn)
         request = self._request(turn, kv.version)
         before, version, current = turn.spent, kv.version, self.version
         if source is not None:
-            params = await self._handed(turn, kv, request, source, home)
+            params = await self._hand_off(turn, kv, request, source, sticky)
             if params is None:
-                turn.at_home = True
-                kv, home, source = await self._route(turn)
+                turn.no_handoff = True
+                kv, sticky, source = await self._route(turn)
                 version = kv.version
                 request = self._request(turn, version)
             else:
                 request = dataclasses.replace(request, kv_transfer=params)
-        work = 0.0 if not self._special else self._work(turn, kv, home, prefill=source is None, decode=True)
+        work = 0.0 if not self._special else self._work(turn, kv, sticky, prefill=source is None, decode=True)
         limit = self._limits.generate_s
         completion = None
-        if self.entrance is not None:
-            self.entrance.begins(turn, home, self._book.output(turn.domain, turn.sampling.max_tokens))
+        if self.admission is not None:
+            self.admission.begins(turn, sticky, self._book.output(turn.domain, turn.sampling.max_tokens))
         try:
             if source is None:
-                completion = await self._leg(turn, home, request, limit, work, generates=True)
+                completion = await self._leg(turn, sticky, request, limit, work, generates=True)
             else:
-                async with self.pulls.pull(request, source, home):
-                    completion = await self._leg(turn, home, request, limit, work, generates=True)
+                async with self.pulls.pull(request, source, sticky):
+                    completion = await self._leg(turn, sticky, request, limit, work, generates=True)
         except (EngineError, LeaseExpired) as error:
-            wasted, way = turn.spent - before, (kv, home, source)
+            wasted, way = turn.spent - before, (kv, sticky, source)
             turn.go_on()
-            moved = self.version != current or home.version != version or home.updating
+            moved = self.version != current or sticky.version != version or sticky.updating
             raise await self._unanswered(turn, way, request, error, wasted, moved=moved) from None
         finally:
-            self._hands_over(turn, home)
-            if self.entrance is not None:
-                self.entrance.ends(kv, turn, home, 0 if completion is None else completion.sampled)
-        if completion.finish is FinishReason.ABORT and request.request_id in home.asked:
+            self._leave_handoff_queue(turn, sticky)
+            if self.admission is not None:
+                self.admission.ends(kv, turn, sticky, 0 if completion is None else completion.sampled)
+        if completion.finish is FinishReason.ABORT and request.request_id in sticky.asked:
             turn.go_on(completion, lent=True)
             raise RerouteTurn
-        moved = self.version != current or home.version != version or home.updating or not self.gate.is_set()
+        moved = self.version != current or sticky.version != version or sticky.updating or not self.gate.is_set()
         if completion.finish is FinishReason.ABORT and moved:
             turn.go_on(completion)
             raise RerouteTurn  # a weight update ended it: generate it again from its history
@@ -157,9 +159,9 @@ class TurnExecutor(TurnRouter):
             kv.begun = completion.spans[0].version
         if source is not None:
             source.breaker.succeeded()
-            self.handed.ended(pulled=completion.cached_tokens - kv.cached.get(home.engine.id, 0))
+            self.handed.ended(pulled=completion.cached_tokens - kv.cached.get(sticky.engine.id, 0))
         if self._special:
-            self._generated(turn, kv, home, completion, source is not None)
+            self._generated(turn, kv, sticky, completion, source is not None)
         return completion if turn.kept is None else turn.whole(completion)
 
     async def _unanswered(
@@ -173,83 +175,87 @@ class TurnExecutor(TurnRouter):
         moved: bool,
     ) -> Exception:
         """The error to raise for a failed decode leg. `moved`: the weights changed since the turn was routed."""
-        kv, home, source = way
+        kv, sticky, source = way
         if isinstance(error, HandoffFailed):
             if source is None:
-                return EngineError(f"{home.engine.id} was sent no KV: {error}", retryable=False)
+                return EngineError(f"{sticky.engine.id} was sent no KV: {error}", retryable=False)
             again = moved or isinstance(error, HandoffRevoked)
             if not again:
-                self._handoff_failed(turn, source, home, error, wasted)
-                turn.at_home = True
+                self._handoff_failed(turn, source, sticky, error, wasted)
+                turn.no_handoff = True
             await self._drop(source, request)
             return RerouteTurn() if again else AttemptFailed(str(error))
         retryable = not isinstance(error, EngineError) or error.retryable
         if retryable:
-            self._leave_home(turn, kv, home)
+            self._leave_sticky(turn, kv, sticky)
             if isinstance(error, WrongAnswer):
-                self._answered_wrongly(turn, home, error)
+                self._answered_wrongly(turn, sticky, error)
             else:
-                self._doubt(home, error)
-            turn.at_home = turn.at_home or source is not None
+                self._doubt(sticky, error)
+            turn.no_handoff = turn.no_handoff or source is not None
         if source is not None:
             await self._drop(source, request)
         if not retryable:
             return error
-        if home.draining:  # the engine was drained during a long turn
+        if sticky.draining:  # the engine was drained during a long turn
             return RerouteTurn()
         return AttemptFailed(error.cause if isinstance(error, LeaseExpired) else str(error))
 
-    def _answered_wrongly(self, turn: TurnRequest, home: RegisteredEngine, error: WrongAnswer) -> None:
+    def _answered_wrongly(self, turn: TurnRequest, sticky: RegisteredEngine, error: WrongAnswer) -> None:
         """Send the turn to another engine. This engine continues, or is restarted: after several wrong answers, or at
         once if its weights are not the published weights."""
-        turn.avoided.add(home.engine.id)
-        self._tell("wrong_answer", home.engine.id, request=turn.id, what=error.message)
-        if (home.trust.failed() or isinstance(error, ForeignWeights)) and home.healthy:
-            home.condemned = f"its answers cannot be used: {error.message}"
-            self._doubt(home, error)
+        turn.avoided.add(sticky.engine.id)
+        self._emit("wrong_answer", sticky.engine.id, request=turn.id, what=error.message)
+        if (sticky.trust.failed() or isinstance(error, ForeignWeights)) and sticky.healthy:
+            sticky.condemned = f"its answers cannot be used: {error.message}"
+            self._doubt(sticky, error)
 
-    async def _handed(
+    async def _hand_off(
         self,
         turn: TurnRequest,
         kv: SessionKv,
         request: GenerateRequest,
         source: RegisteredEngine,
-        home: RegisteredEngine,
+        sticky: RegisteredEngine,
     ) -> Mapping[str, object] | None:
         """Run the prefill leg once the decode engine's hand-off queue has a slot, which is held until the decode leg
         begins."""
         queue = self.handoffs
         if queue is None:
-            return await self._prefill(turn, kv, request, source, home)
-        if queue.full(home):
+            return await self._prefill(turn, kv, request, source, sticky)
+        if queue.full(sticky):
             version = kv.version
             try:
-                waiting_for = f"its hand-off to {home.engine.id}"
+                waiting_for = f"its hand-off to {sticky.engine.id}"
                 async with self._leases.hold(turn.session, waiting_for, self._limits.generate_s, Expiry.RETRY):
-                    await queue.enter(home)
+                    await queue.enter(sticky)
             except LeaseExpired:
                 return None
-            if kv.version != version or kv.home != home.engine.id or self._fenced(version, source, home) is not None:
-                queue.leave(home)
+            if (
+                kv.version != version
+                or kv.sticky != sticky.engine.id
+                or self._fenced(version, source, sticky) is not None
+            ):
+                queue.leave(sticky)
                 raise RerouteTurn
         else:
-            await queue.enter(home)
-        turn.handing = True
+            await queue.enter(sticky)
+        turn.holds_handoff_slot = True
         began, params = asyncio.get_running_loop().time(), None
         try:
-            params = await self._prefill(turn, kv, request, source, home)
+            params = await self._prefill(turn, kv, request, source, sticky)
         finally:
             if params is None:
-                self._hands_over(turn, home)
+                self._leave_handoff_queue(turn, sticky)
             else:
-                queue.prefilled(home, asyncio.get_running_loop().time() - began)
+                queue.prefilled(sticky, asyncio.get_running_loop().time() - began)
         return params
 
-    def _hands_over(self, turn: TurnRequest, home: RegisteredEngine) -> None:
+    def _leave_handoff_queue(self, turn: TurnRequest, sticky: RegisteredEngine) -> None:
         """Free the turn's slot in the hand-off queue: the decode engine has the turn, or the turn was given up."""
-        if turn.handing and self.handoffs is not None:
-            turn.handing = False
-            self.handoffs.leave(home)
+        if turn.holds_handoff_slot and self.handoffs is not None:
+            turn.holds_handoff_slot = False
+            self.handoffs.leave(sticky)
 
     async def _prefill(
         self,
@@ -257,7 +263,7 @@ class TurnExecutor(TurnRouter):
         kv: SessionKv,
         request: GenerateRequest,
         source: RegisteredEngine,
-        home: RegisteredEngine,
+        sticky: RegisteredEngine,
     ) -> Mapping[str, object] | None:
         """The prefill leg: the transfer parameters for the decode engine; None if that engine must prefill itself.
         `RerouteTurn` if the turn is to be routed again."""
@@ -267,12 +273,12 @@ class TurnExecutor(TurnRouter):
         # slowly than predicted, each answer renews the leases of the waiting prefills.
         waiting = source.backlog_s(asyncio.get_running_loop().time(), self._limits.slots)
         limit = self._limits.handoff_s + waiting + work
-        if kv.home is not None and not self._holds(home, turn.session, kv.cached.get(kv.home, 0)):
+        if kv.sticky is not None and not self._holds(sticky, turn.session, kv.cached.get(kv.sticky, 0)):
             kv.returned = None  # the sticky engine had to evict it
         ask = prefill_request(request, kv.returned, last=turn.last)
         kv.returned = None  # the value can be used once
-        self._visit(turn.session, kv, source)
-        if self.entrance is not None:
+        self._assign_prefill(turn.session, kv, source)
+        if self.admission is not None:
             source.kv.begin(turn.session, turn.length)
         try:
             async with self.pulls.leg(ask, source, prefills=True):
@@ -282,7 +288,7 @@ class TurnExecutor(TurnRouter):
             await self._drop(source, request)
             raise RerouteTurn from None
         except (EngineError, LeaseExpired) as error:
-            self._handoff_failed(turn, source, home, error, turn.spent - before)
+            self._handoff_failed(turn, source, sticky, error, turn.spent - before)
             if isinstance(error, ForeignWeights):
                 self._answered_wrongly(turn, source, error)
             elif isinstance(error, LeaseExpired) or (error.retryable and not isinstance(error, HandoffFailed)):
@@ -290,23 +296,23 @@ class TurnExecutor(TurnRouter):
             return None
         finally:
             source.kv.end(turn.session, turn.length)
-        why = self._fenced(version, source, home)
+        why = self._fenced(version, source, sticky)
         if why is None or (isinstance(why, HandoffRevoked) and source.version == version):
             kv.cached[source.engine.id] = 0 if turn.last else turn.length
         if why is None:
             return params
         if not isinstance(why, HandoffRevoked):
-            self._handoff_failed(turn, source, home, why, turn.spent - before)
+            self._handoff_failed(turn, source, sticky, why, turn.spent - before)
         await self._drop(source, request)
         if isinstance(why, HandoffRevoked):
             raise RerouteTurn
         return None
 
-    def _fenced(self, version: int, source: RegisteredEngine, home: RegisteredEngine) -> HandoffFailed | None:
-        """The reason why KV that `source` computed under `version` may not go to `home` now; None if it may."""
+    def _fenced(self, version: int, source: RegisteredEngine, sticky: RegisteredEngine) -> HandoffFailed | None:
+        """The reason why KV that `source` computed under `version` may not go to `sticky` now; None if it may."""
         if (not self.lag and self.version != version) or not self.gate.is_set():
             return HandoffRevoked("the weights change")
-        return handoff_obstacle(version, source, home, self.registry.members)
+        return handoff_obstacle(version, source, sticky, self.registry.members)
 
     async def _drop(self, source: RegisteredEngine, request: GenerateRequest) -> None:
         """Discard the KV that `source` keeps for this request."""
@@ -326,7 +332,7 @@ class TurnExecutor(TurnRouter):
         """Send one request to one engine. Its engine time is charged whether it succeeds or fails."""
         member.running += 1
         if generates:
-            self._hands_over(turn, member)
+            self._leave_handoff_queue(turn, member)
         if work:
             member.expect(work, asyncio.get_running_loop().time())
         if generates and member.running <= self._limits.slots:
@@ -364,10 +370,10 @@ class TurnExecutor(TurnRouter):
     async def _route(self, turn: TurnRequest) -> TurnRoute:
         """The route of the turn; waits for the gate and for an eligible engine."""
         while True:
-            if self.entrance is not None:
+            if self.admission is not None:
                 known = self.sessions.get(turn.session)
                 turn.begun = known is not None and known.tokens > 0
-                await self.entrance.enter(turn)
+                await self.admission.enter(turn)
             found = self._route_now(turn)
             if found is not None:
                 return found
@@ -376,44 +382,44 @@ class TurnExecutor(TurnRouter):
                 await changed.wait()
 
     def _generated(
-        self, turn: TurnRequest, kv: SessionKv, home: RegisteredEngine, completion: Completion, remote: bool
+        self, turn: TurnRequest, kv: SessionKv, sticky: RegisteredEngine, completion: Completion, remote: bool
     ) -> None:
         """Record the KV that the engines hold. KV computed before a later update is useless."""
-        version = home.version if self.lag else self.version
+        version = sticky.version if self.lag else self.version
         if kv.version != version:
             kv.expire(version)
         kv.was_remote = remote
-        if home.keeps and completion.spans and completion.spans[-1].version == version:
-            kv.cached[home.engine.id] = turn.length + max(completion.sampled - 1, 0)
+        if sticky.keeps and completion.spans and completion.spans[-1].version == version:
+            kv.cached[sticky.engine.id] = turn.length + max(completion.sampled - 1, 0)
             kv.returned = completion.kv_transfer
         self._book.answered(turn.domain, completion.sampled)
 
     def _request(self, turn: TurnRequest, version: int) -> GenerateRequest:
         turn.sends += 1
-        told = None if turn.listener is None else turn.hear
+        on_chunk = None if turn.listener is None else turn.receive
         return GenerateRequest(
             f"{turn.id}-{turn.sends}",
             turn.session,
             turn.token_ids,
             turn.sampling,
             cache_salt=f"v{version}",
-            on_chunk=told,
+            on_chunk=on_chunk,
         )
 
     def _handoff_failed(
         self,
         turn: TurnRequest,
         source: RegisteredEngine,
-        home: RegisteredEngine,
+        sticky: RegisteredEngine,
         error: EngineError | LeaseExpired,
         wasted: float,
     ) -> None:
         cause = error.cause if isinstance(error, LeaseExpired) else str(error)
-        self._tell(
+        self._emit(
             "handoff_failed",
             turn.session,
             prefill=source.engine.id,
-            decode=home.engine.id,
+            decode=sticky.engine.id,
             cause=cause,
             wasted_s=round(wasted, 6),
         )
@@ -422,4 +428,4 @@ class TurnExecutor(TurnRouter):
         seconds = source.breaker.failed(now, hopeless=isinstance(error, MissingHandoffValue))
         if seconds is not None:
             failures = source.breaker.failures
-            self._tell("prefill_barred", source.engine.id, cause=cause, in_a_row=failures, seconds=seconds)
+            self._emit("prefill_barred", source.engine.id, cause=cause, in_a_row=failures, seconds=seconds)

@@ -361,20 +361,20 @@ class DeviceLender(RolloutStrategy):
             await self._lend(decision)
             return
         self._checked = decision.checked
-        self._tell(decision)
+        self._report(decision)
 
     def _requests(self, stats: dict[EngineId, EngineStats]) -> list[RolloutRequest]:
         """Live trajectories with their engines. The progress of a turn is unknown: each is assumed to hold the mean KV
         of its engine's turns, if that is more than its context at the start."""
-        homes = self._gateway.homes()
+        assignments = self._gateway.assignments()
         mean = {e: s.kv_used * (s.kv_tokens or 0) / s.running for e, s in stats.items() if s.running}
         found = []
         for live in self._live.values():
-            home = homes.get(live.id)
-            context = live.length if home is None else max(live.length, int(mean.get(home, 0.0)))
+            sticky = assignments.get(live.id)
+            context = live.length if sticky is None else max(live.length, int(mean.get(sticky, 0.0)))
             most = self._settings.context_tokens
             context = min(context, most)
-            found.append(RolloutRequest(live.id, home, live.domain.name, context, context, most))
+            found.append(RolloutRequest(live.id, sticky, live.domain.name, context, context, most))
         return found
 
     async def _lend(self, decision: LendingPlan) -> None:
@@ -403,7 +403,7 @@ class DeviceLender(RolloutStrategy):
             left=len(self._live),
         )
 
-    def _tell(self, kept: LendingRefusal) -> None:
+    def _report(self, kept: LendingRefusal) -> None:
         if kept.reason in (LendingRefusalReason.KV, LendingRefusalReason.WHOLE):
             self._event("engines_kept", kept.reason.value, why=kept.detail)
 

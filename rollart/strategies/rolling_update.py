@@ -255,12 +255,12 @@ class _Lag:
 class _Iteration:
     """The sessions of each engine when the version became current: a delayed update waits for their end."""
 
-    homes: dict[str, str] = field(default_factory=dict)
+    assignments: dict[str, str] = field(default_factory=dict)
     left: dict[str, int] = field(default_factory=dict)
 
     def ended(self, session: str) -> bool:
         """True if the session was the last one of its engine."""
-        engine = self.homes.pop(session, None)
+        engine = self.assignments.pop(session, None)
         if engine is None:
             return False
         self.left[engine] -= 1
@@ -327,7 +327,7 @@ class RollingUpdater(WeightUpdates):
         for member in self._registry.members.values():
             name = member.engine.id
             self._iteration.left[name] = len(member.sessions)
-            self._iteration.homes |= dict.fromkeys(member.sessions, name)
+            self._iteration.assignments |= dict.fromkeys(member.sessions, name)
         self._turns.version = weights.version
         on_version(weights.version)
         self._plan()
@@ -441,9 +441,9 @@ class RollingUpdater(WeightUpdates):
             if member.healthy:  # an engine that was lost meanwhile stays down
                 member.shares.release()
                 seconds = round(now() - began, 6)
-                told = {"version": weights.version, "skipped": max(weights.version - before - 1, 0)}
-                told |= {"bytes": weights.bytes}
-                self._emit(ENGINE_UPDATED, name, **told, reason=str(why), seconds=seconds)
+                fields = {"version": weights.version, "skipped": max(weights.version - before - 1, 0)}
+                fields |= {"bytes": weights.bytes}
+                self._emit(ENGINE_UPDATED, name, **fields, reason=str(why), seconds=seconds)
         except (EngineError, LeaseExpired) as error:
             self._suspect(member, error)
         finally:

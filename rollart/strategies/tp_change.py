@@ -318,12 +318,12 @@ class Resharder(RolloutStrategy):
         if after.tp > kind.tp and seen.context:
             speed = self._settings.speed
             seen = replace(seen, speedup=speed(target, seen.context) / speed(kind, seen.context))
-        pays, told = resharding_pays(
+        pays, figures = resharding_pays(
             seen, grows=after.tp > kind.tp, move_s=self._move_s, horizon_s=self._settings.horizon_s
         )
         if not pays:
-            return self._kept(kind, why, told)
-        if await self._change(kind, target, seen.engines, f"{why}; {told}"):
+            return self._kept(kind, why, figures)
+        if await self._change(kind, target, seen.engines, f"{why}; {figures}"):
             states.by_round[round_] = after
         return True
 
@@ -424,8 +424,8 @@ class Resharder(RolloutStrategy):
         later = [(w, (w.turns - 1) * w.new_tokens + w.turns * w.output_tokens) for w in work]
         return sum(w.share * (w.first_tokens + more / 2) for w, more in later) / whole
 
-    def _kept(self, kind: EngineKind, why: str, told: str) -> bool:
-        self._event("parallelism_kept", f"{kind.role} on {kind.pool}", tp=kind.tp, why=f"{why}; {told}")
+    def _kept(self, kind: EngineKind, why: str, figures: str) -> bool:
+        self._event("parallelism_kept", f"{kind.role} on {kind.pool}", tp=kind.tp, why=f"{why}; {figures}")
         return False
 
     def _adopted(self) -> None:

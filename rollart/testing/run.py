@@ -93,7 +93,7 @@ class SimulatedRun:
     rebalance: RebalanceSettings = field(default_factory=RebalanceSettings)
     reshard: ReshardSettings | None = None
     lending: LendingSettings | None = None
-    together: bool = False
+    colocation: bool = False
     concurrency: ConcurrencySettings | None = None
     hosts: ModelledHosts | None = None
     """Environment hosts; None: environments run in the controller."""
@@ -189,7 +189,7 @@ class SimulatedRun:
                 lending=self.lending,
                 reshard=self.reshard,
             ),
-            together=self.together,
+            colocation=self.colocation,
             concurrency=self.concurrency,
         )
 

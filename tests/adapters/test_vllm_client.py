@@ -143,7 +143,9 @@ async def fleet() -> AsyncIterator[tuple[list[Server], list[Watched], Gateway]]:
 
 
 def ask(gateway: Gateway, asked: Asked) -> asyncio.Future[Completion]:
-    return asyncio.ensure_future(gateway.generate("s", PROMPT, Sampling(MOST), spend=lambda _: None, told=asked.hear))
+    return asyncio.ensure_future(
+        gateway.generate("s", PROMPT, Sampling(MOST), spend=lambda _: None, on_chunk=asked.hear)
+    )
 
 
 def versions(answer: Completion) -> list[int]:

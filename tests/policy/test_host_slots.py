@@ -77,4 +77,4 @@ def test_losses_are_those_of_the_last_attempts(size: int, ended: list[str]) -> N
         window = [one for one in ended[max(0, n + 1 - size) : n + 1] if one]
         assert losses.lost == len(window)
         assert losses.incidents == len(set(window))
-        assert losses.together == len(window) - len(set(window)) >= 0
+        assert losses.shared_losses == len(window) - len(set(window)) >= 0

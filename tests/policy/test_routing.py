@@ -71,7 +71,7 @@ turns = st.builds(
     domain=st.sampled_from(["x", "y"]),
     was_remote=st.none() | st.booleans(),
     returns=st.booleans(),
-    at_home=st.booleans(),
+    no_handoff=st.booleans(),
 )
 kinds = [EngineKind(p, r, t) for p in "ab" for r in EngineRole for t in (1, 2)]
 routes_ = st.just(Routes()) | st.builds(
@@ -109,7 +109,7 @@ def test_every_path_is_fenced_sticky_and_found(
     elif router.affinity.wants(turn.domain) in {e.seat.pool for e in serving.values()}:
         assert serving[path.decode].seat.pool == router.affinity.wants(turn.domain)
     if path.prefill is not None:
-        assert not turn.at_home
+        assert not turn.no_handoff
         assert eligible[path.prefill].seat.role is EngineRole.PREFILL
         assert path.prefill != path.decode
 
@@ -234,15 +234,20 @@ def test_tied_homes_are_given_out_by_the_planned_shares() -> None:
     def given_out(price_b: float) -> dict[str, int]:
         prices = RoutePrices({a.kind: 1.0, b.kind: price_b})
         router = RoutingPolicy(Routes(prices, LinearModel(), shares))
-        homes: dict[str, int] = {}
+        assignments: dict[str, int] = {}
         for _ in range(100):
             path = route(
-                [view("e0", a), view("e1", b)], TurnView(100, domain="x"), router, sticky=None, version=0, homes=homes
+                [view("e0", a), view("e1", b)],
+                TurnView(100, domain="x"),
+                router,
+                sticky=None,
+                version=0,
+                assignments=assignments,
             )
             assert path is not None
             pool = "a" if path.decode == "e0" else "b"
-            homes[pool] = homes.get(pool, 0) + 1
-        return homes
+            assignments[pool] = assignments.get(pool, 0) + 1
+        return assignments
 
     assert given_out(1.0) == {"a": 25, "b": 75}
     assert given_out(1.0 + MARGIN / 2) == {"a": 25, "b": 75}
@@ -262,23 +267,23 @@ def test_what_a_pool_that_is_down_would_take_goes_to_the_others_by_their_shares(
     shares = {pool: weight / whole for pool, weight in weights.items()}
     router = RoutingPolicy(Routes(shares={"x": shares}))
     engines = [view(f"e-{pool}", EnginePlacement(pool), healthy=pool in up) for pool in "abcd"]
-    homes = {pool: 1000 for pool in "abcd" if pool not in up}
+    assignments = {pool: 1000 for pool in "abcd" if pool not in up}
     rounds = 60
     for _ in range(rounds):
-        path = route(engines, TurnView(100, domain="x"), router, sticky=None, version=0, homes=homes)
+        path = route(engines, TurnView(100, domain="x"), router, sticky=None, version=0, assignments=assignments)
         assert path is not None
-        homes[path.decode[2:]] = homes.get(path.decode[2:], 0) + 1
+        assignments[path.decode[2:]] = assignments.get(path.decode[2:], 0) + 1
     there = sum(shares.get(pool, 0.0) for pool in up)
     for pool in up:
         expected = rounds * (shares.get(pool, 0.0) / there if there else 1 / len(up))
-        assert abs(homes.get(pool, 0) - expected) <= len(up), (pool, homes)
+        assert abs(assignments.get(pool, 0) - expected) <= len(up), (pool, assignments)
 
 
 def test_without_prices_shares_alone_place_homes() -> None:
     router = RoutingPolicy(Routes(shares={"x": {"a": 0.5, "b": 0.5}}))
-    homes = {"a": 3}
+    assignments = {"a": 3}
     engines = [view("e0", EnginePlacement("a")), view("e1", EnginePlacement("b"), running=4)]
-    path = route(engines, TurnView(10, domain="x"), router, sticky=None, version=0, homes=homes)
+    path = route(engines, TurnView(10, domain="x"), router, sticky=None, version=0, assignments=assignments)
     assert path is not None
     assert path.decode == "e1"
 

@@ -106,7 +106,7 @@ class World:
         if turns.handoffs is not None:
             assert not any(q.open or q.line for q in turns.handoffs._queues.values()), "every place was given back"
         assert all(m.running == 0 and m.work_s == 0.0 for m in turns.registry.members.values())
-        assert not any(m.sessions or m.guests for m in turns.registry.members.values())
+        assert not any(m.sessions or m.prefill_sessions for m in turns.registry.members.values())
 
     def events(self, kind: str) -> list[dict[str, object]]:
         return [dict(e.fields) for e in self.run.recorder.events if e.kind == kind]  # type: ignore[attr-defined]

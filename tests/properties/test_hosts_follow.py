@@ -123,7 +123,7 @@ HAPPENINGS = st.lists(
 )
 
 
-def settled(world: World, story: Callable[[], Awaitable[None]]) -> None:
+def assigned(world: World, story: Callable[[], Awaitable[None]]) -> None:
     """Host events without a run, and the final state long after them."""
 
     async def main() -> None:
@@ -159,7 +159,7 @@ def test_when_machines_rest_there_is_a_host_for_each_core(
             world.happen(what, machine)
             await asyncio.sleep(seconds)
 
-    settled(world, story)
+    assigned(world, story)
 
 
 def test_hosts_go_with_their_machine_and_others_come_with_one() -> None:
@@ -183,7 +183,7 @@ def test_hosts_go_with_their_machine_and_others_come_with_one() -> None:
         assert Counter(fleet.where().values()) == {"machine-cores-2": 2}, "there is room for no more"
         assert world.events("host_retired")[-2:] == ["environment-1", "environment-0"]
 
-    settled(world, story)
+    assigned(world, story)
 
 
 def played(seed: int) -> World:

@@ -53,7 +53,7 @@ def worlds(draw: st.DrawFn, *, faults: bool = False) -> SimulatedRun:
         env_faults=0.05 if faults else 0.0,
         reward_faults=0.05 if faults else 0.0,
         schedule=schedule,
-        together=True,
+        colocation=True,
         **policy,
     )
 
@@ -89,9 +89,9 @@ async def bounded(run: Coroutine[Any, Any, None]) -> None:
 def seats(world: SimulatedRun) -> None:
     """Reserved slots of engines are those that groups reserved and have not used."""
     turns = world.control.gateway.turns
-    assert turns.together is not None
+    assert turns.colocation is not None
     for member in turns.registry.members.values():
-        units = [u for u in turns.together._units.values() if u.home is member]
+        units = [u for u in turns.colocation._units.values() if u.sticky is member]
         assert member.awaited == sum(u.free for u in units)
         assert member.kv.taken - len(member.kv) == member.awaited
 
@@ -102,8 +102,8 @@ def ended(world: SimulatedRun) -> None:
     assert all(g.state != "live" for g in world.journal.groups.values())  # type: ignore[attr-defined]
     assert sum(world.control.scheduler.outstanding().values()) == 0
     turns = world.control.gateway.turns
-    assert turns.together is not None
-    assert not turns.together._units
+    assert turns.colocation is not None
+    assert not turns.colocation._units
     assert all(m.awaited == 0 and m.kv.taken == len(m.kv) for m in turns.registry.members.values())
 
 
@@ -165,7 +165,7 @@ def test_a_resume_holds_what_is_left_of_a_group_together(world: SimulatedRun, fu
             seed=7,
             redundancy=world.redundancy,
             tail=world.tail,
-            together=True,
+            colocation=True,
             concurrency=world.concurrency,
         )
         watched(second)
@@ -185,7 +185,7 @@ def test_a_resume_holds_what_is_left_of_a_group_together(world: SimulatedRun, fu
     ended(second)
 
 
-def rollout_s(*, together: bool, seed: int) -> tuple[float, int]:
+def rollout_s(*, colocation: bool, seed: int) -> tuple[float, int]:
     """Seconds of a step of 12 groups of 8 with a heavy tail, and the most that lived on an engine; four engines that
     take 8 each."""
     world = make_simulated_run(
@@ -197,7 +197,7 @@ def rollout_s(*, together: bool, seed: int) -> tuple[float, int]:
         seed=seed,
         schedule="sync_plus",
         engine_s=lambda r: r.lognormvariate(0.0, 1.2),
-        together=together,
+        colocation=colocation,
         concurrency=ConcurrencySettings(ConcurrencySpec(start=8, most=8)),
     )
     most = 0
@@ -223,6 +223,6 @@ def rollout_s(*, together: bool, seed: int) -> tuple[float, int]:
 
 def test_replication_shortens_a_rollout_with_a_heavy_tail() -> None:
     """A seat whose response has ended takes the next one, instead of waiting for the longest of its group."""
-    apart, whole = ([rollout_s(together=t, seed=n) for n in range(5)] for t in (False, True))
+    apart, whole = ([rollout_s(colocation=t, seed=n) for n in range(5)] for t in (False, True))
     assert all(most == 8 for _, most in apart + whole)
     assert sum(s for s, _ in apart) < 0.8 * sum(s for s, _ in whole)

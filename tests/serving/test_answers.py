@@ -165,11 +165,11 @@ def test_tokens_that_are_heard_are_checked_as_they_come() -> None:
 
     async def main() -> None:
         engines: list[Telling] = [Garbling("e0"), Telling("e1")]
-        gateway, heard = gateway_of(engines), list[CompletionChunk]()
-        answer = await gateway.generate("s", (0,), Sampling(8), spend=lambda _: None, told=heard.append)
+        gateway, streamed = gateway_of(engines), list[CompletionChunk]()
+        answer = await gateway.generate("s", (0,), Sampling(8), spend=lambda _: None, on_chunk=streamed.append)
         assert answer.token_ids == tuple(range(1, 9))
         assert engines[1].requests[0].token_ids == (0, 1, 2)
-        assert all(map(math.isfinite, (p for piece in heard for p in piece.logprobs)))
+        assert all(map(math.isfinite, (p for piece in streamed for p in piece.logprobs)))
 
     virtual(main)
 

@@ -45,11 +45,11 @@ def test_kv_of_an_engine_that_went_is_not_fetched() -> None:
         async with asyncio.TaskGroup() as tasks:
             turn = tasks.create_task(bench.ask())
             await asyncio.sleep(0.12)
-            home = next(e for e in ("d", "e") if bench.requests(e))
-            await bench.gateway.drain(EngineId(home), seconds=5.0)
+            sticky = next(e for e in ("d", "e") if bench.requests(e))
+            await bench.gateway.drain(EngineId(sticky), seconds=5.0)
         assert turn.result().kv_transfer is not None
-        bench.gateway.leave(EngineId(home), cause="drained")
-        bench.engines[home].fail = True
+        bench.gateway.leave(EngineId(sticky), cause="drained")
+        bench.engines[sticky].fail = True
         await bench.ask((*PROMPT, 1))
         assert bench.requests("p")[1].kv_transfer == {"do_remote_decode": True, "do_remote_prefill": False}
         assert bench.events("handoff_failed") == []
@@ -69,12 +69,12 @@ def test_a_turn_that_is_cut_short_is_no_failed_attempt() -> None:
             turn = tasks.create_task(bench.ask())
             for _ in range(2):
                 await asyncio.sleep(1.0)
-                (home,) = [n for n, shares in bench.shares.items() if shares.in_flight]
+                (sticky,) = [n for n, shares in bench.shares.items() if shares.in_flight]
                 with pytest.raises(LeaseExpired):
-                    await bench.gateway.drain(EngineId(home), seconds=1.0)
-                bench.gateway.leave(EngineId(home), cause="drained")
-                bench.engines[home].fail = True
-                while bench.shares[home].in_flight:
+                    await bench.gateway.drain(EngineId(sticky), seconds=1.0)
+                bench.gateway.leave(EngineId(sticky), cause="drained")
+                bench.engines[sticky].fail = True
+                while bench.shares[sticky].in_flight:
                     await asyncio.sleep(1.0)
         assert turn.result().token_ids
         assert bench.gateway.served == 1

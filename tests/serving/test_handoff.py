@@ -155,7 +155,7 @@ def test_prefixes_are_spread_over_the_prefill_engines_until_their_trajectories_e
         members = bench.gateway.registry.members
         for session in ("s0", "s3"):
             await bench.gateway.forget(session)
-        assert [len(members[p].guests) for p in seats] == [0, 2, 2]
+        assert [len(members[p].prefill_sessions) for p in seats] == [0, 2, 2]
         for n in (6, 7):
             await bench.ask(session=f"s{n}")
         assert [len(bench.requests(p)) for p in seats] == [5, 2, 2]

@@ -38,7 +38,7 @@ class Drive:
     """Engines do not say what fits."""
     ended: list[str] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)
-    homes: Counter[str] = field(default_factory=Counter)
+    assignments: Counter[str] = field(default_factory=Counter)
     most: Counter[str] = field(default_factory=Counter)
 
     async def run(self, *, meddle: tuple[float, float] | None = None) -> float:
@@ -61,8 +61,8 @@ class Drive:
             self.join(engine)
         async with asyncio.TaskGroup() as tasks:
             background = []
-            if self.gateway.entrance is not None:
-                background.append(tasks.create_task(self.gateway.entrance.run()))
+            if self.gateway.admission is not None:
+                background.append(tasks.create_task(self.gateway.admission.run()))
                 await asyncio.sleep(0.01)
             if meddle is not None:
                 background.append(tasks.create_task(self.meddle(*meddle)))
@@ -102,7 +102,7 @@ class Drive:
             if not turn:
                 self.begun.append(name)
             for member in self.gateway.registry.members.values():
-                self.homes[member.engine.id] += name in member.sessions and turn == 0
+                self.assignments[member.engine.id] += name in member.sessions and turn == 0
                 self.most[member.engine.id] = max(self.most[member.engine.id], len(member.kv))
             length += OUTPUT + NEW
             await asyncio.sleep(1.0)
@@ -156,7 +156,7 @@ def test_who_came_first_begins_first() -> None:
 def test_homes_follow_memory_over_engines_of_all_sizes() -> None:
     drive = Drive((8_000, 32_000), 28, ON)
     loop.run(drive.run())
-    assert 3.0 <= drive.homes["e1"] / drive.homes["e0"] <= 5.5, drive.homes
+    assert 3.0 <= drive.assignments["e1"] / drive.assignments["e0"] <= 5.5, drive.assignments
 
 
 def test_preemptions_lower_the_limit_of_an_engine_that_does_not_say_what_fits() -> None:
@@ -167,8 +167,8 @@ def test_preemptions_lower_the_limit_of_an_engine_that_does_not_say_what_fits() 
     lowered = [e for e in drive.recorder.events if e.kind == "concurrency_lowered"]
     assert lowered
     assert {e.fields["why"] for e in lowered} <= {"down_preempted", "down_full"}
-    assert drive.gateway.entrance is not None
-    assert drive.gateway.entrance.limits.limit("e0") < 30
+    assert drive.gateway.admission is not None
+    assert drive.gateway.admission.limits.limit("e0") < 30
 
 
 def test_one_that_is_longer_than_the_limit_still_runs() -> None:
@@ -209,9 +209,9 @@ def test_nobody_is_lost_or_starved(
     assert sorted(drive.ended) == sorted(f"t{n}" for n in range(count))
     for member in drive.gateway.registry.members.values():
         assert (len(member.kv), member.kv.total, member.kv.reserved, member.running) == (0, 0, 0, 0)
-    entrance = drive.gateway.entrance
-    assert entrance is not None
-    assert not entrance._came
+    admission = drive.gateway.admission
+    assert admission is not None
+    assert not admission._came
 
 
 def test_who_gives_up_while_weights_change_is_forgotten() -> None:
@@ -224,14 +224,14 @@ def test_who_gives_up_while_weights_change_is_forgotten() -> None:
             drive.gateway.generate("t", (PROMPT,), Sampling(OUTPUT), spend=lambda _: None, domain="d")
         )
         await asyncio.sleep(0.0)
-        entrance = drive.gateway.entrance
-        assert entrance is not None
-        before = len(entrance._came)
+        admission = drive.gateway.admission
+        assert admission is not None
+        before = len(admission._came)
         waiting.cancel()
         await asyncio.wait([waiting])
         await drive.gateway.forget("t")
         await moving
-        return before, len(entrance._came)
+        return before, len(admission._came)
 
     assert loop.run(main()) == (1, 0)
 

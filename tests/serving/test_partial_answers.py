@@ -83,7 +83,7 @@ def gateway_of(engines: list[Telling]) -> Gateway:
     return gateway
 
 
-def heard(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def streamed(scenario: Callable[[], Coroutine[Any, Any, None]]) -> None:
     loop.run(scenario())
 
 
@@ -93,7 +93,7 @@ def test_a_turn_goes_on_elsewhere_after_what_was_read(listening: bool) -> None:
         engines = [Telling("e0", dies=3), Telling("e1")]
         gateway, told = gateway_of(engines), list[CompletionChunk]()
         answer = await gateway.generate(
-            "s", (0,), Sampling(max_tokens=8, seed=5), spend=lambda _: None, told=told.append if listening else None
+            "s", (0,), Sampling(max_tokens=8, seed=5), spend=lambda _: None, on_chunk=told.append if listening else None
         )
         assert answer.token_ids == tuple(range(1, 9))
         first, second = (e.requests[0] for e in engines)
@@ -101,7 +101,7 @@ def test_a_turn_goes_on_elsewhere_after_what_was_read(listening: bool) -> None:
         assert (first.sampling == second.sampling) is not listening
         assert [t for p in told for t in p.token_ids] == (list(range(1, 8)) if listening else [])
 
-    heard(scenario)
+    streamed(scenario)
 
 
 def test_a_turn_that_weights_interrupt_goes_on_under_the_new_ones() -> None:
@@ -110,7 +110,7 @@ def test_a_turn_that_weights_interrupt_goes_on_under_the_new_ones() -> None:
         gateway, told, sent = gateway_of(engines), list[CompletionChunk](), list[int]()
         asking = asyncio.ensure_future(
             gateway.generate(
-                "s", (0,), Sampling(max_tokens=8), spend=lambda _: None, sent=sent.append, told=told.append
+                "s", (0,), Sampling(max_tokens=8), spend=lambda _: None, sent=sent.append, on_chunk=told.append
             )
         )
         while len(told) < 3:
@@ -125,7 +125,7 @@ def test_a_turn_that_weights_interrupt_goes_on_under_the_new_ones() -> None:
         assert len(engine.requests) == 2
         assert sent == [0], "its staleness is judged by what is kept"
 
-    heard(scenario)
+    streamed(scenario)
 
 
 def test_who_goes_away_aborts_the_answer_and_the_episode_goes_on() -> None:

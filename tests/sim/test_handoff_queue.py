@@ -32,9 +32,9 @@ def test_contexts_wait_for_slots_no_more_than_the_depth_and_the_run_is_as_fast(
     pull, waiting = HandoffTracker.pull, [0]
 
     @contextlib.asynccontextmanager
-    async def watched(self: HandoffTracker, request: Any, source: Any, home: Any) -> AsyncIterator[None]:
-        waiting[0] = max(waiting[0], home.running + 1 - SLOTS)
-        async with pull(self, request, source, home):
+    async def watched(self: HandoffTracker, request: Any, source: Any, sticky: Any) -> AsyncIterator[None]:
+        waiting[0] = max(waiting[0], sticky.running + 1 - SLOTS)
+        async with pull(self, request, source, sticky):
             yield
 
     found = {}

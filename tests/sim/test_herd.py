@@ -98,7 +98,7 @@ class Drive:
             await asyncio.sleep(BACK_S - AWAY_S)
             for name in ("b0", "b1"):
                 members[name].draining = False
-                self.gateway.turns.unhome(members[name])
+                self.gateway.turns.evict_sessions(members[name])
             await asyncio.sleep(END_S - BACK_S)
             for task in tasks:
                 task.cancel()

@@ -16,22 +16,22 @@ async def rate(kind: str, count: int, domain: str, in_flight: int) -> tuple[floa
     """Trajectories per second of so many engines, each trajectory on the engine with the fewest."""
     loop = asyncio.get_running_loop()
     engines = [engine(f"{kind}-{i}", kind) for i in range(count)]
-    homes = dict.fromkeys(range(count), 0)
+    assignments = dict.fromkeys(range(count), 0)
     drawn, prompts = GeneratedWorkload(PRESETS[domain], 0, name=domain), iter(range(2 * in_flight))
 
     async def slot() -> None:
         for prompt in prompts:
-            home = min(homes, key=lambda i: homes[i])
-            homes[home] += 1
+            sticky = min(assignments, key=lambda i: assignments[i])
+            assignments[sticky] += 1
             script, context = drawn.script(prompt, 0), 0
             for t in range(script.turns):
                 context += script.shown[t]
                 name = f"{prompt}-{t}"
-                await engines[home].generate(turn(name, context, script.answers[t], session=str(prompt)))
+                await engines[sticky].generate(turn(name, context, script.answers[t], session=str(prompt)))
                 context += script.answers[t]
                 await asyncio.sleep(script.step_s[t])
-            await engines[home].release(str(prompt))
-            homes[home] -= 1
+            await engines[sticky].release(str(prompt))
+            assignments[sticky] -= 1
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(in_flight):

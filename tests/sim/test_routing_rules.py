@@ -89,12 +89,12 @@ async def simulate(w: Workload, rule: str) -> tuple[float, float]:
 
     def warm(session: str, index: int, tokens: int) -> None:
         """A trajectory in flight when the clock starts: its KV is on its sticky engine."""
-        home = f"d{index % DECODES}"
-        engines[home]._kv[session] = tokens
+        sticky = f"d{index % DECODES}"
+        engines[sticky]._kv[session] = tokens
         gateway.turns.sessions[session] = SessionKv(
-            0, home=home, cached={home: tokens}, held=(home,), returned={"tokens": tokens}
+            0, sticky=sticky, cached={sticky: tokens}, held=(sticky,), returned={"tokens": tokens}
         )
-        gateway.registry.members[home].sessions.add(session)
+        gateway.registry.members[sticky].sessions.add(session)
 
     async def agentic(index: int) -> None:
         nonlocal turns

@@ -29,7 +29,7 @@ SPEEDS = {pool: QueueEngineSpeed(1e-3 / times, 0.004 / times, 1e-6) for pool, ti
 PROMPT, OUTPUT, LIVE, TURNS = 100, 32, 28, 420
 
 
-async def homes(shares: dict[str, float], *, gone: str = "") -> tuple[Counter[str], float]:
+async def assignments(shares: dict[str, float], *, gone: str = "") -> tuple[Counter[str], float]:
     """Turns by pool, and how long all of them took. `gone`: a pool whose engine is lost from the first turn on."""
     recorder, now = MemoryRecorder(), asyncio.get_running_loop().time
     kinds = {pool: EngineKind(pool, EngineRole.ENGINE, 1) for pool in TIMES}
@@ -50,7 +50,7 @@ async def homes(shares: dict[str, float], *, gone: str = "") -> tuple[Counter[st
     async def play() -> None:
         for turn in left:
             await gateway.generate(f"s{turn}", tuple(range(PROMPT)), Sampling(OUTPUT), spend=lambda _: None, domain="x")
-            given[gateway.homes()[f"s{turn}"]] += 1
+            given[gateway.assignments()[f"s{turn}"]] += 1
             await gateway.forget(f"s{turn}")
 
     async with asyncio.TaskGroup() as tasks:
@@ -74,7 +74,7 @@ async def homes(shares: dict[str, float], *, gone: str = "") -> tuple[Counter[st
 
 @pytest.mark.parametrize("gone", ["", "quick", "slow"])
 def test_turns_go_by_the_shares_of_the_pools_that_are_there(gone: str) -> None:
-    given, _ = loop.run(homes(SHARES, gone=gone))
+    given, _ = loop.run(assignments(SHARES, gone=gone))
     there = {pool: share for pool, share in SHARES.items() if pool != gone}
     assert given.total() == TURNS
     for pool, share in there.items():
@@ -82,6 +82,6 @@ def test_turns_go_by_the_shares_of_the_pools_that_are_there(gone: str) -> None:
 
 
 def test_shares_by_speed_are_faster_than_equal_ones() -> None:
-    _, by_speed = loop.run(homes(SHARES))
-    _, alike = loop.run(homes(dict.fromkeys(TIMES, 1 / len(TIMES))))
+    _, by_speed = loop.run(assignments(SHARES))
+    _, alike = loop.run(assignments(dict.fromkeys(TIMES, 1 / len(TIMES))))
     assert by_speed < 0.8 * alike

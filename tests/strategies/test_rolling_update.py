@@ -109,7 +109,7 @@ def test_a_turn_does_not_wait_for_its_home_that_loads_while_another_serves() -> 
                 session, (1, 2), sampling, spend=lambda _: None, sent=lambda _: None, domain="d"
             )
 
-        def home() -> str:
+        def sticky() -> str:
             return next(name for name, m in fleet.gateway.registry.members.items() if "a" in m.sessions)
 
         async with asyncio.TaskGroup() as tasks:
@@ -117,12 +117,12 @@ def test_a_turn_does_not_wait_for_its_home_that_loads_while_another_serves() -> 
             await asyncio.sleep(0.0)
             for session in ("a", "b"):
                 await turn(session)
-            lived, began = home(), now()
+            lived, began = sticky(), now()
             await fleet.publish(1)
             assert [m.updating for m in fleet.gateway.registry.members.values()] == [True, False]
             assert lived == "e0", "the one that loads"
             await turn("a")
-            took, lives = now() - began, home()
+            took, lives = now() - began, sticky()
             following.cancel()
         return took, lives
 

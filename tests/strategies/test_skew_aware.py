@@ -42,7 +42,7 @@ class Rollout:
     order: list[int] = field(default_factory=list)
     """Of the last epoch: prompts as they were let in."""
     ended: list[tuple[int, int]] = field(default_factory=list)
-    homes: dict[int, str] = field(default_factory=dict)
+    assignments: dict[int, str] = field(default_factory=dict)
 
     async def run(self) -> None:
         now, recorder = asyncio.get_running_loop().time, MemoryRecorder()
@@ -62,10 +62,10 @@ class Rollout:
             clock = ResourceClock(role="engine", resource=engine.id, recorder=recorder, clock=now)
             shares = EngineShares(clock, clock=now)
             self.gateway.join(engine, version=0, shares=shares, seat=EnginePlacement("p", "H800"))
-        entrance = self.gateway.entrance
-        assert entrance is not None
+        admission = self.gateway.admission
+        assert admission is not None
         async with asyncio.TaskGroup() as tasks:
-            looking = tasks.create_task(entrance.run())
+            looking = tasks.create_task(admission.run())
             for epoch in range(self.epochs):
                 began = now()
                 self.order.clear()
@@ -80,8 +80,8 @@ class Rollout:
 
         def sent(_: int) -> None:
             self.order.append(prompt)
-            (home,) = [e for e, m in self.gateway.registry.members.items() if name in m.sessions]
-            self.homes[prompt] = home
+            (sticky,) = [e for e, m in self.gateway.registry.members.items() if name in m.sessions]
+            self.assignments[prompt] = sticky
 
         await self.gateway.generate(
             name,
@@ -138,9 +138,9 @@ def test_long_ones_have_engines_of_their_own() -> None:
     lengths = skewed(120, 1)
     rollout = Rollout(lengths, 4, skew_aware=True, epochs=3)
     loop.run(rollout.run())
-    longs = Counter(rollout.homes[n] for n, length in enumerate(lengths) if length >= 2_000)
-    others = Counter(rollout.homes[n] for n, length in enumerate(lengths) if length < 2_000)
-    theirs = max(others, key=lambda home: others[home])
+    longs = Counter(rollout.assignments[n] for n, length in enumerate(lengths) if length >= 2_000)
+    others = Counter(rollout.assignments[n] for n, length in enumerate(lengths) if length < 2_000)
+    theirs = max(others, key=lambda sticky: others[sticky])
     assert others[theirs] > 0.5 * others.total(), others
     assert longs[theirs] <= 0.1 * longs.total(), longs  # when none of the others waits, any engine will do
 
@@ -186,12 +186,12 @@ def test_a_trajectory_that_loses_its_home_counts_once_among_those_it_is_compared
 
         for n in range(6):
             await turn(n)
-        assert gateway.entrance is not None
-        first = gateway.entrance.admitted
+        assert gateway.admission is not None
+        first = gateway.admission.admitted
         gateway.lose("e0")
         for n in range(6):
             await turn(n)
-        return gateway.entrance.admitted - first, dispatcher.predictions
+        return gateway.admission.admitted - first, dispatcher.predictions
 
     again, predicted = loop.run(main())
     assert again > 0, "some had to find another home"
