@@ -337,9 +337,9 @@ class Plan:
     rates: Mapping[str, float] | None = None
     placement: Placement | None = None
 
-    def of(self, role: Role) -> tuple[Assignment, ...]:
-        """The parts of a role, by replica."""
-        return tuple(a for a in self.assignments if a.role is role)
+    def of(self, *roles: Role) -> tuple[Assignment, ...]:
+        """The parts of the roles, by role and replica."""
+        return tuple(a for role in roles for a in self.assignments if a.role is role)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ def collective_backend(resolved: Resolved) -> str:
     """NCCL between GPUs, gloo where any part computes on CPU cores. SpecError for NCCL without GPUs."""
     spec, plan = resolved.run.weights.collective, resolved.plan
     assert spec is not None, "asked of runs that broadcast"
-    cores = [a for role in (Role.TRAINER, *SERVING_ROLES) for a in plan.of(role) if torch_device(resolved, a) == "cpu"]
+    cores = [a for a in plan.of(Role.TRAINER, *SERVING_ROLES) if torch_device(resolved, a) == "cpu"]
     if spec.backend == "nccl" and cores:
         raise SpecError(
             f"weights.collective.backend is nccl, and {cores[0].name} runs on cores of pool '{cores[0].pool}' (rule: "

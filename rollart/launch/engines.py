@@ -398,9 +398,8 @@ class ClusterEngineSite:
 
     async def open(self) -> None:
         """Create the plan's engines by role, without starting them."""
-        for role in SERVING_ROLES:
-            for assignment in self._resolved.plan.of(role):
-                await self._make_engine(assignment)
+        for assignment in self._resolved.plan.of(*SERVING_ROLES):
+            await self._make_engine(assignment)
         for pool in self._pools:
             self._rebill_idle(pool)
 

@@ -7,10 +7,10 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rollart import controller_loop
 from rollart.architecture import stamp_of
@@ -37,10 +37,7 @@ from rollart.model import AbortReason, WeightsRef
 from rollart.orphans import kill_at_end
 from rollart.ports import Recovered, RunEvent
 from rollart.settings.resolve import Resolved
-from rollart.supervise.autoscaling import HostAutoscaler
 from rollart.supervise.engines import EngineMeter
-from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
-from rollart.supervise.function_hosts import FunctionHostSupervisor
 
 ProgressCallback = Callable[[RunEvent], None]
 
@@ -113,29 +110,27 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     if resolved.base not in sys.path:
         # Environments and functions that a spec names lie in its directory.
         sys.path.insert(0, resolved.base)
-    refuse_unlaunchable(resolved)
-    resolved = decide_workers(resolved)
-    if resume:
-        refuse_changed(resolved, directory)
-    start = resolve_start(resolved, directory) if resume else RunStart(resolved)
+    start = _checked_start(resolved, directory, resume)
     resolved = start.resolved
     async with open_run(start, directory, progress, began=began) as context:
         recovered = await context.ledger.recover() if resume else None
         async with asyncio.TaskGroup() as background, contextlib.AsyncExitStack() as ending:
             ending.callback(context.ledger.stopping)
-            watchers = [
-                background.create_task(context.ledger.watch(), name="ledger"),
-                background.create_task(context.watchdog(), name="watchdog"),
-            ]
+            watchers = list[asyncio.Task[None]]()
+
+            def watch(work: Coroutine[Any, Any, None], name: str) -> None:
+                watchers.append(background.create_task(work, name=name))
+
+            watch(context.ledger.watch(), "ledger")
+            watch(context.watchdog(), "watchdog")
             if resolved.cluster.runtime.backend == "ray":
-                watchers.append(
-                    background.create_task(record_cluster_events(context.runtime, context.emit), name="cluster")
-                )
+                watch(record_cluster_events(context.runtime, context.emit), "cluster")
             if context.environments is None:
-                memory = watch_memory(resolved.cluster.environments, context.emit)
-                watchers.append(background.create_task(memory, name="memory"))
+                watch(watch_memory(resolved.cluster.environments, context.emit), "memory")
             context.emit("starting", "run", directory=str(directory), resume=resume)
-            watchers += [background.create_task(fleet.run(), name="hosts") for fleet in _fleets(context)]
+            fleets = [fleet for fleet in (context.environments, context.functions) if fleet is not None]
+            for fleet in fleets:
+                watch(fleet.run(), "hosts")
             if start.moved or start.why_not:
                 context.emit("plan_resumed" if start.moved else "plan_from_spec", "fleet", why=start.why_not or None)
             artefacts = background.create_task(_produce_artefacts(resolved, directory, context), name="artefacts")
@@ -150,23 +145,33 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                 step = recovered.step
             context.begin(weights)
             if context.nodes is not None:
-                watchers.append(
-                    background.create_task(follow_nodes(context.runtime, resolved, context.nodes), name="nodes")
-                )
+                watch(follow_nodes(context.runtime, resolved, context.nodes), "nodes")
             # Concurrently with the functions: wrong credentials then fail before engines have cost much.
-            engines = background.create_task(_start_engines(context), name="engines")
+            engines = background.create_task(context.supervisor.begin(context.site.parts), name="engines")
             async with context.open_functions(build_rewards(resolved, await artefacts)):
                 await engines
-                watchers += [
-                    background.create_task(one.run(), name="hosts' nodes") for one in await _start_hosts(context)
-                ]
+                for fleet in fleets:
+                    await fleet.ready()
+                for keeper in host_count_keepers(
+                    context.wanted, context.nodes, context.environments, context.functions, context.ledger
+                ):
+                    watch(keeper.run(), "hosts' nodes")
                 meter = EngineMeter(context.control.gateway.stats, context.ledger)
-                watchers.append(background.create_task(meter.run(), name="engines' counters"))
+                watch(meter.run(), "engines' counters")
                 await context.session().run(step=step, steps=resolved.run.steps, recovered=recovered)
                 await meter.look()
             for watcher in watchers:
                 watcher.cancel()
         context.emit("finished", "run", steps=resolved.run.steps, version=context.control.gateway.version)
+
+
+def _checked_start(resolved: Resolved, directory: Path, resume: bool) -> RunStart:
+    refuse_unlaunchable(resolved)
+    resolved = decide_workers(resolved)
+    if not resume:
+        return RunStart(resolved)
+    refuse_changed(resolved, directory)
+    return resolve_start(resolved, directory)
 
 
 async def _resume(
@@ -252,21 +257,6 @@ async def _produce_artefacts(resolved: Resolved, directory: Path, context: RunCo
         "launch", "artefacts of the functions", resolved.run.leases.train_s, Expiry.FAIL_RUN
     ):
         return await produce_artefacts(resolved, directory)
-
-
-def _fleets(context: RunContext) -> list[EnvironmentHostSupervisor | FunctionHostSupervisor]:
-    return [fleet for fleet in (context.environments, context.functions) if fleet is not None]
-
-
-async def _start_hosts(context: RunContext) -> list[HostAutoscaler]:
-    """Wait until the initial hosts serve; the keepers that maintain their number in an elastic cluster."""
-    for fleet in _fleets(context):
-        await fleet.ready()
-    return host_count_keepers(context.wanted, context.nodes, context.environments, context.functions, context.ledger)
-
-
-async def _start_engines(context: RunContext) -> None:
-    await context.supervisor.begin(context.site.parts)
 
 
 def _interrupted(directory: Path) -> Interrupted:

@@ -283,7 +283,7 @@ def engine_tolerance(resolved: Resolved) -> float:
 
 def attached_urls(resolved: Resolved) -> dict[str, str]:
     """URLs of attached servers, by engine name."""
-    names = [a.name for role in SERVING_ROLES for a in resolved.plan.of(role)]
+    names = [a.name for a in resolved.plan.of(*SERVING_ROLES)]
     return dict(zip(names, resolved.cluster.engines.attach, strict=False))
 
 

@@ -98,7 +98,20 @@ def launchable(specs: Specs, where: SpecSources | None = None, *, others: bool =
     refuse_missing(specs)
     refuse_files(specs, where, launch=True)
     resolved = specs if isinstance(specs, Resolved) else resolve_specs(specs)
-    _refuse_local_problems(resolved, others)
+    token = resolved.cluster.runtime.token
+    if token is not None and not Path(token).is_file():
+        raise SpecError(f"runtime.token is {token}, which is no file", remedy="copy the token of the cluster's head")
+    refuse_lending(resolved)
+    with importable(resolved.base):
+        _refuse_programs(resolved)
+    functions = resolved.cluster.functions
+    check_providers(functions, [function.name for function in resolved.run.functions])
+    if resolved.cluster.engines.kind == "vllm":  # imported late for the sake of other runs
+        from rollart.launch.vllm import refuse_dead_servers, refuse_without_vllm
+
+        refuse_without_vllm(resolved)
+        if others:
+            refuse_dead_servers(resolved)
     _launchable = resolved if others else None
     return resolved
 
@@ -182,7 +195,12 @@ def environment_problems(specs: Specs) -> list[SpecFinding]:
         return []
     quick: set[str] = set()
     with importable(specs.base):
-        found = [problem for i in range(len(specs.run.domains)) for problem in _harness_problems(specs, i)]
+        found = []
+        for index, domain in enumerate(specs.run.domains):
+            try:
+                harness_factory(domain, None)
+            except SpecError as error:
+                found.append(SpecFinding(("run", "domains", index, "environment"), error.message, error.remedy))
         if _checks_in_process(specs):
             problems = check_environments(hosted_domains(specs.run), worked=_warm_start_domains(specs), quick=quick.add)
             found += [_locate_problem(specs, problem) for problem in problems]
@@ -204,20 +222,36 @@ def decide_workers(resolved: Resolved) -> Resolved:
     return replace(resolved, cluster=resolved.cluster.model_copy(update={"environments": environments}))
 
 
-def launch_warnings(specs: Specs) -> list[str]:
+def launch_warnings(specs: Specs) -> Iterator[str]:
     """The warnings, one line each."""
-    found = [*_unauthenticated_services(specs), *_few_kept_versions(specs), *_unused_cuda(specs)]
+    cluster = specs.cluster
+    if cluster.runtime.backend == "ray" or cluster.engines.kind == "vllm":
+        yield (
+            "engines and the trainer answer HTTP without a token, and take requests of any host that reaches their "
+            "ports: keep those ports inside the cluster's network"
+        )
+    if specs.run.steps >= LONG_RUN_STEPS:
+        yield (
+            f"of {specs.run.steps} versions the last two are kept, and held-out episodes are played before the first "
+            "step and after the last: a policy that collapses in between has no earlier version to return to. Copy "
+            "versions out of the run's directory weights as it goes, or train in several runs"
+        )
+    cores = all(pool.device == "cpu" for pool in cluster.pools)
+    if cores and cluster.runtime.backend == "local" and torch_build() == "cuda":
+        yield (
+            "torch is installed with gigabytes of CUDA packages, and the cluster has CPU cores alone: pip install "
+            f"--index-url {CPU_INDEX} torch, and uninstall the nvidia packages"
+        )
     with contextlib.suppress(RollartError):  # packing errors are reported elsewhere
         for package in function_packages(specs, {}):
-            found += (f"function '{package.spec.name}': {text}" for text in _package_warnings(package, specs))
-    return found
+            yield from (f"function '{package.spec.name}': {text}" for text in _package_warnings(package, specs))
 
 
 def dry_run_lines(resolved: Resolved) -> Iterator[str]:
     """One line per engine and one for the trainer, none for embedded parts in float32 on cores; one for broadcasts, and
     one per host of function workers."""
     ours, urls = resolved.cluster.engines.kind != "vllm", attached_urls(resolved)
-    for assignment in (a for role in SERVING_ROLES for a in resolved.plan.of(role)):
+    for assignment in resolved.plan.of(*SERVING_ROLES):
         if ours:
             device = torch_device(resolved, assignment)
             yield from _dtype_line(assignment.name, device, engine_dtype(resolved, device))
@@ -233,30 +267,18 @@ def dry_run_lines(resolved: Resolved) -> Iterator[str]:
             yield from _dtype_line(assignment.name, device, trainer_dtype(resolved, device))
     if resolved.run.weights.collective is not None:
         yield f"weights: broadcast over {collective_backend(resolved)}"
-    yield from _function_host_lines(resolved)
-
-
-def _refuse_local_problems(resolved: Resolved, others: bool) -> None:
-    token = resolved.cluster.runtime.token
-    if token is not None and not Path(token).is_file():
-        raise SpecError(f"runtime.token is {token}, which is no file", remedy="copy the token of the cluster's head")
-    refuse_lending(resolved)
-    with importable(resolved.base):
-        _refuse_programs(resolved)
-    functions = resolved.cluster.functions
-    check_providers(functions, [function.name for function in resolved.run.functions])
-    if resolved.cluster.engines.kind == "vllm":  # imported late for the sake of other runs
-        from rollart.launch.vllm import refuse_dead_servers, refuse_without_vllm
-
-        refuse_without_vllm(resolved)
-        if others:
-            refuse_dead_servers(resolved)
+    for name in initial_function_hosts(resolved):
+        actor = function_actor(resolved, Path(), name, "")
+        labels = " ".join(f"{key}={value}" for key, value in actor.labels.items())
+        resources = " ".join(f"{amount:g} {kind}" for kind, amount in actor.resources.items())
+        where = f"in {resources}" if resources else "beside its other parts"
+        yield f"{name}: function workers on a node with {labels}, {where}"
 
 
 def _refuse_programs(resolved: Resolved) -> None:
     """SpecError for parts whose programs cannot be described, or cannot run on this machine."""
     cluster, plan = resolved.cluster, resolved.plan
-    engines = [a for role in (Role.ENGINE, Role.PREFILL, Role.DECODE) for a in plan.of(role)]
+    engines = list(plan.of(*SERVING_ROLES))
     with tempfile.TemporaryDirectory() as name:
         config = trainer_config(resolved, Path(name), Path(name))
         trainer_actors(resolved, Path(name), config)
@@ -378,13 +400,6 @@ def _runs_remotely(specs: Specs) -> bool:
     return runtime.backend == "ray" and runtime.address != "local"
 
 
-def _harness_problems(specs: Specs, index: int) -> Iterator[SpecFinding]:
-    try:
-        harness_factory(specs.run.domains[index], None)
-    except SpecError as error:
-        yield SpecFinding(("run", "domains", index, "environment"), error.message, error.remedy)
-
-
 def _locate_problem(specs: Specs, problem: EnvironmentProblem) -> SpecFinding:
     """The problem, located at the responsible key of the specs."""
     if not problem.domain:
@@ -426,7 +441,7 @@ def _check_on_host_interpreter(specs: Specs, quick: set[str]) -> Iterator[SpecFi
     except subprocess.TimeoutExpired as late:
         yield _interrupted_check(
             specs,
-            _parse_check_output(_text(late.stdout))[1],
+            _parse_check_output(str(late.stdout))[1],
             f"was not over within {spec.start_s:g} s (environments.start_s)",
             key,
         )
@@ -493,37 +508,6 @@ def _parse_check_output(output: str, quick: set[str] | None = None) -> tuple[Seq
     return problems, where
 
 
-def _text(output: bytes | str | None) -> str:
-    return output.decode(errors="replace") if isinstance(output, bytes) else output or ""
-
-
-def _unauthenticated_services(specs: Specs) -> Iterator[str]:
-    cluster = specs.cluster
-    if cluster.runtime.backend == "ray" or cluster.engines.kind == "vllm":
-        yield (
-            "engines and the trainer answer HTTP without a token, and take requests of any host that reaches their "
-            "ports: keep those ports inside the cluster's network"
-        )
-
-
-def _few_kept_versions(specs: Specs) -> Iterator[str]:
-    if specs.run.steps >= LONG_RUN_STEPS:
-        yield (
-            f"of {specs.run.steps} versions the last two are kept, and held-out episodes are played before the first "
-            "step and after the last: a policy that collapses in between has no earlier version to return to. Copy "
-            "versions out of the run's directory weights as it goes, or train in several runs"
-        )
-
-
-def _unused_cuda(specs: Specs) -> Iterator[str]:
-    cores = all(pool.device == "cpu" for pool in specs.cluster.pools)
-    if cores and specs.cluster.runtime.backend == "local" and torch_build() == "cuda":
-        yield (
-            "torch is installed with gigabytes of CUDA packages, and the cluster has CPU cores alone: pip install "
-            f"--index-url {CPU_INDEX} torch, and uninstall the nvidia packages"
-        )
-
-
 def _package_warnings(package: Package, specs: Specs) -> Iterator[str]:
     yield from package.warnings
     remote = [name for name in specs.cluster.functions.chain if name in ("aws_lambda", "modal")]
@@ -540,35 +524,29 @@ def _package_warnings(package: Package, specs: Specs) -> Iterator[str]:
     if "aws_lambda" in remote and (large := sorted(LARGE_DISTRIBUTIONS & pinned.keys())):
         limit = f"the {LAMBDA_PACKAGE_MB} MB that AWS Lambda unpacks"
         yield f"{large[0]} is larger than {limit}: use another provider for it"
-    trees = list(_syntax_trees(package))
-    for name in sorted({name for tree in trees for name in _imports(tree)}):
+    imported, variables = _used_names(package)
+    for name in sorted(imported):
         if not _is_provided(name, package, pinned.keys()):
             yield f"it imports {name}, which is neither packed nor in its requirements: on {where} the import may fail"
-    for variable in sorted({name for tree in trees for name in _environment_variables(tree)}):
+    for variable in sorted(variables):
         yield (
             f"it reads the environment variable {variable}, and functions on {where} are given no variables or secrets"
         )
 
 
-def _syntax_trees(package: Package) -> Iterator[ast.Module]:
-    for name, data in package.files.items():
-        if name.startswith("function/") and name.endswith(".py"):
-            yield ast.parse(data)
-
-
-def _imports(tree: ast.Module) -> Iterator[str]:
-    """Top-level names of imported modules, imports inside functions included."""
-    for node in ast.walk(tree):
+def _used_names(package: Package) -> tuple[set[str], set[str]]:
+    """Top-level names of imported modules, imports inside functions included, and environment variables that are
+    read."""
+    imported, variables = set(), set()
+    sources = [data for name, data in package.files.items() if name.startswith("function/") and name.endswith(".py")]
+    for node in (node for data in sources for node in ast.walk(ast.parse(data))):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            imported |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            yield node.module.partition(".")[0]
-
-
-def _environment_variables(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Subscript | ast.Call) and (match := ENVIRONMENT_VARIABLE.match(ast.unparse(node))):
-            yield match[1]
+            imported.add(node.module.partition(".")[0])
+        elif isinstance(node, ast.Subscript | ast.Call) and (match := ENVIRONMENT_VARIABLE.match(ast.unparse(node))):
+            variables.add(match[1])
+    return imported, variables
 
 
 def _is_provided(name: str, package: Package, pinned: Collection[str]) -> bool:
@@ -592,12 +570,3 @@ def _canonical(name: str) -> str:
 def _dtype_line(name: str, device: str, dtype: str) -> Iterator[str]:
     if (device, dtype) != ("cpu", "float32"):
         yield f"{name}: computes in {dtype} on {device}"
-
-
-def _function_host_lines(resolved: Resolved) -> Iterator[str]:
-    for name in initial_function_hosts(resolved):
-        actor = function_actor(resolved, Path(), name, "")
-        labels = " ".join(f"{key}={value}" for key, value in actor.labels.items())
-        resources = " ".join(f"{amount:g} {kind}" for kind, amount in actor.resources.items())
-        where = f"in {resources}" if resources else "beside its other parts"
-        yield f"{name}: function workers on a node with {labels}, {where}"

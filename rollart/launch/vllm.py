@@ -192,7 +192,7 @@ def refuse_without_vllm(resolved: Resolved) -> None:
         raise UsageError(f"{python} has no vLLM", remedy=f"name another with engines.vllm.python or {PYTHON_VARIABLE}")
     if not installation.plugin:
         raise UsageError(f"{python} has vLLM {installation.version} without rollart's plugin", remedy=PLUGIN_REMEDY)
-    if not installation.nixl and (resolved.plan.of(Role.PREFILL) or resolved.plan.of(Role.DECODE)):
+    if not installation.nixl and resolved.plan.of(Role.PREFILL, Role.DECODE):
         raise UsageError(
             f"{python} has no nixl, which prefill engines need to hand KV to decode engines",
             remedy="pip install nixl into vLLM's environment, or plan engines that do both",

@@ -72,7 +72,6 @@ from rollart.policy.schedules import resolve as schedule
 from rollart.ports import RunEvent, Runtime
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.settings.resolve import Resolved
-from rollart.settings.run import BatchSpec
 from rollart.strategies.rolling_update import RollingUpdater
 from rollart.strategies.token_budget import BatchTruncation
 from rollart.strategies.tp_change import ReshardSettings
@@ -169,18 +168,6 @@ SHOWN_EVENTS = frozenset(
     }
 )
 """Part events that are shown at the terminal."""
-
-
-def unsupervised_clocks(
-    stack: contextlib.AsyncExitStack, resolved: Resolved, ledger: Ledger
-) -> dict[str, ResourceClock]:
-    """Clocks of the plan's parts other than engines and hosts, which have their own. Closed with the stack."""
-    hosts = environment_host_names(resolved) | planned_function_hosts(resolved)
-    others = [a for a in resolved.plan.assignments if a.role not in SERVING_ROLES and a.name not in hosts]
-    found = {a.name: part_clock(resolved, ledger, a) for a in others}
-    for clock in found.values():
-        stack.callback(clock.close)
-    return found
 
 
 NOTABLE_PAUSE_S = 5.0
@@ -406,6 +393,9 @@ def control_settings(
     """The run spec as control plane settings. `roles`: see `engine_placements`; `vocab`: see `GatewayLimits`;
     `measure`: see `ControlSettings`."""
     run, leases, updates = resolved.run, resolved.run.leases, update_policy(resolved)
+    batch, due = run.batch, None
+    if batch.deadline_s is not None:
+        due = BatchDeadline(batch.deadline_s, batch.least or 0.5, batch.age_decay or 1.0)
     return ControlSettings(
         SchedulerSettings(
             seed=run.seed,
@@ -419,7 +409,7 @@ def control_settings(
         samples=all_samples
         if run.batch.tokens is None or run.batch.sampler != "token_budget"
         else BatchTruncation(run.batch.tokens, measure),
-        due=batch_deadline(run.batch),
+        due=due,
         columns=[SampleColumn(name) for name in run.training.columns],
         reference=run.training.loss.kl > 0,
         waits=WaitLimits(
@@ -455,12 +445,6 @@ def control_settings(
     )
 
 
-def batch_deadline(batch: BatchSpec) -> BatchDeadline | None:
-    if batch.deadline_s is None:
-        return None
-    return BatchDeadline(batch.deadline_s, batch.least or 0.5, batch.age_decay or 1.0)
-
-
 @contextlib.asynccontextmanager
 async def open_run(
     start: RunStart, directory: Path, progress: Callable[[RunEvent], None], *, began: float
@@ -489,7 +473,11 @@ async def open_run(
         if (stored := weights if isinstance(weights, SharedWeightStore) else None) is not None:
             stack.push_async_callback(stored.aclose)
         runtime, resolved = await stack.enter_async_context(open_cluster(resolved, directory, progress))
-        by_part = unsupervised_clocks(stack, resolved, ledger)
+        hosts = environment_host_names(resolved) | planned_function_hosts(resolved)
+        others = [a for a in resolved.plan.assignments if a.role not in SERVING_ROLES and a.name not in hosts]
+        by_part = {a.name: part_clock(resolved, ledger, a) for a in others}  # the others have a part with a clock
+        for clock in by_part.values():
+            stack.callback(clock.close)
         broadcaster = weight_broadcaster(resolved, leases, ledger)
         site = ClusterEngineSite(
             resolved,

@@ -266,7 +266,7 @@ class _ModelledCluster:
         return self._pull_links[engine]
 
     def engines(self) -> list[PlacedEngine]:
-        return [self._make_engine(a) for role in SERVING_ROLES for a in self._resolved.plan.of(role)]
+        return [self._make_engine(a) for a in self._resolved.plan.of(*SERVING_ROLES)]
 
     def site(self, ledger: TracedLedger, machines: MachineInventory | None) -> ModelledSite:
         """Devices of the plan's engines and idle devices, for a run with elastic engines."""
