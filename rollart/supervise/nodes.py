@@ -93,13 +93,14 @@ class NodeAvailability:
         self._first_loss = min(self._first_loss, now)
         self._quiet = min(now + self._settings.settle_s, self._first_loss + PATIENCE * self._settings.settle_s)
 
-    def there(self) -> Mapping[str, int]:
-        """Devices by pool of all present nodes, counted or not."""
-        return _sum(self._nodes.values())
-
     def counted(self, now: float, used: Collection[str] = ()) -> Mapping[str, int]:
         """Devices by pool that a plan may use. Nodes in `used` run work, so they count."""
-        return _sum(n for name, n in self._nodes.items() if not n.leaves and (n.counts <= now or name in used))
+        total: dict[str, int] = {}
+        for name, node in self._nodes.items():
+            if not node.leaves and (node.counts <= now or name in used):
+                for pool, devices in node.devices.items():
+                    total[pool] = total.get(pool, 0) + devices
+        return total
 
     def leaving(self) -> frozenset[str]:
         """Present nodes that are about to leave."""
@@ -120,14 +121,6 @@ class NodeAvailability:
         """Seconds until `counted` or `ready` may change without a further event; infinite if they will not."""
         times = [n.counts for n in self._nodes.values() if not n.leaves]
         return min((t - now for t in (*times, self._quiet) if t > now), default=math.inf)
-
-
-def _sum(nodes: Iterable[_Node]) -> Mapping[str, int]:
-    total: dict[str, int] = {}
-    for node in nodes:
-        for pool, devices in node.devices.items():
-            total[pool] = total.get(pool, 0) + devices
-    return total
 
 
 class NodeTracker:

@@ -106,10 +106,7 @@ class Decider:
         if not settings.enabled or cold_s <= 0.0:
             return None
         price = observation.idle_usd_per_s
-        rule = KeepAlive(
-            price, cold_s * (price + observation.statistics.waited * observation.waiting_usd_per_s), settings.trust
-        )
-        even = rule.break_even_s
+        even = break_even_s(price, cold_s * (price + observation.statistics.waited * observation.waiting_usd_per_s))
         next_s: float | None = None
         if math.isfinite(even):
             expected = observation.expected_calls(even)
@@ -118,34 +115,25 @@ class Decider:
                 needed = workers_for(expected.mean, service_s, even, items=max(1.0, observation.statistics.items))
                 next_s = even if expected.mean >= _EXPECTED and needed > workers else math.inf
         longest = self._spec.keep_alive_s if settings.max_s is None else settings.max_s
-        seconds = min(longest, max(settings.min_s, rule.seconds(next_s)))
+        seconds = min(longest, max(settings.min_s, keep_alive_s(even, settings.trust, next_s)))
         if self._applied_s is None or abs(seconds - self._applied_s) > 0.2 * self._applied_s:
             self._applied_s = seconds
         return self._applied_s
 
 
-@dataclass(frozen=True, slots=True)
-class KeepAlive:
-    """The prices of the ski-rental problem. `idle_usd_per_s` is the cost of an idle worker, `cold_usd` that of a cold
-    start: its billed seconds and the cost of waiting for it (idle GPU-seconds times their price). `trust` in (0, 1]: 1
-    ignores forecasts; smaller values follow them more closely and cost up to 1 + 1/trust times the optimum if they are
-    wrong."""
+def break_even_s(idle_usd_per_s: float, cold_usd: float) -> float:
+    """The idle seconds of a worker that cost as much as a cold start: its billed seconds and the cost of waiting for it
+    (idle GPU-seconds times their price). Infinite where idling is free."""
+    return cold_usd / idle_usd_per_s if idle_usd_per_s > 0 else math.inf
 
-    idle_usd_per_s: float
-    cold_usd: float
-    trust: float = 0.5
 
-    @property
-    def break_even_s(self) -> float:
-        """The idle seconds that cost as much as a cold start. Infinite where idling is free."""
-        return self.cold_usd / self.idle_usd_per_s if self.idle_usd_per_s > 0 else math.inf
-
-    def seconds(self, forecast_s: float | None = None) -> float:
-        """Keep-alive in seconds of an idle worker. `forecast_s` is the expected time until the next call."""
-        even = self.break_even_s
-        if forecast_s is None or not math.isfinite(even):
-            return even
-        return even * self.trust if forecast_s > even else even / self.trust
+def keep_alive_s(even_s: float, trust: float, forecast_s: float | None = None) -> float:
+    """Keep-alive in seconds of an idle worker, by ski rental. `even_s`: its break-even. `forecast_s`: the expected time
+    until the next call. `trust` in (0, 1]: 1 ignores forecasts; smaller values follow them more closely and cost up to
+    1 + 1/trust times the optimum if they are wrong."""
+    if forecast_s is None or not math.isfinite(even_s):
+        return even_s
+    return even_s * trust if forecast_s > even_s else even_s / trust
 
 
 @dataclass(slots=True)

@@ -30,8 +30,8 @@ from serverless.errors import ServerlessError
 from serverless.hosts import GREETING_BYTES, Serving, greeting, run_host, token_matches
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault
+from serverless.workers.channel import encode_message, read_message
 from serverless.workers.local import LocalBackend
-from serverless.workers.messages import encode_message, read_message
 from serverless.workers.pool import Worker, WorkerFault, WorkerRequest
 
 FUNCTION_HOST_TOKEN = "SERVERLESS_HOST_TOKEN"

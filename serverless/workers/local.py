@@ -215,9 +215,7 @@ def check_isolation(package: Package) -> None:
     isolation."""
     if package.spec.trust != "untrusted":
         return
-    trees = [
-        ast.parse(text) for path, text in package.files.items() if path.startswith("function/") and path[-3:] == ".py"
-    ]
+    trees = _trees(package)
     named = {n.module or "" for t in trees for n in ast.walk(t) if isinstance(n, ast.ImportFrom)}
     named |= {a.name for t in trees for n in ast.walk(t) if isinstance(n, ast.Import) for a in n.names}
     if not any(name.startswith(("serverless.sandbox", "serverless.rewards.code_tests")) for name in named):
@@ -234,15 +232,19 @@ def check_importable(package: Package) -> None:
     _check_requirements(package)
     packed = {path.split("/")[1].removesuffix(".py") for path in package.files if path.startswith("function/")}
     wanted = [(module, "preloads") for module in package.spec.preload]
-    for path, text in package.files.items():
-        if path.startswith("function/") and path.endswith(".py"):
-            wanted += [(module, "imports") for module in _imports(ast.parse(text))]
+    wanted += [(module, "imports") for tree in _trees(package) for module in _imports(tree)]
     for module, verb in wanted:
         if module.partition(".")[0] not in packed and not module_exists(module.partition(".")[0]):
             raise BackendFailed(
                 f"function {package.spec.name} {verb} {module}, which is neither packed nor installed here",
                 remedy="install it, or take it out",
             )
+
+
+def _trees(package: Package) -> list[ast.Module]:
+    """The syntax trees of the function's own files."""
+    files = package.files.items()
+    return [ast.parse(text) for path, text in files if path.startswith("function/") and path.endswith(".py")]
 
 
 def module_exists(module: str) -> bool:

@@ -64,17 +64,15 @@ def tail(directory: pathlib.Path, function: str, slot: str, request: str) -> str
     with path.open("rb") as log:
         log.seek(max(0, path.stat().st_size - 16 * _TAIL_BYTES))
         text = log.read().decode(errors="replace")
-    found: deque[str] = deque()
-    mine = False
-    for line in reversed(text.splitlines(keepends=True)):
-        ends = _END.match(line)
-        if ends and mine:
-            break
-        if ends:
-            mine = ends[1] == request
-        elif mine:
-            found.appendleft(line)
-    return "".join(found)[-_TAIL_BYTES:]
+    waiting: list[str] = []
+    for line in text.splitlines(keepends=True):
+        if (ends := _END.match(line)) is None:
+            waiting.append(line)
+        elif ends[1] == request:
+            return "".join(waiting)[-_TAIL_BYTES:]
+        else:
+            waiting.clear()
+    return ""
 
 
 def _lines(path: pathlib.Path, limit: int) -> Iterator[LogLine]:

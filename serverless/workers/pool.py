@@ -417,7 +417,10 @@ class WorkerPool:
         lost = False
         try:
             if self._room is not None:
-                await self._found(slot, self._room)
+                try:
+                    await self._room()
+                finally:  # the slot's life begins once there is a machine
+                    slot.since = asyncio.get_running_loop().time()
             async with asyncio.timeout(self._spec.init_timeout_s):
                 slot.worker = await self._launcher.start(self.package, slot.name, slot.slot, lambda: self._gone(slot))
         except TimeoutError:
@@ -448,13 +451,6 @@ class WorkerPool:
         if slot.ahead and slot.state is WorkerState.IDLE:
             self._bill(slot, began, now, 0.0, 0, "ok", Cause.WARM)
         self._schedule_reaper()
-
-    async def _found(self, slot: WorkerSlot, room: Callable[[], Awaitable[None]]) -> None:
-        """Wait for a machine; the slot's life begins afterwards."""
-        try:
-            await room()
-        finally:
-            slot.since = asyncio.get_running_loop().time()
 
     def _failed_start(self, slot: WorkerSlot, fault: InfraFault | None) -> None:
         """Handle a failed start: a permanent fault fails all waiters, any other fault fails only the first."""

@@ -20,9 +20,8 @@ from serverless.errors import BackendFailed
 from serverless.hosts import HostChannel, host_and_port
 from serverless.meter import MeterSink
 from serverless.types import FaultKind, InfraFault
-from serverless.workers.channel import WorkerChannel
+from serverless.workers.channel import WorkerChannel, encode_message, read_message
 from serverless.workers.local import check_isolation
-from serverless.workers.messages import encode_message, read_message
 from serverless.workers.pool import Launcher, PooledBackend, Worker, WorkerFault, WorkerLost, WorkerReply, WorkerRequest
 
 

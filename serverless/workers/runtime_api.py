@@ -136,7 +136,7 @@ class _Server:
         self.ready: asyncio.Future[str | None] = loop.create_future()
         self.broken: Callable[[], None] = lambda: None
         self._taken = False
-        self._asked: asyncio.Future[tuple[WorkerRequest, bytes] | None] = loop.create_future()
+        self._asked: asyncio.Queue[tuple[WorkerRequest, bytes] | None] = asyncio.Queue()
         self._answer: asyncio.Future[tuple[bool, bytes]] | None = None
         self._current = ""
         self._server: asyncio.Server | None = None
@@ -153,13 +153,11 @@ class _Server:
         """Hand out an event. The result is True if the function failed, and its answer."""
         self._answer = asyncio.get_running_loop().create_future()
         self._current = request.id
-        if not self._asked.done():
-            self._asked.set_result((request, body))
+        self._asked.put_nowait((request, body))
         return self._answer
 
     def close(self) -> None:
-        if not self._asked.done():
-            self._asked.set_result(None)
+        self._asked.put_nowait(None)
         if self._server is not None:
             self._server.close()
 
@@ -197,10 +195,9 @@ class _Server:
             error = {"errorType": "Forbidden", "errorMessage": "the worker has not answered its last event"}
             return _json_response(403, error)
         self._taken = True
-        asked = await self._asked
+        asked = await self._asked.get()
         if asked is None:
             return _json_response(410, {"errorType": "Closed", "errorMessage": "the worker ends"})
-        self._asked = asyncio.get_running_loop().create_future()
         request, body = asked
         deadline = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=request.remaining_s)
         headers = {

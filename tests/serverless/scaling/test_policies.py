@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serverless.scaling.autoscaler import KNATIVE, Autoscaler
-from serverless.scaling.decisions import KeepAlive
+from serverless.scaling.decisions import break_even_s, keep_alive_s
 from serverless.scaling.forecast import Forecast, workers_for
 from serverless.scaling.replay import (
     ForecastScaling,
@@ -107,30 +107,28 @@ class TestForecast:
         assert workers_for(0.01, 2.0, 5.0) == 1
 
 
-def cost(rule: KeepAlive, gap_s: float, kept_s: float) -> float:
+def cost(idle: float, cold: float, gap_s: float, kept_s: float) -> float:
     """Dollars of a gap between two calls if the worker is kept for `kept_s`."""
-    return min(gap_s, kept_s) * rule.idle_usd_per_s + (rule.cold_usd if gap_s > kept_s else 0.0)
+    return min(gap_s, kept_s) * idle + (cold if gap_s > kept_s else 0.0)
 
 
 class TestKeepAlive:
     @given(gap=st.floats(0, 1e4), idle=st.floats(1e-6, 1), cold=st.floats(0, 10))
     def test_never_more_than_twice_the_optimum(self, gap: float, idle: float, cold: float) -> None:
-        rule = KeepAlive(idle, cold)
-        assert cost(rule, gap, rule.seconds()) <= 2 * min(gap * idle, cold) + 1e-9
+        kept_s = keep_alive_s(break_even_s(idle, cold), 0.5)
+        assert cost(idle, cold, gap, kept_s) <= 2 * min(gap * idle, cold) + 1e-9
 
     @given(gap=st.floats(0, 1e4), forecast=st.floats(0, 1e4), trust=st.floats(0.05, 1))
     def test_a_wrong_forecast_costs_a_bounded_factor(self, gap: float, forecast: float, trust: float) -> None:
-        rule = KeepAlive(0.01, 1.0, trust)
         best = min(gap * 0.01, 1.0)
-        assert cost(rule, gap, rule.seconds(forecast)) <= (1 + 1 / trust) * best + 1e-9
+        assert cost(0.01, 1.0, gap, keep_alive_s(100.0, trust, forecast)) <= (1 + 1 / trust) * best + 1e-9
 
     @given(gap=st.floats(0, 1e4), trust=st.floats(0.05, 1))
     def test_a_right_forecast_pays(self, gap: float, trust: float) -> None:
-        rule = KeepAlive(0.01, 1.0, trust)
-        assert cost(rule, gap, rule.seconds(gap)) <= (1 + trust) * min(gap * 0.01, 1.0) + 1e-9
+        assert cost(0.01, 1.0, gap, keep_alive_s(100.0, trust, gap)) <= (1 + trust) * min(gap * 0.01, 1.0) + 1e-9
 
     def test_workers_that_cost_nothing_stay(self) -> None:
-        assert KeepAlive(0.0, 1.0).seconds(5.0) == math.inf
+        assert keep_alive_s(break_even_s(0.0, 1.0), 0.5, 5.0) == math.inf
 
 
 def bursts(steps: int = 40, batch: int = 64, seed: int = 0) -> list[ReplayedCall]:

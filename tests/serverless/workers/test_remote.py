@@ -17,9 +17,9 @@ from serverless.errors import BackendFailed
 from serverless.pipeline.offload import Offload
 from serverless.types import Cause, FaultKind, Outcome, Scored
 from serverless.wire import encode
+from serverless.workers.channel import MessageDecoder, encode_message
 from serverless.workers.host import FUNCTION_HOST_TOKEN, WorkerHost
 from serverless.workers.local import LocalBackend
-from serverless.workers.messages import MessageDecoder, encode_message
 from serverless.workers.remote import HostedBackend, HostLink, HostLost, WorkerHosts
 from tests.serverless.support import Books, alive, children, item, package, until
 

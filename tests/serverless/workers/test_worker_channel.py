@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serverless.types import FaultKind
-from serverless.workers.messages import encode_message
+from serverless.workers.channel import encode_message
 from serverless.workers.pool import WorkerFault, WorkerRequest
 from serverless.workers.processes import ProcessWorker
 
