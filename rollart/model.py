@@ -251,6 +251,27 @@ class TrainSample:
         if lengths != {n} or not optional <= {0, n}:
             raise ValueError(f"sample {self.id}: per-token fields of lengths {sorted(lengths)} for {n} tokens")
 
+    @classmethod
+    def unsampled(
+        cls, name: str, domain: str, prompt: tuple[int, ...], answer: tuple[int, ...], score: float = 0.0
+    ) -> TrainSample:
+        """A turn that no policy has sampled, alone in its group, with loss on the answer."""
+        p, a = len(prompt), len(answer)
+        return cls(
+            id=TrajectoryId(name),
+            group=GroupId(name),
+            domain=domain,
+            v0=0,
+            token_ids=prompt + answer,
+            loss_mask=(False,) * p + (True,) * a,
+            logprobs=(0.0,) * (p + a),
+            versions=(-1,) * p + (0,) * a,
+            turn=(-1,) * p + (0,) * a,
+            rewards=(0.0,) * (p + a),
+            score=score,
+            success=True if score > 0 else None,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

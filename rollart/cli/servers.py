@@ -20,7 +20,7 @@ from rollart.cli.context import cluster_functions
 from rollart.cli.process import INTERRUPTED
 from rollart.errors import ProviderError, UsageError
 from rollart.launch.functions import backend, packages_in, translated_errors
-from rollart.launch.servers import ProxySettings, serve_proxy, serve_service
+from rollart.launch.servers import serve_proxy, serve_service
 from rollart.settings.base import is_loopback
 from serverless.deploy.package import Package
 from serverless.providers.base import Backend
@@ -49,11 +49,20 @@ def proxy(
     token = _secret(token_env, host, f"--listen on {host}", "key")
     asked = {"sessions": max_sessions, "tokens": max_tokens, "idle_s": idle_s}
     limits = SessionLimits(**{name: value for name, value in asked.items() if value is not None})  # type: ignore[arg-type]
-    settings = ProxySettings(
-        engines, tokenizer, host, port, chat_template, tool_parser, record, token=token, model=model_name, limits=limits
+    server = serve_proxy(
+        engines,
+        tokenizer,
+        host=host,
+        port=port,
+        template=chat_template,
+        tools=tool_parser,
+        record=record,
+        token=token,
+        model=model_name,
+        limits=limits,
     )
     hint = "OPENAI_BASE_URL={url}/s/SESSION/v1  ANTHROPIC_BASE_URL={url}/s/SESSION"
-    _serve(serve_proxy(settings), lambda url: _announce(url, hint.format(url=url), as_json))
+    _serve(server, lambda url: _announce(url, hint.format(url=url), as_json))
 
 
 def service(listen: str, token_env: str | None, data: Path | None, as_json: bool) -> None:

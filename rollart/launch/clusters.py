@@ -8,13 +8,13 @@ import asyncio
 import contextlib
 import shlex
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from placement.diff import MoveCosts, diff
 from placement.problem import RunningPlan
-from placement.types import Assignment, Deployment, Plan, Role
+from placement.types import Assignment, Deployment, Role
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.adapters.clusters.program import ReachabilityCheckedHandle
 from rollart.adapters.clusters.runtime import matches
@@ -39,7 +39,7 @@ from rollart.launch.layout import (
     resource_kind,
     trainer_host_parts,
 )
-from rollart.launch.plan import PlacementPlanner, fleet_move, placement_planner
+from rollart.launch.plan import PlacementPlanner, fleet_move, placement_planner, plan_with
 from rollart.launch.routing import SERVING_ROLES
 from rollart.model import EngineId
 from rollart.ports import Handle, Planner, RunEvent, Runtime
@@ -67,14 +67,6 @@ def node_devices(resolved: Resolved, node: Node) -> dict[str, int]:
     return {pool: devices for pool, devices in found.items() if devices}
 
 
-def devices_by_pool(resolved: Resolved, nodes: Sequence[Node]) -> dict[str, int]:
-    """Devices by pool on the nodes, at most the pool's count in the spec."""
-    total: Counter[str] = Counter()
-    for node in nodes:
-        total.update(node_devices(resolved, node))
-    return {pool.name: min(pool.count, total[pool.name]) for pool in resolved.cluster.pools}
-
-
 async def follow_nodes(runtime: Runtime, resolved: Resolved, nodes: NodeTracker) -> None:
     """Report node events to `nodes` while the runtime runs."""
     nodes.found((n.id, node_devices(resolved, n)) for n in runtime.nodes())
@@ -90,16 +82,13 @@ async def follow_nodes(runtime: Runtime, resolved: Resolved, nodes: NodeTracker)
 
 
 def present_devices(resolved: Resolved, runtime: Runtime) -> dict[str, int] | None:
-    """Devices by pool on the present nodes; None for a static cluster."""
+    """Devices by pool on the present nodes, at most the pool's count in the spec; None for a static cluster."""
     if resolved.cluster.runtime.elastic is None or resolved.cluster.runtime.backend == "local":
         return None
-    return devices_by_pool(resolved, runtime.nodes())
-
-
-def fit_to_nodes(resolved: Resolved, runtime: Runtime) -> Resolved:
-    """The run reduced to the nodes that are present."""
-    devices = present_devices(resolved, runtime)
-    return resolved if devices is None else fit_to_devices(resolved, devices)
+    total: Counter[str] = Counter()
+    for node in runtime.nodes():
+        total.update(node_devices(resolved, node))
+    return {pool.name: min(pool.count, total[pool.name]) for pool in resolved.cluster.pools}
 
 
 def fit_to_devices(resolved: Resolved, devices: Mapping[str, int]) -> Resolved:
@@ -121,18 +110,7 @@ def fit_to_devices(resolved: Resolved, devices: Mapping[str, int]) -> Resolved:
         )
     names = {part.name for part in kept}
     assignments = tuple(a for a in resolved.plan.assignments if a.name in names)
-    return replace(resolved, plan=_plan_with(resolved, assignments))
-
-
-def _plan_with(resolved: Resolved, assignments: tuple[Assignment, ...]) -> Plan:
-    used = Counter(a.pool for a in assignments for _ in a.devices)
-    pools = pools_of(resolved.cluster, resolved.prices)
-    return replace(
-        resolved.plan,
-        assignments=assignments,
-        idle={pool.name: pool.count - used[pool.name] for pool in pools},
-        usd_per_hour=sum((used[p.name] if p.rented else p.count) * p.usd_per_device_hour for p in pools),
-    )
+    return replace(resolved, plan=plan_with(resolved, assignments))
 
 
 def elastic_planner(wanted: Resolved, running: Resolved) -> Planner | None:
@@ -261,7 +239,8 @@ async def open_cluster(
         async with _requested_capacity(resolved, runtime):
             if spec.backend == "ray":
                 await _wait_for_nodes(resolved, runtime)
-            fitted = fit_to_nodes(resolved, runtime)
+            devices = present_devices(resolved, runtime)
+            fitted = resolved if devices is None else fit_to_devices(resolved, devices)
             await runtime.reserve(plan_bundles(fitted), wait_s=spec.wait_s + PLACEMENT_S)
         yield runtime, fitted
 

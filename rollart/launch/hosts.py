@@ -344,17 +344,22 @@ def host_actor(
     resolved: Resolved, directory: Path, name: str, domains: Path, token: str, *, given: Assignment | None
 ) -> ActorSpec:
     """The actor of an environment host: on the planned resources, or without any, beside other parts."""
+    spec = resolved.cluster.environments
     arguments = ["--domains", str(domains), *(f"--path={path}" for path in import_paths(resolved))]
+    if spec.warm:
+        arguments += ["--warm", str(spec.warm), "--reuse", str(spec.reuse)]
+    if (images := image_hook_config(spec)) is not None:
+        arguments += ["--images", json.dumps(images)]
     return _host_actor(
         resolved,
         directory,
         name,
         ENVIRONMENT_HOST_MODULE,
-        [*arguments, *_warm_arguments(resolved)],
-        pool=resolved.cluster.environments.pool,
+        arguments,
+        pool=spec.pool,
         given=given,
         env={ENVIRONMENT_HOST_TOKEN: token, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        python=resolved.cluster.environments.python,
+        python=spec.python,
     )
 
 
@@ -472,13 +477,6 @@ def _expected_busy_cores(resolved: Resolved) -> float:
         rate * resolved.quotas.get(d.name, 0) / batch * d.turns.mean * d.environment.core_s
         for d in resolved.problem.domains
     )
-
-
-def _warm_arguments(resolved: Resolved) -> list[str]:
-    spec = resolved.cluster.environments
-    warm = ["--warm", str(spec.warm), "--reuse", str(spec.reuse)] if spec.warm else []
-    images = image_hook_config(spec)
-    return warm if images is None else [*warm, "--images", json.dumps(images)]
 
 
 def _reward_assignments(resolved: Resolved) -> list[Assignment]:

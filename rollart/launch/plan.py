@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from placement.diff import Move as PlacedMove
 from placement.diff import MoveCosts, diff
 from placement.problem import DomainProfile, EnvironmentCost, Problem, Quantity, RunningPlan
-from placement.types import Assignment, Deployment, Infeasible, Objective, Placement, Pool, Role
+from placement.types import Assignment, Deployment, Infeasible, Objective, Placement, Plan, Pool, Role
 from rollart.errors import RunFailed, UsageError
 from rollart.fleet import DomainWork, EngineRole, FleetMove, FleetMoveKind, FleetObservation, Proposal, Routes
 from rollart.launch.layout import free_devices
@@ -346,19 +346,24 @@ def _with_engines(
     solution = solve(problem)
     if isinstance(solution, Infeasible):
         return solution.message
-    used = Counter(a.pool for a in (*others, *placed) for _ in a.devices)
+    plan = replace(
+        plan_with(resolved, (*placed, *others)),
+        rates={"trajectories": float(solution.rate)},
+        binds="; ".join(solution.binds) or plan.binds,
+        placement=solution,
+    )
+    return replace(resolved, problem=problem, plan=plan)
+
+
+def plan_with(resolved: Resolved, assignments: Sequence[Assignment]) -> Plan:
+    """The plan with other parts: its idle devices and its cost follow."""
+    used = Counter(a.pool for a in assignments for _ in a.devices)
+    pools = pools_of(resolved.cluster, resolved.prices)
     return replace(
-        resolved,
-        problem=problem,
-        plan=replace(
-            plan,
-            assignments=(*placed, *others),
-            idle={name: pool.count - used[name] for name, pool in pools.items()},
-            usd_per_hour=sum((used[n] if p.rented else p.count) * p.usd_per_device_hour for n, p in pools.items()),
-            rates={"trajectories": float(solution.rate)},
-            binds="; ".join(solution.binds) or plan.binds,
-            placement=solution,
-        ),
+        resolved.plan,
+        assignments=tuple(assignments),
+        idle={pool.name: pool.count - used[pool.name] for pool in pools},
+        usd_per_hour=sum((used[p.name] if p.rented else p.count) * p.usd_per_device_hour for p in pools),
     )
 
 

@@ -23,7 +23,7 @@ from rollart.control.domain import Domain, derive_seed
 from rollart.errors import EnvironmentFault, PartDied, SpecError, one_line
 from rollart.launch.layout import torch_device, trainer_ranks
 from rollart.leases import Expiry, Leases
-from rollart.model import GroupId, TrainSample, TrajectoryId
+from rollart.model import TrainSample
 from rollart.ports import EnvironmentFactory, HarnessFactory
 from rollart.settings.planning import Specs, initial_config
 from rollart.settings.resolve import Resolved, trainer_dtype
@@ -211,7 +211,8 @@ async def warm_start_samples(
         else:
             pairs = _examples_in_process(spec, seeds)
         for index, (prompt, answer) in enumerate(pairs):
-            samples.append(_example_sample(name, index, tokenizer.encode(prompt), tokenizer.encode(answer)))
+            tokens = tokenizer.encode(prompt), tokenizer.encode(answer)
+            samples.append(TrainSample.unsampled(f"worked-{name}-{index}", name, *tokens, score=1.0))
     return samples
 
 
@@ -260,24 +261,6 @@ async def _examples_from_hosts(
     async with asyncio.TaskGroup() as tasks:
         found = [tasks.create_task(one(seed), name="worked example") for seed in seeds]
     return [task.result() for task in found]
-
-
-def _example_sample(domain: str, index: int, prompt: tuple[int, ...], answer: tuple[int, ...]) -> TrainSample:
-    p, a = len(prompt), len(answer)
-    return TrainSample(
-        id=TrajectoryId(f"worked-{domain}-{index}"),
-        group=GroupId(f"worked-{domain}-{index}"),
-        domain=domain,
-        v0=0,
-        token_ids=prompt + answer,
-        loss_mask=(False,) * p + (True,) * a,
-        logprobs=(0.0,) * (p + a),
-        versions=(-1,) * p + (0,) * a,
-        turn=(-1,) * p + (0,) * a,
-        rewards=(0.0,) * (p + a),
-        score=1.0,
-        success=True,
-    )
 
 
 def stop_token_ids(spec: DomainSpec, tokenizer: HubTokenizer) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from aiohttp import web
@@ -31,49 +30,45 @@ SHUTDOWN_S = 2.0
 """Seconds for active responses after the proxy is asked to stop."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProxySettings:
-    """Options of `rollart proxy`."""
-
-    engines: Sequence[str]
-    tokenizer: Path
-    host: str = "127.0.0.1"
-    port: int = 0
-    template: Path | None = None
-    tools: str | None = None
-    record: Path | None = None
-    token: str = ""
-    model: str = "policy"
-    limits: SessionLimits = field(default_factory=SessionLimits)
-
-
 @contextlib.asynccontextmanager
-async def serve_proxy(settings: ProxySettings) -> AsyncIterator[str]:
+async def serve_proxy(
+    engines: Sequence[str],
+    tokenizer: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    template: Path | None = None,
+    tools: str | None = None,
+    record: Path | None = None,
+    token: str = "",
+    model: str = "policy",
+    limits: SessionLimits | None = None,
+) -> AsyncIterator[str]:
     """Serve while the body runs; yields the proxy's URL. EngineError for an engine that does not answer."""
-    for engine in settings.engines:
+    for engine in engines:
         if not engine.startswith(("http://", "https://")):
             raise UsageError(f"--engine {engine} (rule: a URL)", remedy="for example http://127.0.0.1:8000")
-    form = chat_format(settings.tokenizer, template=settings.template, tools=settings.tools)
+    form = chat_format(tokenizer, template=template, tools=tools)
     pool = EnginePool(
         [
             HttpEngine(EngineId(f"engine-{i}"), url, keepalive_s=KEEPALIVE_S)  # the engine may be vLLM
-            for i, url in enumerate(settings.engines)
+            for i, url in enumerate(engines)
         ],
-        vocab=vocab_of(settings.tokenizer),
+        vocab=vocab_of(tokenizer),
     )
-    recording = SessionRecorder(settings.record)
+    recording = SessionRecorder(record)
     proxy = Proxy(
         form,
         policy=pool.session,
         paused=pool.paused,
         recording=recording,
-        token=settings.token,
-        model=settings.model,
-        limits=settings.limits,
+        token=token,
+        model=model,
+        limits=limits,
     )
     try:
         await pool.open()
-        async with serve_app(proxy.app(), host=settings.host, port=settings.port) as url:
+        async with serve_app(proxy.app(), host=host, port=port) as url:
             yield url
     finally:
         await pool.close()

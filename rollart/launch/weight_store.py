@@ -13,15 +13,13 @@ import json
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
-from rollart.adapters.engines.vllm import PROBE_FILE
+from rollart.adapters.engines.vllm import PROBE_FILE, VllmHost
 from rollart.adapters.trainers.http import HttpTrainer
 from rollart.adapters.weights.buckets import (
     BucketArrivals,
     BucketPusher,
     PullProgress,
-    PullResult,
     PushResult,
     first_failure_only,
 )
@@ -29,8 +27,8 @@ from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.adapters.weights.hosts import WeightStoreLocation
 from rollart.errors import EngineError, LeaseExpired, PartDied, StorageFailed
 from rollart.leases import Expiry, Leases
-from rollart.model import GroupId, TrainSample, TrajectoryId, WeightsRef
-from rollart.ports import Recorder, RunEvent
+from rollart.model import TrainSample, WeightsRef
+from rollart.ports import Handle, Recorder, RunEvent
 from rollart.settings.resolve import Resolved
 
 STORE_NAME_FILE = "weight-store"
@@ -83,14 +81,9 @@ SLOWEST_BUCKET_FACTOR = 8.0
 """Multiple of the longest bucket time of any host: links differ, and many buckets share one."""
 
 
-class WeightPullProgram(Protocol):
-    """An engine's program on its host, or the stand-in for an attached engine, with the calls `pull`, `arrived` and
-    `pulling` of `clusters.program.Program`."""
-
-    @property
-    def name(self) -> str: ...
-
-    async def call(self, method: str, *args: Any) -> Any: ...
+WeightPullProgram = Handle | VllmHost
+"""An engine's program on its host, or the stand-in for an attached engine, with the calls `pull`, `arrived` and
+`pulling` of `clusters.program.Program`."""
 
 
 class SharedWeightStore(DirectoryWeightStore):
@@ -181,7 +174,15 @@ class SharedWeightStore(DirectoryWeightStore):
                     watching.cancel()
         except (StorageFailed, PartDied, LeaseExpired) as error:
             raise EngineError(f"{program.name} has no v{weights.version}: {error.message}", retryable=True) from error
-        self._record_pull(program.name, pulled)
+        if pulled.bytes:
+            self._event(
+                "weights_pulled",
+                program.name,
+                version=pulled.version,
+                bytes=pulled.bytes,
+                received_bytes=pulled.received,
+                seconds=pulled.seconds,
+            )
         return str(path)
 
     async def _watch(self, program: WeightPullProgram) -> None:
@@ -231,17 +232,6 @@ class SharedWeightStore(DirectoryWeightStore):
             with contextlib.suppress(PartDied, StorageFailed):  # the pull itself reports it
                 await program.call("arrived", self.location, manifest, sorted(fresh), over, arrivals.whole)
 
-    def _record_pull(self, name: str, pulled: PullResult) -> None:
-        if pulled.bytes:
-            self._event(
-                "weights_pulled",
-                name,
-                version=pulled.version,
-                bytes=pulled.bytes,
-                received_bytes=pulled.received,
-                seconds=pulled.seconds,
-            )
-
     def _event(self, kind: str, subject: str, **fields: str | int | float) -> None:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
 
@@ -260,21 +250,8 @@ def agreement_sample(resolved: Resolved) -> TrainSample | None:
     if engines.kind != "vllm" or engines.vllm.probe == 0 or run.domains[0].temperature != 1.0:
         return None
     n = min(PROBE_TOKENS, run.model.context - 1)
-    acts = (False, *(True,) * (n - 1))
-    return TrainSample(
-        id=TrajectoryId("agreement"),
-        group=GroupId("agreement"),
-        domain=run.domains[0].name,
-        v0=0,
-        token_ids=tuple(1 + 7 * i % PROBE_VOCABULARY for i in range(n)),
-        loss_mask=acts,
-        logprobs=(0.0,) * n,
-        versions=tuple(0 if a else -1 for a in acts),
-        turn=tuple(0 if a else -1 for a in acts),
-        rewards=(0.0,) * n,
-        score=0.0,
-        success=None,
-    )
+    first, *others = (1 + 7 * i % PROBE_VOCABULARY for i in range(n))
+    return TrainSample.unsampled("agreement", run.domains[0].name, (first,), tuple(others))
 
 
 async def probe_logprobs(trainer: HttpTrainer, sample: TrainSample) -> tuple[float, ...]:

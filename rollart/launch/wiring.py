@@ -123,16 +123,6 @@ def step_fields(done: StepDone, *, steps: int, live: int) -> EventFields:
     return fields
 
 
-def evaluation_fields(results: Mapping[str, EvaluationResult], version: int) -> EventFields:
-    """Held-out success by domain at a version."""
-    fields: EventFields = {"version": version}
-    for domain, result in sorted(results.items()):
-        fields[f"success.{domain}"] = result.rate
-        fields[f"episodes.{domain}"] = result.episodes
-        fields[f"faults.{domain}"] = result.faults
-    return fields
-
-
 SHOWN_EVENTS = frozenset(
     {
         "affinity_fallback",
@@ -362,13 +352,13 @@ class RunContext:
         )
 
     def _on_evaluated(self, label: str, results: Mapping[str, EvaluationResult]) -> None:
-        event = RunEvent(
-            asyncio.get_running_loop().time(),
-            "evaluated",
-            label,
-            evaluation_fields(results, self.control.gateway.version),
-        )
-        self.progress(event)
+        """Held-out success by domain."""
+        fields: EventFields = {"version": self.control.gateway.version}
+        for domain, result in sorted(results.items()):
+            fields[f"success.{domain}"] = result.rate
+            fields[f"episodes.{domain}"] = result.episodes
+            fields[f"faults.{domain}"] = result.faults
+        self.progress(RunEvent(asyncio.get_running_loop().time(), "evaluated", label, fields))
 
     async def _flush_clocks(self) -> None:
         """Once a second: flush open intervals, so that reports of a live run are current."""

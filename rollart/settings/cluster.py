@@ -7,7 +7,7 @@ from __future__ import annotations
 import urllib.parse
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
 from rollart.settings.base import ImportPath, Name, SpecEntry, host_and_port, is_loopback
 from rollart.settings.prices import PriceEntry
@@ -313,10 +313,17 @@ class LocalFunctions(SpecEntry):
         return "aws_lambda" if value in ("lambda", "aws") else value
 
 
+def http_url(value: str) -> str:
+    parts = urllib.parse.urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("an http or https URL")
+    return value
+
+
 class HttpFunction(SpecEntry):
     """A function at a URL. Secrets are named, never written down. A text alone is the URL."""
 
-    url: str
+    url: Annotated[str, AfterValidator(http_url)]
     """http or https URL that takes and gives the list form."""
     token_env: str | None = Field(default=None, min_length=1)
     """Variable that holds a bearer token."""
@@ -327,11 +334,6 @@ class HttpFunction(SpecEntry):
     idempotent: bool | None = None
     """true: the host executes calls with the same Idempotency-Key once, so that a lost call may be sent again; by
     default, as the host declares."""
-
-    @field_validator("url")
-    @classmethod
-    def _a_url(cls, value: str) -> str:
-        return http_url(value)
 
     @model_validator(mode="after")
     def _one_way(self) -> HttpFunction:
@@ -483,10 +485,3 @@ class ClusterSpec(SpecEntry):
         if self.engines.attach and self.runtime.elastic is not None:
             raise ValueError("engines.attach names servers, which no node brings: leave out runtime.elastic")
         return self
-
-
-def http_url(value: str) -> str:
-    parts = urllib.parse.urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("an http or https URL")
-    return value

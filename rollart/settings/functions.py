@@ -77,11 +77,6 @@ def effective_spec(entry: FunctionEntry, base: str | Path) -> FunctionSpec:
         raise SpecError(f"function '{entry.name}': {error.message}", remedy=error.remedy) from None
 
 
-def shown_settings(spec: FunctionSpec) -> dict[str, Any]:
-    """For a resolved run: without the keys that the entry has already, and without paths of this machine."""
-    return spec.model_dump(mode="json", exclude={"name", "source", "handler", "artefacts"})
-
-
 def settings_parts(cluster: ClusterSpec) -> Iterator[tuple[KeyPath, type[BaseModel], Mapping[str, Any]]]:
     """Path, model and values of each mapping that is not empty."""
     for key in MODELS:

@@ -20,7 +20,7 @@ from placement.problem import DomainProfile, Problem
 from placement.types import Demand, Deployment, Flow, Placement, Plan, Pool, RewardChoice, Role, Shortage
 from rollart.errors import SpecError
 from rollart.settings.cluster import ClusterSpec
-from rollart.settings.functions import effective_spec, shown_settings
+from rollart.settings.functions import effective_spec
 from rollart.settings.load import builtin, load_cluster, load_prices, load_run, saved_specs, split_overrides
 from rollart.settings.planning import (
     Specs,
@@ -76,7 +76,11 @@ class Resolved(Specs):
         return {
             "run": self.run.model_dump(mode="json"),
             "cluster": self.cluster.model_dump(mode="json"),
-            "functions": {name: shown_settings(spec) for name, spec in self.functions.items()},
+            "functions": {
+                # without the keys that the entry has already, and without paths of this machine
+                name: spec.model_dump(mode="json", exclude={"name", "source", "handler", "artefacts"})
+                for name, spec in self.functions.items()
+            },
             "quotas": dict(self.quotas),
             "plan": plan_dict(self.plan),
             "usd_per_device_hour": dict(self.usd_per_device_hour),

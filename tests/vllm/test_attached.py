@@ -17,7 +17,7 @@ from rollart.adapters.engines.vllm import VllmEngine
 from rollart.adapters.engines.vllm_options import VllmOptions
 from rollart.errors import EngineError, PartDied
 from rollart.launch.engines import AttachedEngine
-from rollart.launch.servers import ProxySettings, serve_proxy
+from rollart.launch.servers import serve_proxy
 from rollart.model import EngineId, PauseMode, WeightsRef
 from rollart.quickstart.tokenizer import write_tokenizer
 from tests.contracts.engine_contract import request
@@ -155,7 +155,7 @@ def test_the_proxy_captures_what_vllm_sampled(urls: list[str], root: Path, tmp_p
     async def body() -> dict[str, Any]:
         for url in urls:
             await load(url, weights)
-        async with serve_proxy(ProxySettings(engines=urls, tokenizer=tmp_path)) as url:
+        async with serve_proxy(urls, tmp_path) as url:
             await two_answers(f"{url}/s/one/v1", "one", 0)
             async with aiohttp.ClientSession() as http, http.get(f"{url}/sessions/one") as answer:
                 answer.raise_for_status()
