@@ -468,7 +468,7 @@ def _device(pool: PoolSpec, own: DeviceSpec | None) -> Device:
             figures = own.model_dump(exclude_none=True, exclude={"name", "base", "source"})
             device = override(own.name, base=own.base, source=own.source, **figures)
         else:
-            device = _known(pool.device)
+            device = catalogue().get(device_name(pool.device), Device(pool.device))
     except ValueError as error:
         raise SpecError(f"pool '{pool.name}': {error}") from None
     if pool.memory_gb is not None and not device.is_cpu:
@@ -476,11 +476,6 @@ def _device(pool: PoolSpec, own: DeviceSpec | None) -> Device:
     if pool.devices_per_host is not None:
         device = replace(device, devices_per_host=pool.devices_per_host)
     return device
-
-
-def _known(name: str) -> Device:
-    entry = catalogue().get(device_name(name))
-    return Device(name) if entry is None else entry.device
 
 
 def _hourly(pool: PoolSpec, prices: PriceList) -> float:
