@@ -336,7 +336,7 @@ def calibration(bench: Bench, out: Path | None) -> dict[str, Any]:
     )
     if out is not None:
         out.write_text(json.dumps(fitted.to_dict(), indent=2) + "\n")
-    instance = Roofline(shape, known, 1, fitted.constants, kv_capacity_bytes=1.0)
+    instance = Roofline(shape, known, 1, fitted.calibration.constants, kv_capacity_bytes=1.0)
     pairs = []
     for row in bench.rows:
         predicted = predict(row, instance)
@@ -344,7 +344,7 @@ def calibration(bench: Bench, out: Path | None) -> dict[str, Any]:
         pairs.append({"kind": row.kind, "of": case, "measured_ms": 1e3 * row.seconds, "predicted_ms": 1e3 * predicted})
         say(f"  {row.kind:8} {case:26} measured {1e3 * row.seconds:9.3f} ms, predicted {1e3 * predicted:9.3f} ms")
     return {
-        "constants": fitted.constants.to_dict(),
+        "constants": fitted.calibration.constants.to_dict(),
         "error_held_out": fitted.calibration.error,
         "error": fitted.train_error,
         "notes": list(fitted.calibration.notes),

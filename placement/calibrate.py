@@ -99,10 +99,6 @@ class Fit:
     """Mean absolute relative error of the final constants on all rows, by kind."""
     kept: tuple[str, ...] = ()
 
-    @property
-    def constants(self) -> Constants:
-        return self.calibration.constants
-
     def to_dict(self) -> dict[str, object]:
         """Only JSON types; the calibration's fields at the top level."""
         extra = {"train_error": self.train_error, "by_kind": dict(self.by_kind), "kept": list(self.kept)}

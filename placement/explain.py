@@ -247,8 +247,8 @@ def _publish_marginals(problem: Problem, placement: Placement) -> Iterator[Margi
     window, trainer = problem.window, next(iter(placement.of(Role.TRAINER)), None)
     if window is None or window.publish is None or trainer is None:
         return
-    path = problem.publish_path(trainer.pool, {d.pool for d in placement.deployments if d.role in ROLLOUT_ROLES})
-    assert path is not None, "there is a publish"
+    serving = {d.pool for d in placement.deployments if d.role in ROLLOUT_ROLES}
+    path = window.publish.slowest(problem.pools, problem.links, trainer.pool, serving)
 
     def gain_of(publish: Publishing | None, links: tuple[Link, ...] = problem.links) -> float:
         return _resolved_gain(replace(problem, links=links, window=replace(window, publish=publish)), placement)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 
-from placement.publish import Publishing, PublishPath
+from placement.publish import Publishing
 from placement.roofline import RooflinePerformance
 from placement.types import (
     Deployment,
@@ -176,9 +176,6 @@ class TrainingConstants:
             if value > 1 and f.name in ("mfu", "overlap", "pcie_share", "reserve"):
                 raise ValueError(f"training constants: {f.name} is {value} (rule: a share, at most 1)")
 
-    def to_dict(self) -> dict[str, float]:
-        return asdict(self)
-
     @staticmethod
     def from_dict(data: object) -> TrainingConstants:
         """ValueError for names that are not constants and for values that are not numbers."""
@@ -335,14 +332,16 @@ class Problem:
             raise ValueError("pools is empty (rule: at least one pool)")
         if not self.domains:
             raise ValueError("domains is empty (rule: at least one domain)")
-        self._unique("pools", [p.name for p in self.pools])
-        self._unique("domains", [d.name for d in self.domains])
+        for what, names in (("pools", [p.name for p in self.pools]), ("domains", [d.name for d in self.domains])):
+            twice = sorted({n for n in names if names.count(n) > 1})
+            if twice:
+                raise ValueError(f"{what}: the name '{twice[0]}' occurs twice (rule: names are unique)")
         self._references()
         if not any(d.weight for d in self.domains):
             raise ValueError("every domain has weight 0 (rule: at least one has a share)")
         object.__setattr__(self, "domains", tuple(d for d in self.domains if d.weight))
-        names = {d.name for d in self.domains}
-        object.__setattr__(self, "affinity", {d: pools for d, pools in self.affinity.items() if d in names})
+        kept = {d.name for d in self.domains}
+        object.__setattr__(self, "affinity", {d: pools for d, pools in self.affinity.items() if d in kept})
         if self.objective is Objective.MIN_COST and self.rate is None:
             raise ValueError("objective min_cost needs a rate (trajectories/s to reach)")
         for name in ("rate", "budget_usd_per_hour", "in_flight"):
@@ -378,33 +377,18 @@ class Problem:
                 found[key] = Link(*key, speed * pool.count / 2)
         return dict(sorted(found.items()))
 
-    def publish_path(self, trainer: str, serving: Iterable[str]) -> PublishPath | None:
-        """The path of a version from the trainer's pool to the slowest pool with engines; None without a window or a
-        publish."""
-        publish = None if self.window is None else self.window.publish
-        return None if publish is None else publish.slowest(self.pools, self.links, trainer, serving)
-
     def publish_s(self, trainer: str, serving: Iterable[str]) -> float:
-        """Seconds of a publish to engines on these pools."""
-        path = self.publish_path(trainer, serving)
-        return 0.0 if path is None else path.seconds
+        """Seconds of a publish from the trainer's pool to engines on these; 0 without a window or a publish."""
+        publish = None if self.window is None else self.window.publish
+        return 0.0 if publish is None else publish.slowest(self.pools, self.links, trainer, serving).seconds
 
     def _references(self) -> None:
         names = {p.name for p in self.pools}
-        for link in self.links:
-            for end in (link.a, link.b):
-                if end not in names:
-                    raise ValueError(
-                        f"link {link.a}–{link.b} names pool '{end}' (rule: one of {', '.join(sorted(names))})"
-                    )
+        for a, b, end in ((link.a, link.b, end) for link in self.links for end in (link.a, link.b)):
+            if end not in names:
+                raise ValueError(f"link {a}–{b} names pool '{end}' (rule: one of {', '.join(sorted(names))})")
         for domain, pools in self.affinity.items():
             if domain not in {d.name for d in self.domains}:
                 raise ValueError(f"affinity names domain '{domain}' (rule: one of the problem's domains)")
             if not pools or set(pools) - names:
                 raise ValueError(f"affinity of '{domain}' is {list(pools)} (rule: pools of the problem, at least one)")
-
-    @staticmethod
-    def _unique(what: str, names: list[str]) -> None:
-        twice = sorted({n for n in names if names.count(n) > 1})
-        if twice:
-            raise ValueError(f"{what}: the name '{twice[0]}' occurs twice (rule: names are unique)")

@@ -152,14 +152,32 @@ class Publishing:
 
     def path(self, pools: Sequence[Pool], links: Sequence[Link], trainer: str, serving: str) -> PublishPath:
         """From the trainer's pool to a pool of engines."""
-        return _path(self, _Network(pools, (*links, *self.store_links)), trainer, serving)
+        network, speeds = _Network(pools, (*links, *self.store_links)), self.speeds
+        hosts = network.hosts(serving)
+        if self.transport is Transport.COLLECTIVE:
+            sent = network.between(serving, serving, hosts)
+            if serving != trainer:
+                sent = _slower(sent, network.between(trainer, serving, 1))
+            sent, nothing = _capped(sent, speeds, "broadcast_gb_per_s"), Leg(math.inf, "nothing")
+            return PublishPath(self.transport, self.gb, sent, nothing, math.inf, self.bucket_gb, overlaps=True)
+        push = network.link(trainer, STORE) or network.stored(trainer, trainer, 1)
+        pull = network.link(STORE, serving, hosts) or network.stored(trainer, serving, hosts)
+        return PublishPath(
+            self.transport,
+            self.gb,
+            _capped(push, speeds, "push_gb_per_s"),
+            _capped(pull, speeds, "pull_gb_per_s"),
+            LOAD_GB_PER_S if speeds.load_gb_per_s is None else speeds.load_gb_per_s,
+            self.bucket_gb,
+            overlaps=self.transport is Transport.STORE and self.ahead,
+            load_assumed=speeds.load_gb_per_s is None,
+        )
 
     def slowest(
         self, pools: Sequence[Pool], links: Sequence[Link], trainer: str, serving: Iterable[str]
     ) -> PublishPath:
         """The path that all pools of engines wait for. Ties: the first by name."""
-        network = _Network(pools, (*links, *self.store_links))
-        paths = [_path(self, network, trainer, pool) for pool in sorted(set(serving) or {trainer})]
+        paths = (self.path(pools, links, trainer, pool) for pool in sorted(set(serving) or {trainer}))
         return max(paths, key=lambda path: path.seconds)
 
     def faster(
@@ -226,33 +244,16 @@ class _Network:
             if a == b:
                 return host
             return Leg(BETWEEN_GB_PER_S / copies, f"the connection of {a} and {b}", assumed=True)
-        return found if host.assumed else _slowest(found, host)
+        return found if host.assumed else _slower(found, host)
+
+    def stored(self, trainer: str, pool: str, copies: int) -> Leg:
+        """From the trainer's hosts to those of a pool, where no link to the store is declared."""
+        leg = self.between(trainer, pool, copies)
+        return replace(leg, instead=Link(pool, STORE, leg.gb_per_s * copies))
 
     def _per_host(self, pool: str) -> int:
         device = self._pools[pool].device
         return device.devices_per_host or (self._pools[pool].count if device.is_cpu else DEVICES_PER_HOST)
-
-
-def _path(asked: Publishing, network: _Network, trainer: str, serving: str) -> PublishPath:
-    hosts, speeds = network.hosts(serving), asked.speeds
-    if asked.transport is Transport.COLLECTIVE:
-        sent = network.between(serving, serving, hosts)
-        if serving != trainer:
-            sent = _slowest(sent, network.between(trainer, serving, 1))
-        sent, nothing = _capped(sent, speeds, "broadcast_gb_per_s"), Leg(math.inf, "nothing")
-        return PublishPath(asked.transport, asked.gb, sent, nothing, math.inf, asked.bucket_gb, overlaps=True)
-    push = network.link(trainer, STORE) or _replaceable(network.between(trainer, trainer, 1), trainer, 1)
-    pull = network.link(STORE, serving, hosts) or _replaceable(network.between(trainer, serving, hosts), serving, hosts)
-    return PublishPath(
-        asked.transport,
-        asked.gb,
-        _capped(push, speeds, "push_gb_per_s"),
-        _capped(pull, speeds, "pull_gb_per_s"),
-        LOAD_GB_PER_S if speeds.load_gb_per_s is None else speeds.load_gb_per_s,
-        asked.bucket_gb,
-        overlaps=asked.transport is Transport.STORE and asked.ahead,
-        load_assumed=speeds.load_gb_per_s is None,
-    )
 
 
 def _capped(leg: Leg, speeds: PublishSpeeds, name: str) -> Leg:
@@ -263,12 +264,8 @@ def _capped(leg: Leg, speeds: PublishSpeeds, name: str) -> Leg:
     return Leg(gb_per_s, MEASURED[name])
 
 
-def _replaceable(leg: Leg, pool: str, copies: int) -> Leg:
-    return replace(leg, instead=Link(pool, STORE, leg.gb_per_s * copies))
-
-
-def _slowest(*legs: Leg) -> Leg:
-    return min(legs, key=lambda leg: leg.gb_per_s)
+def _slower(a: Leg, b: Leg) -> Leg:
+    return min(a, b, key=lambda leg: leg.gb_per_s)
 
 
 def _scaled(link: Link, ends: tuple[str, str], factor: float) -> Link:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -58,7 +58,7 @@ def _from_run(directory: Path, out: Path) -> None:
         resolved = resolve_saved(directory / RESOLVED, [], measure=measured_profiles)
         fits, training = fit_engines(resolved, directory), fit_training(resolved, directory)
         written: list[dict[str, object]] = [one.to_dict() for one in fits]
-        written += [] if training is None else [{"training": training.to_dict()}]
+        written += [] if training is None else [{"training": asdict(training)}]
         speeds = fit_publish(resolved, directory).stated()
         written += [{PUBLISH: speeds}] if speeds else []
         try:

@@ -48,7 +48,7 @@ def lines(case: Case, kinds: tuple[MeasurementKind, ...] = ("tpot",)) -> list[Li
     model, found = shape(case), list[Line]()
     tpot = fit_h200(case, "tpot")
     for kind in kinds:
-        fitted = tpot if kind == "tpot" else fit_h200(case, kind, tpot.constants)
+        fitted = tpot if kind == "tpot" else fit_h200(case, kind, tpot.calibration.constants)
         ways = {
             "fitted on H200": RooflinePerformance(model, {"H200": fitted.calibration}, precision=case.precision),
             "priors": RooflinePerformance(model, precision=case.precision),

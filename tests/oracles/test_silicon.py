@@ -51,7 +51,7 @@ def test_the_stated_bands_hold(case: Case) -> None:
 
 def test_the_fit_does_not_depend_on_where_it_starts() -> None:
     far = replace(PRIORS["hopper"], mfu=0.2, mbu=0.4, layer_s=200e-6, row_s=3e-6, alpha_s=10e-6)
-    constants = fit_h200(LLAMA, "tpot", far).constants
+    constants = fit_h200(LLAMA, "tpot", far).calibration.constants
     for device, most in (("H100", 0.05), ("B200", 0.10)):
         wrong = errors(rows(LLAMA, "tpot")[device], constants, shape(LLAMA), DEVICES, "fp8")
         assert sum(wrong) / len(wrong) <= most

@@ -77,12 +77,12 @@ def test_known_constants_are_found_again() -> None:
     found = fit(measured([*probe("H20"), *probe("H200")]), SHAPE, DEVICES)
     for name in ("mfu", "mfu_decode", "mbu", "layer_s", "row_s", "alpha_s"):
         rel = 0.3 if name == "alpha_s" else 0.15  # a tenth of a step at most: 3 % of noise leaves it ±20 %
-        assert getattr(found.constants, name) == pytest.approx(getattr(TRUTH, name), rel=rel), name
+        assert getattr(found.calibration.constants, name) == pytest.approx(getattr(TRUTH, name), rel=rel), name
     assert found.kept == ()
     assert found.calibration.error < 0.05
     assert (found.calibration.device, found.calibration.generation) == ("H20+H200", "hopper")
     unseen = measured(probe("H100"), noise=0.0)
-    assert max(errors(unseen, found.constants, SHAPE, DEVICES, "bf16")) < 0.05
+    assert max(errors(unseen, found.calibration.constants, SHAPE, DEVICES, "bf16")) < 0.05
 
 
 def test_what_the_rows_do_not_say_stays_at_its_prior() -> None:
@@ -91,10 +91,10 @@ def test_what_the_rows_do_not_say_stays_at_its_prior() -> None:
     rows = [r for r in measured(probe("H200", tps=(1,))) if r.kind == "decode" and r.batch < 200]
     found = fit(rows, SHAPE, DEVICES)
     assert found.kept == ("mfu", "mfu_decode", "alpha_s")
-    assert found.constants.mfu == PRIORS["hopper"].mfu
-    assert found.constants.alpha_s == PRIORS["hopper"].alpha_s
+    assert found.calibration.constants.mfu == PRIORS["hopper"].mfu
+    assert found.calibration.constants.alpha_s == PRIORS["hopper"].alpha_s
     assert "mfu is not identified by these rows and stays at 0.56" in found.calibration.notes
-    assert found.constants.mbu == pytest.approx(TRUTH.mbu, rel=0.1)  # nine rows with 3 % of noise
+    assert found.calibration.constants.mbu == pytest.approx(TRUTH.mbu, rel=0.1)  # nine rows with 3 % of noise
 
 
 def test_a_closed_loop_can_be_fitted_too() -> None:
@@ -102,7 +102,7 @@ def test_a_closed_loop_can_be_fitted_too() -> None:
     rows = [replace(blank, batch=b, new=n, output=o) for b in (2, 16, 64) for n in (256, 4096) for o in (128, 1024)]
     found = fit(measured(rows), SHAPE, DEVICES, free=("mfu", "mbu", "layer_s", "row_s"))
     assert found.calibration.error < 0.06
-    assert found.constants.mfu == pytest.approx(TRUTH.mfu, rel=0.15)
+    assert found.calibration.constants.mfu == pytest.approx(TRUTH.mfu, rel=0.15)
     assert found.by_kind.keys() == {"tpot"}
 
 
@@ -120,10 +120,10 @@ def test_a_cpu_core_with_a_tiny_model() -> None:
         exact = predict(row, Roofline(TINY, DEVICES["cpu"], 1, truth, kv_capacity_bytes=1e9))
         rows.append(replace(row, seconds=exact * math.exp(random.gauss(0, 0.03))))
     found = fit(rows, TINY, DEVICES, free=FREE_EFFECTIVE, start=replace(PRIORS["cpu"], layer_s=0.0))
-    assert found.constants.step_s == pytest.approx(truth.step_s, rel=0.1)
-    assert found.constants.row_s == pytest.approx(truth.row_s, rel=0.1)
-    assert found.constants.request_s == pytest.approx(0.6e-3, rel=0.3)
-    assert found.constants.effective_tflops == pytest.approx(truth.effective_tflops, rel=0.3)
+    assert found.calibration.constants.step_s == pytest.approx(truth.step_s, rel=0.1)
+    assert found.calibration.constants.row_s == pytest.approx(truth.row_s, rel=0.1)
+    assert found.calibration.constants.request_s == pytest.approx(0.6e-3, rel=0.3)
+    assert found.calibration.constants.effective_tflops == pytest.approx(truth.effective_tflops, rel=0.3)
     assert any(n.startswith("effective_tb_per_s is only bounded by these rows") for n in found.calibration.notes)
     assert found.calibration.error < 0.05
     core = RooflinePerformance(TINY, {"cpu": found.calibration}, kv_capacity_bytes={"cpu": 1e9})
@@ -170,8 +170,8 @@ def test_a_weight_counts_as_so_many_rows() -> None:
         free=("mfu", "layer_s"),
         holdout=0.0,
     )
-    assert weighted.constants.mfu == pytest.approx(twice.constants.mfu, rel=1e-3)
-    assert weighted.constants.layer_s == pytest.approx(twice.constants.layer_s, rel=1e-3)
+    assert weighted.calibration.constants.mfu == pytest.approx(twice.calibration.constants.mfu, rel=1e-3)
+    assert weighted.calibration.constants.layer_s == pytest.approx(twice.calibration.constants.layer_s, rel=1e-3)
 
 
 def test_dicts_and_back() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -123,7 +123,7 @@ def test_a_fit_finds_the_constants_of_what_was_measured() -> None:
     found = fit_training_constants(problem, pool, train, seconds_per_token=true.work / 4500, peak=(gb, 16_384))
     assert found.mfu == pytest.approx(0.31, rel=1e-3)
     assert found.activations == pytest.approx(1.7)
-    assert TrainingConstants.from_dict(found.to_dict()) == found
+    assert TrainingConstants.from_dict(asdict(found)) == found
 
 
 @pytest.mark.parametrize(
