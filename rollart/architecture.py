@@ -184,12 +184,6 @@ def refuse_unsupported(config: Mapping[str, Any], path: str | Path) -> str:
         raise UsageError(f"{path}: sliding-window attention is not supported")
     if config.get("quantization_config"):
         raise UsageError(f"{path}: quantised checkpoints are not supported")
-    _refuse_sizes(config, path)
-    _rope(path, config)
-    return family
-
-
-def _refuse_sizes(config: Mapping[str, Any], path: str | Path) -> None:
     for key in SIZES:
         if not isinstance(config.get(key), int) or config[key] < 1:
             raise UsageError(f"{path}: {key} is {config.get(key)!r} (rule: a size, 1 or more)")
@@ -201,6 +195,8 @@ def _refuse_sizes(config: Mapping[str, Any], path: str | Path) -> None:
         )
     if not config.get("head_dim") and hidden % heads:
         raise UsageError(f"{path}: hidden_size is {hidden} and num_attention_heads {heads} (rule: a multiple)")
+    _rope(path, config)
+    return family
 
 
 def _rope(path: str | Path, config: Mapping[str, Any]) -> tuple[float, Mapping[str, float] | None]:

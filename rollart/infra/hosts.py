@@ -56,12 +56,11 @@ def host_groups(cluster: ClusterSpec, prices: PriceList, plan: Plan | None = Non
     hosts that the plan uses, or none without a plan, and never exceeds its size; its `min` hosts always stay. SpecError
     for a pool that cannot be divided into hosts."""
     played = _environment_pool(cluster)
-    return tuple(
-        _group(
-            spec, pool, None if plan is None else pool.count - plan.idle.get(pool.name, 0), plays=spec.name == played
-        )
-        for spec, pool in zip(cluster.pools, pools_of(cluster, prices), strict=True)
-    )
+    groups = []
+    for spec, pool in zip(cluster.pools, pools_of(cluster, prices), strict=True):
+        used = 0 if plan is None else pool.count - plan.idle.get(pool.name, 0)
+        groups.append(_group(spec, pool, used, plays=spec.name == played))
+    return tuple(groups)
 
 
 def _environment_pool(cluster: ClusterSpec) -> str | None:
@@ -93,33 +92,24 @@ def shared_label(found: Sequence[HostGroup], label: str, purpose: str) -> str:
     return str(next(iter(values.values())))
 
 
-def _labels(spec: PoolSpec) -> dict[str, str]:
-    labels = pool_labels(spec)
+def _group(spec: PoolSpec, pool: Pool, used: int, *, plays: bool) -> HostGroup:
+    cpu, labels = pool.device.is_cpu, pool_labels(spec)
     for key, label in labels.items():
         if not _LABEL.match(label) or not _LABEL.match(key.rpartition("/")[2]):
             raise SpecError(
                 f"pool '{spec.name}' has the label {key}: {label} (rule of Ray and Kubernetes: up to 63 letters, "
                 "digits, '-', '_' and '.', a letter or digit at both ends)"
             )
-    return labels
-
-
-def _group(spec: PoolSpec, pool: Pool, used: int | None, *, plays: bool) -> HostGroup:
-    cpu = pool.device.is_cpu
-    per_host = pool.device.devices_per_host or (HOST_CORES if cpu else 1)
-    per_host = min(per_host, spec.count)
+    per_host = min(pool.device.devices_per_host or (HOST_CORES if cpu else 1), spec.count)
     hosts = -(-spec.count // per_host)
-    if cpu:
-        per_core = CORE_MEMORY_GB if spec.memory_gb is None else spec.memory_gb / spec.count
-        memory = max(1, int(per_core * per_host))
-    else:
-        memory = GPU_MEMORY_GB * per_host
+    per_core = CORE_MEMORY_GB if spec.memory_gb is None else spec.memory_gb / spec.count
+    memory = max(1, int(per_core * per_host)) if cpu else GPU_MEMORY_GB * per_host
     least = -(-spec.min // per_host) if spec.min is not None else 0 if spec.rented else hosts
-    begin = hosts if not spec.rented else max(least, -(-(used or 0) // per_host))
+    begin = hosts if not spec.rented else max(least, -(-used // per_host))
     return HostGroup(
         name=spec.name,
         device=spec.device,
-        labels=_labels(spec),
+        labels=labels,
         hosts=begin,
         least=least,
         most=hosts,

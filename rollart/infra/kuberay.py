@@ -89,22 +89,17 @@ def kuberay(
         job = _manifest("ray.io/v1", "RayJob", f"{name}-run", meta, spec=spec)
         files["rayjob.yaml"] = yaml_text(config, job, about=about)
         apply = "kubectl apply -f runs.yaml -f rayjob.yaml   # or raycluster.yaml, for a cluster that stays"
-    return RenderedFiles(files, (*_manual_steps(name, namespace, pods.needs), apply))
-
-
-def _manual_steps(name: str, namespace: str, needs: ClusterNeeds) -> list[str]:
-    """Steps that the user takes by hand, since their values must not be in a file."""
-    found = []
-    names = dict.fromkeys([*needs.secrets, *needs.played])
-    if names:
-        given = " ".join(f"--from-literal={key}=..." for key in names)
-        found.append(f"kubectl create secret generic {name}-secrets -n {namespace} {given}")
-    if needs.cloud:
-        found.append(
+    steps = []  # by hand, where values must not be in a file
+    secrets = dict.fromkeys([*pods.needs.secrets, *pods.needs.played])
+    if secrets:
+        given = " ".join(f"--from-literal={key}=..." for key in secrets)
+        steps.append(f"kubectl create secret generic {name}-secrets -n {namespace} {given}")
+    if pods.needs.cloud:
+        steps.append(
             f"give the service account {name} of namespace {namespace} the role that ControllerPolicy (targets cfn, "
             "sam, terraform) is attached to; on EKS: kubectl annotate serviceaccount eks.amazonaws.com/role-arn=..."
         )
-    return found
+    return RenderedFiles(files, (*steps, apply))
 
 
 def _shared_manifests(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -> list[dict[str, Any]]:
@@ -206,8 +201,7 @@ def _workers(group: HostGroup, name: str, pods: PodSettings, *, engines: bool) -
         pod["spec"]["affinity"] = {"nodeAffinity": required}
         tainted += SPOT_NODES
     if tainted:
-        tolerations = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in tainted]
-        pod["spec"]["tolerations"] = tolerations
+        pod["spec"]["tolerations"] = [{"key": k, "operator": "Exists", "effect": "NoSchedule"} for k in tainted]
     return {
         "groupName": group.name,
         "replicas": group.hosts,
@@ -226,7 +220,7 @@ def _secrets(name: str, keys: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _pod(
-    container: str, image: str, cores: int, memory_gb: int, *, gpus: int = 0, env: Sequence[Mapping[str, Any]] = ()
+    container: str, image: str, cores: int, memory_gb: int, *, gpus: int = 0, env: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
     """A pod that has a host to itself: it uses all cores, and requests the amount that the kubelet of such a host can
     allocate. With GPUs, only their number limits it."""
@@ -235,20 +229,16 @@ def _pod(
     else:
         requests = _allocatable(cores, memory_gb)
         limits = {"memory": requests["memory"]}
-    body: dict[str, Any] = {
-        "name": container,
-        "image": image,
-        "resources": {"requests": requests | limits, "limits": limits},
-    }
+    resources = {"requests": requests | limits, "limits": limits}
+    body: dict[str, Any] = {"name": container, "image": image, "resources": resources}
     if env:
         body["env"] = list(env)
     # Processes of a host exchange weights and KV through shared memory, which a pod limits to 64 MB by default.
     body["volumeMounts"] = [{"name": "shm", "mountPath": "/dev/shm"}]
     shm = {"medium": "Memory"} if gpus else {"medium": "Memory", "sizeLimit": f"{max(1, memory_gb // 2)}G"}
     owner = {"fsGroup": FILES_OWNER, "fsGroupChangePolicy": "OnRootMismatch"}
-    return {
-        "spec": {"securityContext": owner, "containers": [body], "volumes": [{"name": "shm", "emptyDir": shm}]},
-    }
+    volumes = [{"name": "shm", "emptyDir": shm}]
+    return {"spec": {"securityContext": owner, "containers": [body], "volumes": volumes}}
 
 
 def _allocatable(cores: int, memory_gb: int) -> dict[str, str]:

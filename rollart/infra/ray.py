@@ -30,10 +30,6 @@ TOKEN = {"RAY_AUTH_MODE": "token"}
 
 CLIENT = "ray://"
 
-DISK_GB = 500
-
-IDLE_MINUTES = 5
-
 WORKER_PORTS = range(10002, 20000)
 """Ray's default ports of worker processes (`ray start --min-worker-port`, `--max-worker-port`)."""
 
@@ -53,11 +49,8 @@ def ray(name: str, groups: Sequence[HostGroup], *, pods: PodSettings, runtime: R
         files["head.sh"] = script_text(_head_script(runtime, port), about)
     for group in groups:
         files[f"pools/{group.name}.sh"] = script_text(_worker_script(group), about)
-    first = (
-        "`rollart launch`, which makes the head and says its address and its token's file,"
-        if starts_head
-        else "./head.sh"
-    )
+    launched = "`rollart launch`, which makes the head and says its address and its token's file,"
+    first = launched if starts_head else "./head.sh"
     steps = [f"{first} on the head, then RAY_HEAD=its-address:{port or 'PORT'} pools/POOL.sh on every host of a pool"]
     if any(g.instance_type is not None for g in groups):
         without = [g.name for g in groups if g.instance_type is None]
@@ -92,25 +85,15 @@ def _port(runtime: RuntimeSpec) -> int:
 
 def _client_options(runtime: RuntimeSpec) -> list[str]:
     """The option for clients outside the cluster's network."""
-    return (
-        [f"--ray-client-server-port={runtime.address.rpartition(':')[2]}"] if runtime.address.startswith(CLIENT) else []
-    )
+    remote = runtime.address.startswith(CLIENT)
+    return [f"--ray-client-server-port={runtime.address.rpartition(':')[2]}"] if remote else []
 
 
 def _head_script(runtime: RuntimeSpec, port: int) -> list[str]:
     """The head offers no cores to parts: no pool of a plan is on it."""
     health = [f"export {k}={v}" for k, v in health_environment(runtime.health_s).items()]
-    command = [
-        "ray",
-        "start",
-        "--head",
-        f"--port={port}",
-        "--num-cpus=0",
-        "--num-gpus=0",
-        *_client_options(runtime),
-        "--block",
-    ]
-    return [*_environment_lines(), *health, f"exec {shlex.join(command)}"]
+    options = ["--head", f"--port={port}", "--num-cpus=0", "--num-gpus=0", *_client_options(runtime), "--block"]
+    return [*_environment_lines(), *health, f"exec ray start {shlex.join(options)}"]
 
 
 def _worker_script(group: HostGroup) -> list[str]:
@@ -124,10 +107,9 @@ def _worker_script(group: HostGroup) -> list[str]:
 
 def _environment_lines() -> list[str]:
     """The token is a file on every host, at Ray's default path unless the user sets another."""
-    lines = [f"export {k}={shlex.quote(v)}" for k, v in TOKEN.items()]
     default = 'export RAY_AUTH_TOKEN_PATH="$HOME/.ray/auth_token"'
-    lines.append(f'test -n "${{RAY_AUTH_TOKEN:-}}${{RAY_AUTH_TOKEN_PATH:-}}" || {default}')
-    return lines
+    given = 'test -n "${RAY_AUTH_TOKEN:-}${RAY_AUTH_TOKEN_PATH:-}"'
+    return [*(f"export {k}={shlex.quote(v)}" for k, v in TOKEN.items()), f"{given} || {default}"]
 
 
 def _cluster_config(
@@ -141,7 +123,7 @@ def _cluster_config(
     return {
         "cluster_name": name,
         "max_workers": sum(g.most for g in groups),
-        "idle_timeout_minutes": IDLE_MINUTES,
+        "idle_timeout_minutes": 5,
         "provider": {"type": "aws", "region": region, "cache_stopped_nodes": False, "use_internal_ips": False},
         "auth": {"ssh_user": "ubuntu"},
         "docker": {
@@ -172,7 +154,7 @@ def _node_type(group: HostGroup, pods: PodSettings) -> dict[str, Any]:
 
 
 def _node(instance: str, profile: str | None = None, *, spot: bool = False) -> dict[str, Any]:
-    disk = {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": DISK_GB, "VolumeType": "gp3"}}
+    disk = {"DeviceName": "/dev/sda1", "Ebs": {"VolumeSize": 500, "VolumeType": "gp3"}}
     identity = {} if profile is None else {"IamInstanceProfile": {"Name": profile}}
     market = {"InstanceMarketOptions": {"MarketType": "spot"}} if spot else {}
     return {"InstanceType": instance, "BlockDeviceMappings": [disk], **identity, **market}

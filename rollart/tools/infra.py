@@ -22,7 +22,7 @@ from rollart.infra.ray import ray
 from rollart.launch.functions import function_settings, translated_errors
 from rollart.launch.prepare import produce_artefacts
 from rollart.launch.rewards import function_packages
-from rollart.settings.cluster import PYTHON_VARIABLE, ClusterFunctions, ClusterSpec
+from rollart.settings.cluster import PYTHON_VARIABLE, ClusterSpec
 from rollart.settings.load import load_cluster, split_overrides
 from rollart.settings.planning import Specs
 from rollart.settings.resolve import read_specs, resolve_specs
@@ -67,7 +67,9 @@ def render(
         return _render_nodes(target, specs, run, cluster, overrides, images, namespace)
     provider = PROVIDER_OF_TARGET[target]
     chain = specs.cluster.functions.chain
-    bucket = _bucket(specs) if provider == "aws_lambda" and run is not None else ""
+    store, bucket = specs.run.weights.store, ""  # for the run's weights
+    if provider == "aws_lambda" and run is not None and store is not None and store.kind == "s3":
+        bucket = store.url.removeprefix("s3://").partition("/")[0]
     if provider not in chain and not bucket:
         raise SpecError(
             f"cluster '{specs.cluster.name}' has functions.backend {', '.join(chain)} (rule: {target} renders "
@@ -75,16 +77,16 @@ def render(
             remedy=f"set it in the cluster spec, or add cluster.functions.backend={provider}",
         )
     packages = _packages(specs, target, bucket) if provider in chain else ()
+    name, given = specs.cluster.name, specs.cluster.functions
     with translated_errors():
-        return _render_functions(target, specs.cluster.name, packages, specs.cluster.functions, bucket)
-
-
-def _bucket(specs: Specs) -> str:
-    """The bucket for the run's weights; '' for none."""
-    store = specs.run.weights.store
-    if store is None or store.kind != "s3":
-        return ""
-    return store.url.removeprefix("s3://").partition("/")[0]
+        if target == "modal":
+            return modal(name, packages, function_settings("modal", given))
+        settings: AwsSettings = function_settings("aws_lambda", given)
+        found = aws_functions(packages, settings)
+        if target == "terraform":
+            return terraform(name, found, region=settings.region, role_arn=settings.role_arn, bucket=bucket)
+        template = {"cfn": cloudformation, "sam": sam}[target]
+        return template(name, found, role_arn=settings.role_arn, bucket=bucket)
 
 
 def _render_nodes(
@@ -101,16 +103,15 @@ def _render_nodes(
     given = _given_images(images, [g.name for g in found])
     pods = PodSettings(
         given.get("", f"{ENGINE_IMAGES[specs.cluster.engines.kind]}:{metadata.version('rollart')}"),
-        {} if "" in given else _default_images(specs.cluster, found),
+        ({} if "" in given else _default_images(specs.cluster, found)) | given,
         cluster_needs(specs.run if run is not None else None, specs.cluster),
         env={PYTHON_VARIABLE: VLLM_PYTHON} if specs.cluster.engines.kind == "vllm" else {},
     )
-    pods = replace(pods, images={**pods.images, **given})
     if target == "ray":
         return ray(name, found, pods=pods, runtime=runtime)
     command = ""
     if run is not None:
-        texts = {"run.yaml": _text(run), "cluster.yaml": _text(cluster)}
+        texts = {at: path.read_text(encoding="utf-8") for at, path in (("run.yaml", run), ("cluster.yaml", cluster))}
         raw = load_cluster(cluster, split_overrides(overrides)[1])  # without resolving its paths on this machine
         texts |= spec_files(specs.run, raw, run.parent, cluster.parent)
         command = shlex.join(_head_command(raw, overrides, ours="" not in given))
@@ -168,19 +169,6 @@ def _given_images(given: Sequence[str], pools: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _render_functions(
-    target: str, name: str, packages: Sequence[Package], given: ClusterFunctions, bucket: str
-) -> RenderedFiles:
-    if target == "modal":
-        return modal(name, packages, function_settings("modal", given))
-    settings: AwsSettings = function_settings("aws_lambda", given)
-    found = aws_functions(packages, settings)
-    if target == "terraform":
-        return terraform(name, found, region=settings.region, role_arn=settings.role_arn, bucket=bucket)
-    template = {"cfn": cloudformation, "sam": sam}[target]
-    return template(name, found, role_arn=settings.role_arn, bucket=bucket)
-
-
 def _packages(specs: Specs, target: str, bucket: str) -> tuple[Package, ...]:
     """Packages of the run's functions. Producers make their artefacts here, as for a run."""
     with tempfile.TemporaryDirectory(prefix="rollart-infra-") as directory:
@@ -192,7 +180,3 @@ def _packages(specs: Specs, target: str, bucket: str) -> tuple[Package, ...]:
             remedy="give it `functions`, or render kuberay or ray",
         )
     return found
-
-
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")

@@ -52,18 +52,19 @@ def effective_prices(cluster: Path | None) -> list[PriceEntry]:
     if cluster is None:
         return listed.prices
     spec = load_cluster(cluster)
-    prices = {(p.name, p.unit): p for p in merged_prices(listed, spec.price_list).prices}
     day = dt.date.fromtimestamp(cluster.stat().st_mtime)
-    for pool in spec.pools:
-        if pool.price is not None:
-            prices[f"{pool.device}@{pool.name}", "device-hour"] = PriceEntry.model_construct(
-                name=f"{pool.device}@{pool.name}",
-                unit="device-hour",
-                usd=pool.price,
-                date=day,
-                source=f"pool '{pool.name}' of {cluster.name}",
-            )
-    return list(prices.values())
+    own = [
+        PriceEntry.model_construct(
+            name=f"{pool.device}@{pool.name}",
+            unit="device-hour",
+            usd=pool.price,
+            date=day,
+            source=f"pool '{pool.name}' of {cluster.name}",
+        )
+        for pool in spec.pools
+        if pool.price is not None
+    ]
+    return merged_prices(listed, [*spec.price_list, *own]).prices
 
 
 def base_list(cluster: Path | None) -> PriceList:
@@ -124,29 +125,18 @@ def _json(path: Path, region: str) -> list[PriceEntry]:
     return found
 
 
-def price_changes(before: PriceList, new: Iterable[PriceEntry]) -> list[PriceChange]:
-    """The changes that new entries make, in their order."""
-    known = {(p.name, p.unit): p.usd for p in before.prices}
-    return [PriceChange(p.name, p.unit, known.get((p.name, p.unit)), p.usd, p.source) for p in new]
-
-
 def merge_into(path: Path, new: Sequence[PriceEntry], *, cluster: Path | None, today: dt.date) -> list[PriceChange]:
     """Write a price list with the new entries to `path`, on top of the existing file or, for a new file, of the
-    cluster's list. UsageError for the shipped list."""
+    cluster's list; return the changes that they make, in their order. UsageError for the shipped list, and if the file
+    cannot be written; it is replaced atomically."""
     if path.resolve() == builtin("prices.yaml").resolve():
         raise UsageError(f"{path} is the shipped price list (rule: it stays as it is)", remedy="give another --into")
     before = load_prices(path) if path.exists() else base_list(cluster)
-    write_prices(path, merged_prices(before, new), today=today)
-    return price_changes(before, new)
-
-
-def write_prices(path: Path, prices: PriceList, *, today: dt.date) -> None:
-    """Replace the file atomically. UsageError if it cannot be written."""
     lines = [
         f"# Written by `rollart prices` on {today}. Name it in a cluster spec: `prices: {path.name}`.",
-        f"currency: {prices.currency}",
+        f"currency: {before.currency}",
         "prices:",
-        *(_line(p) for p in prices.prices),
+        *(_line(p) for p in merged_prices(before, new).prices),
     ]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -155,6 +145,8 @@ def write_prices(path: Path, prices: PriceList, *, today: dt.date) -> None:
         temporary.replace(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", remedy="give a path that can be written with --into") from None
+    known = {(p.name, p.unit): p.usd for p in before.prices}
+    return [PriceChange(p.name, p.unit, known.get((p.name, p.unit)), p.usd, p.source) for p in new]
 
 
 def _line(p: PriceEntry) -> str:
