@@ -16,7 +16,7 @@ from typing import Any
 
 from serverless.deploy.aws import LEASE_S, PROVIDER, AwsDeployer, PinnedVersion, lambda_bill
 from serverless.deploy.aws_function import AwsSettings
-from serverless.deploy.aws_session import library, translate_error
+from serverless.deploy.aws_session import library, translate_error, translate_errors
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, CredentialsMissing, ServerlessError, UnknownFunction
 from serverless.meter import MeterSink, NullMeter
@@ -38,7 +38,6 @@ class _ConcurrencyGate:
     """A function and its pinned version. At most `slots` calls run at Lambda, in order of arrival; `waiting` counts the
     calls before them. `package` is None for a function that was not deployed from here."""
 
-    name: str
     package: Package | None
     pin: PinnedVersion
     slots: asyncio.Semaphore
@@ -60,11 +59,6 @@ class _InFlightCall:
     cause: Cause
     sent: bool = False
     left: str = ""
-
-    def on_end(self) -> None:
-        """Account for the end of the call: an unsent call is no longer waiting."""
-        if not self.sent:
-            self.gate.waiting -= 1
 
 
 class AwsLambdaBackend:
@@ -91,11 +85,10 @@ class AwsLambdaBackend:
         self.deployer = AwsDeployer(self.settings, meter=self._meter)
         self._gates: dict[str, _ConcurrencyGate] = {}
         self._group: asyncio.TaskGroup | None = None
-        self._context: Any = None
         self._client: Any = None
+        self._stack = contextlib.AsyncExitStack()
         self._left: set[asyncio.Task[Reply | ServerlessError]] = set()
         self._run = run or secrets.token_hex(8)
-        self._renewing: asyncio.Task[None] | None = None
 
     async def deploy(self, package: Package) -> None:
         """Direct calls to this version. It becomes current (`live`) only if the function has no current version."""
@@ -105,16 +98,15 @@ class AwsLambdaBackend:
             known.package, known.pin = package, pin
             return
         self._gates[spec.name] = _ConcurrencyGate(
-            spec.name, package, pin, asyncio.Semaphore(spec.concurrency), spec.queue, spec.timeout_s, spec.memory_mb
+            package, pin, asyncio.Semaphore(spec.concurrency), spec.queue, spec.timeout_s, spec.memory_mb
         )
 
     async def attach(self, function: str) -> None:
         """Direct calls to the current version. Raises `UnknownFunction` if there is none."""
         pin = await self.deployer.current(function)
-        slots = asyncio.Semaphore(self.settings.connections)
-        self._gates[function] = _ConcurrencyGate(
-            function, None, pin, slots, self.settings.connections, pin.timeout_s, pin.memory_mb
-        )
+        count = self.settings.connections
+        slots = asyncio.Semaphore(count)
+        self._gates[function] = _ConcurrencyGate(None, pin, slots, count, pin.timeout_s, pin.memory_mb)
 
     async def invoke(
         self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
@@ -131,8 +123,12 @@ class AwsLambdaBackend:
         call = _InFlightCall(gate, payload, len(event), cause)
         gate.waiting += 1
         task = self._group.create_task(self._call(call))
+
+        def on_end(_: asyncio.Task[Reply | ServerlessError]) -> None:
+            gate.waiting -= not call.sent
+
         # Not a `finally` of the task: a task that is cancelled before its first step runs no code.
-        task.add_done_callback(lambda _: call.on_end())
+        task.add_done_callback(on_end)
         try:
             async with asyncio.timeout(deadline_s):
                 reply = await asyncio.shield(task)
@@ -161,56 +157,48 @@ class AwsLambdaBackend:
         await self.deployer.set_warm(self._gate(function).pin, workers)
 
     async def __aenter__(self) -> AwsLambdaBackend:
-        await self.deployer.__aenter__()
-        try:
-            session = await asyncio.to_thread(library, "aiobotocore.session")
-            settings = self.settings
-            config = library("aiobotocore.config").AioConfig(
-                max_pool_connections=settings.connections,
-                connect_timeout=3,
-                read_timeout=settings.read_timeout_s or _LONGEST_S,
-                tcp_keepalive=True,
-                retries={"mode": "standard", "total_max_attempts": 1},
-            )
-            self._context = session.AioSession(profile=settings.profile or None).create_client(
-                "lambda", region_name=settings.region or None, endpoint_url=settings.endpoint_url, config=config
-            )
-            self._client = await self._context.__aenter__()
-        except BaseException as error:
-            await self.deployer.__aexit__()
-            ours = translate_error(error, "opening the AWS Lambda client")
-            if ours is None:
-                raise
-            raise ours from error
-        self._group = asyncio.TaskGroup()
-        await self._group.__aenter__()
-        self._renewing = self._group.create_task(self._renew(), name="leases of aliases")
+        settings = self.settings
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self.deployer)
+            with translate_errors("opening the AWS Lambda client"):
+                session = await asyncio.to_thread(library, "aiobotocore.session")
+                config = library("aiobotocore.config").AioConfig(
+                    max_pool_connections=settings.connections,
+                    connect_timeout=3,
+                    read_timeout=settings.read_timeout_s or _LONGEST_S,
+                    tcp_keepalive=True,
+                    retries={"mode": "standard", "total_max_attempts": 1},
+                )
+                context = session.AioSession(profile=settings.profile or None).create_client(
+                    "lambda", region_name=settings.region or None, endpoint_url=settings.endpoint_url, config=config
+                )
+                self._client = await stack.enter_async_context(context)
+            stack.push_async_callback(self._unpin)
+            self._group = await stack.enter_async_context(asyncio.TaskGroup())
+            stack.push_async_callback(self._drain)
+            stack.callback(self._group.create_task(self._renew(), name="leases of aliases").cancel)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         """Wait at most `drain_s` for the bills of abandoned calls, and remove the run's aliases."""
-        group, self._group = self._group, None
-        if group is None or self._renewing is None:
-            return
-        self._renewing.cancel()
+        self._group = None
+        await self._stack.aclose()
+
+    async def _drain(self) -> None:
         try:
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.drain_s):
                     await asyncio.gather(*self._left, return_exceptions=True)
-            except TimeoutError:
-                pass
         finally:
             for task in self._left:
                 task.cancel()
-            try:
-                await group.__aexit__(None, None, None)
-                for gate in self._gates.values():
-                    if gate.package is not None:
-                        with contextlib.suppress(ServerlessError):  # its lease will expire
-                            await self.deployer.unpin(gate.pin)
-            finally:
-                await self._context.__aexit__(None, None, None)
-                await self.deployer.__aexit__()
+
+    async def _unpin(self) -> None:
+        for gate in self._gates.values():
+            if gate.package is not None:
+                with contextlib.suppress(ServerlessError):  # its lease will expire
+                    await self.deployer.unpin(gate.pin)
 
     def _gate(self, function: str) -> _ConcurrencyGate:
         gate = self._gates.get(function)
@@ -233,7 +221,7 @@ class AwsLambdaBackend:
             if gate.pin is not seen:
                 return
             if gate.package is None:
-                gate.pin = await self.deployer.current(gate.name)
+                gate.pin = await self.deployer.current(gate.pin.function)
             else:
                 gate.pin = await self.deployer.pin(gate.package, self._run, existing=True)
 
@@ -248,15 +236,14 @@ class AwsLambdaBackend:
 
     async def _call(self, call: _InFlightCall) -> Reply | ServerlessError:
         gate = call.gate
-        await gate.slots.acquire()
-        call.sent = True
-        gate.waiting -= 1
-        gate.running += 1
-        try:
-            return await self._send(call)
-        finally:
-            gate.running -= 1
-            gate.slots.release()
+        async with gate.slots:
+            call.sent = True
+            gate.waiting -= 1
+            gate.running += 1
+            try:
+                return await self._send(call)
+            finally:
+                gate.running -= 1
 
     async def _send(self, call: _InFlightCall) -> Reply | ServerlessError:
         """One request and its answer. A caller's mistake is returned, not raised, so that the task group stays
@@ -272,7 +259,7 @@ class AwsLambdaBackend:
         try:
             async with asyncio.timeout(gate.timeout_s + _GRACE_S):
                 answer = await self._client.invoke(
-                    FunctionName=self.settings.function_name(gate.name),
+                    FunctionName=self.settings.function_name(gate.pin.function),
                     Qualifier=pin.qualifier,
                     LogType="Tail",
                     Payload=call.payload,
@@ -289,7 +276,7 @@ class AwsLambdaBackend:
             call.left = call.left or "cancelled"
             raise
         except Exception as error:
-            found = _transport_fault(error, gate.name)
+            found = _transport_fault(error, gate.pin.function)
             if isinstance(found, ServerlessError):
                 taken = False
                 if not isinstance(found, UnknownFunction):
@@ -300,7 +287,7 @@ class AwsLambdaBackend:
             bill = None
             if taken:
                 bill = lambda_bill(
-                    gate.name,
+                    gate.pin.function,
                     lambda_report,
                     t0,
                     now(),
