@@ -247,11 +247,12 @@ def _local(
     """Workers on this machine or on `hosts`, either plain or in imitation of a provider (`rehearse`), with its start
     delay, throttling and overhead."""
     from serverless.workers.local import LocalBackend
+    from serverless.workers.pool import PooledBackend
     from serverless.workers.remote import HostedBackend
 
     local, unsafe = functions.local, functions.allow_unsafe
 
-    def workers(**more: Any) -> Backend:
+    def workers(**more: Any) -> PooledBackend:
         if hosts is not None:
             return HostedBackend(hosts, meter=meter, allow_unsafe=unsafe, **more)
         return LocalBackend(meter=meter, root=root, runtime=local.runtime, allow_unsafe=unsafe, **more)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from serverless.deploy.package import Package
-from serverless.providers.base import Backend, Reply, ScalableBackend, WorkerLoad
+from serverless.providers.base import Reply
 from serverless.types import Cause, FaultKind, InfraFault, Throttle
-from serverless.workers.pool import Launcher, Worker, WorkerFault
+from serverless.workers.pool import Launcher, PooledBackend, Worker, WorkerFault
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,7 @@ class RehearsedLauncher:
         if not self._may_scale(name):
             detail = f"rehearsal: {platform.name} starts {platform.scale_per_s:g} environments a second"
             raise WorkerFault(InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.SCALING))
-        rng = self._rngs.setdefault(name, random.Random(f"{self._seed}/{name}"))
-        cold_s = platform.cold_start.draw(rng)
+        cold_s = platform.cold_start.draw(self._rngs.setdefault(name, random.Random(f"{self._seed}/{name}")))
         await asyncio.sleep(cold_s)
         inner = await self._launcher.start(package, worker, slot, gone)
         return _RehearsedWorker(inner, inner.init_s + (cold_s if platform.init_billed else 0.0))
@@ -148,18 +147,15 @@ class RehearsedBackend:
     Its cold starts are the inner backend's: give that one a `RehearsedLauncher`. Bills name the inner provider.
     """
 
-    def __init__(self, backend: Backend, platform: Platform, *, seed: int = 0) -> None:
+    def __init__(self, backend: PooledBackend, platform: Platform, *, seed: int = 0) -> None:
+        self.provider = backend.provider
+        self.deploy = backend.deploy
+        self.load = backend.load
+        self.keep = backend.keep
         self._backend = backend
         self._platform = platform
         self._rng = random.Random(f"{seed}/calls")
         self._running = 0
-
-    @property
-    def provider(self) -> str:
-        return self._backend.provider
-
-    async def deploy(self, package: Package) -> None:
-        await self._backend.deploy(package)
 
     async def invoke(
         self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
@@ -180,20 +176,6 @@ class RehearsedBackend:
             return await self._backend.invoke(function, event, deadline_s=deadline_s - overhead_s, cause=cause)
         finally:
             self._running -= 1
-
-    def load(self, function: str) -> WorkerLoad:
-        """The load of the inner backend, which also counts the calls on their way to it."""
-        return (
-            self._backend.load(function)
-            if isinstance(self._backend, ScalableBackend)
-            else WorkerLoad(busy=self._running)
-        )
-
-    def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
-        """See `ScalableBackend`. 0 if the inner backend is not scalable."""
-        if not isinstance(self._backend, ScalableBackend):
-            return 0
-        return self._backend.keep(function, workers, keep_alive_s=keep_alive_s)
 
     async def __aenter__(self) -> RehearsedBackend:
         await self._backend.__aenter__()
