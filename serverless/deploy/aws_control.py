@@ -215,8 +215,11 @@ class LambdaControl:
         list."""
         client = self._clients.of("lambda", once_s=timeout_s + 20.0)
         with translate_errors(f"trying {name}:{number}"):
-            answer = self._unthrottled(
-                lambda: client.invoke(FunctionName=name, Qualifier=number, Payload=b"[]", LogType="Tail")
+            answer = self._again(  # a throttled call is not executed
+                lambda: client.invoke(FunctionName=name, Qualifier=number, Payload=b"[]", LogType="Tail"),
+                lambda e: error_code(e) == "TooManyRequestsException",
+                _SMOKE_THROTTLES,
+                _POLL_S,
             )
             payload = answer["Payload"].read()
         bill = parse_report(answer.get("LogResult", ""))
@@ -378,10 +381,6 @@ class LambdaControl:
     def _assumable(self, call: Callable[[], T]) -> T:
         """Retry while Lambda does not know a new role yet."""
         return self._again(call, lambda e: "cannot be assumed" in str(e), int(_ROLE_S), 1.0)
-
-    def _unthrottled(self, call: Callable[[], T]) -> T:
-        """Retry while throttled: a throttled call is not executed."""
-        return self._again(call, lambda e: error_code(e) == "TooManyRequestsException", _SMOKE_THROTTLES, _POLL_S)
 
     def _again(self, call: Callable[[], T], passing: Callable[[Exception], bool], attempts: int, pause_s: float) -> T:
         for _ in range(attempts - 1):

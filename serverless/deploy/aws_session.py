@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -54,9 +55,8 @@ def translate_error(error: BaseException, doing: str) -> ServerlessError | None:
         return BackendFailed(f"{doing}: {error}")
     if names.intersection(("EndpointConnectionError", "ConnectionError", "HTTPClientError")):
         return BackendFailed(f"{doing}: {error}", remedy="check the network and the region")
-    if names.intersection(("BotoCoreError", "WaiterError", "Boto3Error")):
-        return BackendFailed(f"{doing}: {error}")
-    return None
+    ours = names.intersection(("BotoCoreError", "WaiterError", "Boto3Error"))
+    return BackendFailed(f"{doing}: {error}") if ours else None
 
 
 @contextlib.contextmanager
@@ -64,8 +64,6 @@ def translate_errors(doing: str) -> Iterator[None]:
     """Translate boto3's errors inside the block."""
     try:
         yield
-    except ServerlessError:
-        raise
     except Exception as error:
         ours = translate_error(error, doing)
         if ours is None:
@@ -80,7 +78,6 @@ class Boto3Clients:
     def __init__(self, settings: AwsSettings) -> None:
         self._settings = settings
         self._made: dict[tuple[str, float], Any] = {}
-        self._session: Any = None
 
     def of(self, service: str, *, once_s: float = 0.0) -> Any:
         """A client that retries failed requests, for the control plane; with `once_s`, a client that sends each request
@@ -92,15 +89,14 @@ class Boto3Clients:
                 tcp_keepalive=True,
                 retries={"mode": "standard", "total_max_attempts": 1 if once_s else 5},
             )
-            settings = self._settings
-            if self._session is None:
-                self._session = library("boto3").session.Session(
-                    region_name=settings.region or None, profile_name=settings.profile or None
-                )
-            self._made[service, once_s] = self._session.client(
-                service, endpoint_url=settings.endpoint_url, config=config
-            )
+            url = self._settings.endpoint_url
+            self._made[service, once_s] = self._session.client(service, endpoint_url=url, config=config)
         return self._made[service, once_s]
+
+    @functools.cached_property
+    def _session(self) -> Any:
+        region, profile = self._settings.region or None, self._settings.profile or None
+        return library("boto3").session.Session(region_name=region, profile_name=profile)
 
     def close(self) -> None:
         for client in self._made.values():

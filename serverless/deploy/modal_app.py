@@ -199,7 +199,10 @@ class ModalDeployer:
                 fresh = deployments.added(number, package.version, now, keep=self.settings.keep)
                 if not current:
                     return await self._deployed(name, replace(fresh, live=deployments.live), number)
-                bounds = {**await self._set(name, deployments.live), **_bounds_text(package.spec)}
+                bounds = await self._set(name, deployments.live)
+                for option, key in (("warm", "min_containers"), ("concurrency", "max_containers")):
+                    if option in package.spec.model_fields_set:
+                        bounds[key] = getattr(package.spec, option)
                 if bounds:
                     await target.handle.autoscaler.update.aio(**bounds)
                 await self._cool(name, deployments.live)
@@ -217,10 +220,7 @@ class ModalDeployer:
         name, namespace = package.spec.name, self.namespace
         entry = importlib.import_module(_ENTRY)
         with tempfile.TemporaryDirectory(prefix="rollart-modal-") as directory:
-            root = pathlib.Path(directory)
-            for path, data in container_files(package).items():
-                (root / path).parent.mkdir(parents=True, exist_ok=True)
-                (root / path).write_bytes(data)
+            replace(package, files=container_files(package)).write(pathlib.Path(directory))
             app = modal.App(namespace.app(name), tags=deployments.tags(), include_source=False)
             image = modal.Image.debian_slim(python_version=self.settings.python or python_version())
             if package.spec.requirements:
@@ -294,29 +294,30 @@ class ModalDeployer:
         }
 
     async def _deployed(self, name: str, deployments: DeploymentTags, number: int) -> DeployedFunction:
-        namespace = self.namespace
-        found = DeployedFunction(
+        namespace, version, problem = self.namespace, deployments.versions[number], ""
+        memory_mb: int = 0
+        warm: int | None = None
+        concurrency: int | None = None
+        try:
+            with modal_client.translate_errors():
+                target = await pin(namespace, name, number, version)
+                settings = await target.handle.autoscaler.settings.aio()
+            memory_mb = target.memory_mb
+            warm, concurrency = settings.min_containers or 0, settings.max_containers or 0
+        except ServerlessError as error:  # only the displayed details are missing
+            problem = error.message
+        return DeployedFunction(
             function=name,
             provider=self.provider,
-            version=deployments.versions[number],
+            version=version,
             provider_version=str(number),
             current=number == deployments.live,
             created=deployments.created(number),
+            memory_mb=memory_mb,
             endpoint=f"{namespace.app(name)}@{number}",
-            warm=None,
-            concurrency=None,
-        )
-        try:
-            with modal_client.translate_errors():
-                target = await pin(namespace, name, number, found.version)
-                settings = await target.handle.autoscaler.settings.aio()
-        except ServerlessError as error:  # only the displayed details are missing
-            return replace(found, problem=error.message)
-        return replace(
-            found,
-            memory_mb=target.memory_mb,
-            warm=settings.min_containers or 0,
-            concurrency=settings.max_containers or 0,
+            warm=warm,
+            concurrency=concurrency,
+            problem=problem,
         )
 
 
@@ -346,12 +347,6 @@ def container_options(spec: FunctionSpec) -> dict[str, Any]:
         "include_source": False,
         "_experimental_restrict_output": True,
     }
-
-
-def _bounds_text(spec: FunctionSpec) -> dict[str, int]:
-    """The container bounds that a spec sets explicitly; the others stay as `scale` set them."""
-    said = {"min_containers": ("warm", spec.warm), "max_containers": ("concurrency", spec.concurrency)}
-    return {key: value for key, (option, value) in said.items() if option in spec.model_fields_set}
 
 
 def _window(spec: FunctionSpec) -> int:

@@ -126,37 +126,31 @@ def fault_of(error: Exception) -> InfraFault:
 
     Modal reports the reason of a container's end only as text, which its documentation does not guarantee.
     """
-    modal = modal_library()
-    kinds = modal.exception
+    kinds = modal_library().exception
     text = _text(error)
     detail = f"{type(error).__name__}: {text}"[:500]
     if isinstance(error, kinds.AuthError | kinds.PermissionDeniedError):
         raise CredentialsMissing(f"Modal refuses: {text}", remedy=_REMEDY) from None
     if isinstance(error, kinds.ClientClosed):
         raise BackendFailed("the modal backend is closed") from None
-    if isinstance(error, kinds.FunctionTimeoutError):
-        return InfraFault(FaultKind.TIMEOUT, retryable=True, detail=detail)
     if isinstance(error, kinds.ResourceExhaustedError):
-        return _throttled(text, detail)
+        unpaid = _BILLING.search(text) is not None
+        throttle = Throttle.RESERVED if unpaid else Throttle.RATE
+        return InfraFault(FaultKind.THROTTLED, retryable=not unpaid, detail=detail, throttle=throttle)
     if _find_pickle_refusal(error) or isinstance(error, kinds.ExecutionError | kinds.DeserializationError):
         return _unreadable(error, text)
     if isinstance(error, kinds.InternalFailure | kinds.RemoteError):
         return _ended(text, detail, lost=isinstance(error, kinds.InternalFailure))
-    if isinstance(error, kinds.ConflictError):
-        return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
-    if isinstance(error, kinds.InvalidError | kinds.RequestSizeError | kinds.SerializationError):
-        return InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail)
-    if isinstance(error, kinds.ConnectionError | kinds.ServiceError | kinds.InternalError | OSError):
-        return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
-    if isinstance(error, kinds.Error):
-        return InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail)
+    for found, kind, retryable in (
+        (kinds.FunctionTimeoutError, FaultKind.TIMEOUT, True),
+        (kinds.ConflictError, FaultKind.UNAVAILABLE, True),
+        (kinds.InvalidError | kinds.RequestSizeError | kinds.SerializationError, FaultKind.ENVIRONMENT, False),
+        (kinds.ConnectionError | kinds.ServiceError | kinds.InternalError | OSError, FaultKind.UNAVAILABLE, True),
+        (kinds.Error, FaultKind.UNAVAILABLE, False),
+    ):
+        if isinstance(error, found):
+            return InfraFault(kind, retryable=retryable, detail=detail)
     raise error
-
-
-def _throttled(text: str, detail: str) -> InfraFault:
-    if _BILLING.search(text):
-        return InfraFault(FaultKind.THROTTLED, retryable=False, detail=detail, throttle=Throttle.RESERVED)
-    return InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.RATE)
 
 
 def _ended(text: str, detail: str, *, lost: bool) -> InfraFault:
@@ -217,8 +211,7 @@ class _OpenClients:
 class _RefusingUnpickler:
     """Replaces `modal._serialization.Unpickler`."""
 
-    def __init__(self, client: object, buffer: object) -> None:
-        pass
+    def __init__(self, client: object, buffer: object) -> None: ...
 
     def load(self) -> Any:
         raise PickleRefused("pickles are not loaded")
