@@ -80,14 +80,13 @@ class VerifiersText:
     async def reset(self, seed: int) -> Observation:
         await self.close()
         self._row = self._loaded.row(random.Random(seed), held_out=held_out_seed(seed))
-        self._conversation = Conversation()
-        client = _client_class()(self._conversation, self._parse)
-        rollout = self._loaded.env.rollout(self._row, client, "policy", {})
+        conversation = self._conversation = Conversation()
+        client = _client_class()(conversation, self._parse)
         # The environment's own program: it runs from this reset until close, across the caller's calls.
-        self._task = asyncio.get_running_loop().create_task(
-            _run_rollout(rollout, self._conversation), name="verifiers rollout"
-        )
-        request = await self._conversation.next_request()
+        rollout = self._loaded.env.rollout(self._row, client, "policy", {})
+        self._task = asyncio.get_running_loop().create_task(rollout, name="verifiers rollout")
+        self._task.add_done_callback(lambda _: conversation.end())
+        request = await conversation.next_request()
         if request is None:
             await self._state()
             raise RuntimeError(f"{self._loaded.name} was over before it asked for an answer")
@@ -139,14 +138,6 @@ async def episode(
         state = await environment.env.rollout(row, OpenAIChatCompletionsClient(api), model, {})
     environment.check(state)
     return await environment.final_step(state, row, success_at=success_at)
-
-
-async def _run_rollout(rollout: Any, conversation: Conversation) -> Any:
-    """The rollout's state. Its end also ends the wait for its next request."""
-    try:
-        return await rollout
-    finally:
-        conversation.end()
 
 
 def _new_messages(
@@ -356,6 +347,7 @@ class Conversation:
         self._answer.set_result(text)
 
     def end(self) -> None:
+        """End the wait for the next request."""
         self._requests.put_nowait(None)
 
 
@@ -419,8 +411,7 @@ def renderer(render: str | MessageRenderer) -> MessageRenderer:
         return _KNOWN[render]
     if ":" not in render:
         raise ValueError(f"render is {render!r} (rule: {', '.join(_KNOWN)} or package.module:function)")
-    found: MessageRenderer = attribute_at(render, "render")
-    return found
+    return attribute_at(render, "render")  # type: ignore[no-any-return]
 
 
 def text_of(content: Any) -> str:

@@ -137,7 +137,12 @@ class IncrementalDecoder:
         for token, logprob in zip(piece.token_ids, piece.logprobs, strict=True):
             if not self._ended:
                 self._read(token, logprob)
-        limit = self._certain()
+        # Characters that are content whatever follows.
+        found = [at for at in (self.text.find(stop, self.emitted) for stop in self._stops) if at >= 0]
+        if found:
+            self._ended = True
+        partial_stops = [partial_match_length(self.text[self.emitted :], stop) for stop in self._stops]
+        limit = min([*found, len(self.text) - max(partial_stops, default=0)])
         ready = max((characters for characters, _ in self._edges if characters <= limit), default=0)
         if ready <= self.emitted:
             return None
@@ -175,16 +180,6 @@ class IncrementalDecoder:
         self.text += now[len(before) :]
         self._window = end, len(self._ids)
         self._edges.append((len(self.text), len(self._ids)))
-
-    def _certain(self) -> int:
-        """Number of leading characters that are content whatever follows."""
-        found = [at for at in (self.text.find(stop, self.emitted) for stop in self._stops) if at >= 0]
-        if found:
-            self._ended = True
-        limit = min(found, default=len(self.text))
-        for stop in self._stops:
-            limit = min(limit, len(self.text) - partial_match_length(self.text[self.emitted :], stop))
-        return limit
 
 
 def _own_template(folder: Path, config: Mapping[str, Any]) -> str | None:

@@ -79,7 +79,17 @@ class ServiceServer:
         return app
 
     async def _set_up(self, request: web.Request) -> web.Response:
-        setup = _setup(await _body(request))
+        body = await _body(request)
+        tasks = {}
+        for name, value in _object(body.get("tasks"), "tasks").items():
+            task = _object(value, f"task {name}")
+            columns = tuple(map(_name, _list(task, "columns")))
+            tasks[_name(name)] = ServiceTask(columns, bool(task.get("whole_groups", False)))
+        if not tasks:
+            raise RequestRefused("tasks is empty (rule: at least one, since only tasks free rows)")
+        staleness = None if body.get("staleness") is None else _whole(body, "staleness", 0)
+        columns = tuple(map(_name, _list(body, "columns")))
+        setup = ServiceSetup(columns, tasks, _whole(body, "capacity", 4096), staleness)
         if self._state is None:
             self._state = ServiceState(setup, self._store)
             await self._state.begin()
@@ -266,19 +276,6 @@ def _files(value: object) -> dict[str, StoredFile]:
         one = _object(entry, f"file {name}")
         found[name] = StoredFile(_whole(one, "bytes", 0), str(one.get("sha256")))
     return found
-
-
-def _setup(body: Mapping[str, Any]) -> ServiceSetup:
-    tasks = {}
-    for name, value in _object(body.get("tasks"), "tasks").items():
-        task = _object(value, f"task {name}")
-        tasks[_name(name)] = ServiceTask(
-            tuple(map(_name, _list(task, "columns"))), bool(task.get("whole_groups", False))
-        )
-    if not tasks:
-        raise RequestRefused("tasks is empty (rule: at least one, since only tasks free rows)")
-    staleness = None if body.get("staleness") is None else _whole(body, "staleness", 0)
-    return ServiceSetup(tuple(map(_name, _list(body, "columns"))), tasks, _whole(body, "capacity", 4096), staleness)
 
 
 async def _body(request: web.Request) -> Mapping[str, Any]:

@@ -131,11 +131,15 @@ class ServiceStore:
         for task, row in query("SELECT task, row FROM consumed"):
             consumed.setdefault(task, set()).add(row)
         rows = query("SELECT id, grp, size, tokens, version, sampled, freed FROM rows ORDER BY seq").fetchall()
+        leases = (json.loads(body) for (body,) in query("SELECT body FROM loans ORDER BY id"))
         return StoredState(
             {name: json.loads(value) for name, value in query("SELECT name, value FROM meta")},
             [ServiceRow(SampleRow(*row), cells.get(row[0], {}), sampled, bool(freed)) for *row, sampled, freed in rows],
             consumed,
-            [_decode_lease(json.loads(body)) for (body,) in query("SELECT body FROM loans ORDER BY id")],
+            [
+                RowLease(id, task, tuple(map(tuple, batches)), tuple(consumed), seconds, 0.0, key)
+                for id, task, batches, consumed, seconds, key in leases
+            ],
             {name: json.loads(answer) for name, answer in query("SELECT name, answer FROM keys ORDER BY seq")},
         )
 
@@ -151,7 +155,10 @@ class ServiceStore:
 
     def cells(self, row: str, values: Mapping[str, Any], sampled: int | None = None) -> None:
         for column, value in values.items():
-            self._queue("INSERT INTO cells VALUES (?, ?, ?, NULL, NULL)", row, column, _encode_value(value))
+            # Packed numbers: a zero byte (which starts no JSON), the type code, and the data.
+            packed = isinstance(value, PackedColumn)
+            written = b"\0" + value.code.encode() + value.data if packed else json.dumps(value)
+            self._queue("INSERT INTO cells VALUES (?, ?, ?, NULL, NULL)", row, column, written)
         if sampled is not None:
             self._queue("UPDATE rows SET sampled = ? WHERE id = ?", sampled, row)
 
@@ -270,17 +277,7 @@ class VolatileStore(ServiceStore):
         pass
 
 
-def _encode_value(value: Any) -> str | bytes:
-    """JSON; or for packed numbers a zero byte (which starts no JSON), the type code, and the data."""
-    return b"\0" + value.code.encode() + value.data if isinstance(value, PackedColumn) else json.dumps(value)
-
-
 def _decode_value(written: str | bytes) -> Any:
     if isinstance(written, bytes) and written[:1] == b"\0":
         return PackedColumn(chr(written[1]), written[2:])
     return pack(json.loads(written))
-
-
-def _decode_lease(body: list[Any]) -> RowLease:
-    id, task, batches, consumed, seconds, key = body
-    return RowLease(id, task, tuple(map(tuple, batches)), tuple(consumed), seconds, 0.0, key)

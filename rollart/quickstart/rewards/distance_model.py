@@ -55,12 +55,13 @@ def features(observations: list[str]) -> Any:
     """
     words = observations[0].split()
     first = next(i for i, word in enumerate(words) if word.startswith("at:"))
-    grid = words[first - _cells(first) : first]
+    grid = words[first - int(first**0.5) ** 2 : first]  # the domain's mark stands before the square
     size = round(len(grid) ** 0.5)
     padded = np.ones((3 * size - 2, 3 * size - 2), dtype=np.float32)
     padded[size - 1 : 2 * size - 1, size - 1 : 2 * size - 1] = np.array([c == "H" for c in grid]).reshape(size, size)
     goal = np.zeros_like(padded)
-    goal[divmod_at(grid.index("G"), size)] = 1.0
+    goal_row, goal_col = divmod(grid.index("G"), size)
+    goal[goal_row + size - 1, goal_col + size - 1] = 1.0
     rows = []
     for text in observations:
         at = next(word for word in text.split() if word.startswith("at:"))
@@ -68,17 +69,6 @@ def features(observations: list[str]) -> Any:
         window = np.s_[row : row + 2 * size - 1, col : col + 2 * size - 1]
         rows.append(np.concatenate([padded[window].ravel(), goal[window].ravel()]))
     return np.stack(rows)
-
-
-def divmod_at(cell: int, size: int) -> tuple[int, int]:
-    """A cell's row and column on the padded grid."""
-    row, col = divmod(cell, size)
-    return row + size - 1, col + size - 1
-
-
-def _cells(words: int) -> int:
-    """Cells of the largest square grid among this many words (the domain's mark stands before it)."""
-    return int(words**0.5) ** 2
 
 
 def _answer(item_id: str, moves: Any) -> dict[str, Any]:
