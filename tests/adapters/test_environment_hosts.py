@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.adapters.env_hosts.client import HostConnection
-from rollart.adapters.env_hosts.server import (
+from rollart.adapters.env_hosts.host import (
     DomainFactory,
     EnvironmentHostServer,
     EnvironmentLoop,

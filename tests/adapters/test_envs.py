@@ -226,7 +226,7 @@ def test_nothing_is_imported_after_a_host_has_made_its_domains(
     """On the lease of its start, and not inside a reset that others wait for."""
     script = (
         "import asyncio, sys\n"
-        "from rollart.adapters.env_hosts.server import load_factories\n"
+        "from rollart.adapters.env_hosts.host import load_factories\n"
         f"made = load_factories({{'d': {{'environment': {environment!r}, 'arguments': {arguments!r}}}}})['d']\n"
         "assert made.make is not None, made.problem\n"
         f"assert {module!r} in sys.modules\n"

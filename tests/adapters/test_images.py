@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.adapters.env_hosts.server import DomainFactory, EnvironmentHostServer
+from rollart.adapters.env_hosts.host import DomainFactory, EnvironmentHostServer
 from rollart.adapters.env_hosts.wire import HostOperation, HostRequest
 from rollart.adapters.envs.images import ImageCache, PullFailed, TarImages
 

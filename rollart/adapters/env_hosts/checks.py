@@ -27,14 +27,8 @@ from rollart.user_code import UserCodeGuard, declares_quick
 
 MODULE = "rollart.adapters.env_hosts.checks"
 
-ENVIRONMENT_METHODS = ("reset", "step", "close")
-"""Methods of an environment."""
-
 WARM_START_ARGUMENT = "+"
 """Stands in place of an argument for the warm start, which asks for worked examples."""
-
-HOOK_METHODS = ("images", "ensure")
-"""Methods of an image hook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +73,7 @@ def _check_environment(
     instance = yield from _make(domain, path, arguments, "environment_args")
     if instance is _NOT_MADE:
         return instance
-    lacking = [name for name in ENVIRONMENT_METHODS if not callable(getattr(instance, name, None))]
+    lacking = [name for name in ("reset", "step", "close") if not callable(getattr(instance, name, None))]
     if lacking:
         yield EnvironmentProblem(
             domain,
@@ -104,7 +98,7 @@ def _check_environment(
 def _check_image_hook(images: Mapping[str, Any]) -> Iterator[EnvironmentProblem]:
     path = str(images["hook"])
     hook = yield from _make("", path, dict(images.get("arguments", {})), "images_args")
-    lacking = [name for name in HOOK_METHODS if not callable(getattr(hook, name, None))]
+    lacking = [name for name in ("images", "ensure") if not callable(getattr(hook, name, None))]
     if lacking and hook is not _NOT_MADE:
         message = f"'{path}' has no {' and no '.join(lacking)} (rule: async images() and ensure(image))"
         yield EnvironmentProblem("", "", message)

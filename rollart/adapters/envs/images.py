@@ -14,12 +14,11 @@ import os
 import shutil
 import tarfile
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from rollart.adapters.envs.lookup import attribute_at
 from rollart.errors import one_line
 
 
@@ -122,12 +121,6 @@ class ImageCache:
             self.present.setdefault(image, size)
         finally:
             self.removing.pop(image).set()
-
-
-def load_image_hook(spec: Mapping[str, Any]) -> tuple[ImageHook, int | None]:
-    """The hook that a spec names, and the maximum bytes of its images."""
-    hook: ImageHook = attribute_at(str(spec["hook"]), "environments.images")(**spec.get("arguments", {}))
-    return hook, spec.get("bytes")
 
 
 class TarImages:

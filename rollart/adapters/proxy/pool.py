@@ -18,10 +18,6 @@ MAX_INTERRUPTIONS = 8
 waits in the engine until the engine resumes."""
 
 
-UNKNOWN_VOCAB_SIZE = 1 << 31
-"""Larger than any vocabulary."""
-
-
 class EnginePool:
     """Assigns every session to the engine with the fewest sessions; `open` once, then any number of sessions.
 
@@ -29,7 +25,7 @@ class EnginePool:
     know which versions were published."""
 
     def __init__(self, engines: Sequence[HttpEngine], *, vocab: int | None = None) -> None:
-        self.vocab = UNKNOWN_VOCAB_SIZE if vocab is None else vocab
+        self.vocab = 1 << 31 if vocab is None else vocab  # larger than any vocabulary
         self._engines = tuple(engines)
         self.sessions = {e.id: 0 for e in self._engines}
         """Number of sessions by engine."""

@@ -47,9 +47,6 @@ MAX_BODY = 2**30
 
 POLL_TIMEOUT_S = 60.0
 
-UPLOADS_DIRECTORY = "outside"
-"""Subdirectory of the run's weights for versions that were uploaded."""
-
 REQUIRED_FILE = "config.json"
 """Engines cannot load a directory without this file."""
 
@@ -63,7 +60,7 @@ class Bridge:
         self._root = root
         self.state = BridgeState(ServiceSetup(COLUMNS, {TASK: ServiceTask(COLUMNS, whole_groups=True)}, CAPACITY_ROWS))
         self.state.version = -1
-        self.uploads = WeightUploads(root / UPLOADS_DIRECTORY, readable=(root,))
+        self.uploads = WeightUploads(root / "outside", readable=(root,))
         self._groups: list[str] = []
         self._copying = ThreadPoolExecutor(1, thread_name_prefix="weights")
         """Copies one version at a time: a copy whose caller was cancelled finishes before the next one starts."""
