@@ -342,7 +342,7 @@ class LayerSelection(Enum):
 
     NEVER = auto()
     EVERY = auto()
-    """Every layer, if the field is set at all."""
+    """Windows: every layer, if the field is set at all. Experts: every layer, as wide as `intermediate_size`."""
     FLAG = auto()
     """Windows: layers from `max_window_layers` on if `use_sliding_window`."""
     ALTERNATE = auto()
@@ -372,7 +372,6 @@ class Family:
     layer_norms: int = 2
     window: LayerSelection = LayerSelection.NEVER
     experts: LayerSelection = LayerSelection.NEVER
-    expert_width: str = "moe_intermediate_size"
     expert_bias: bool = False
     """Biases of the experts and of the router."""
     sinks: bool = False
@@ -390,13 +389,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": Family(),
     "granite": Family(),
     "mistral": Family(qkv_bias=False, output_bias=False, window=LayerSelection.EVERY),
-    "mixtral": Family(
-        qkv_bias=False,
-        output_bias=False,
-        window=LayerSelection.EVERY,
-        experts=LayerSelection.EVERY,
-        expert_width="intermediate_size",
-    ),
+    "mixtral": Family(qkv_bias=False, output_bias=False, window=LayerSelection.EVERY, experts=LayerSelection.EVERY),
     "qwen2": Family(qkv_bias=True, output_bias=False, window=LayerSelection.FLAG),
     "qwen2_moe": Family(qkv_bias=True, output_bias=False, window=LayerSelection.FLAG, experts=LayerSelection.STEP),
     "qwen3": Family(head_norms=True, window=LayerSelection.FLAG),
@@ -410,22 +403,15 @@ FAMILIES: Mapping[str, Family] = {
         attention_bias=True,
         window=LayerSelection.ALTERNATE,
         experts=LayerSelection.EVERY,
-        expert_width="intermediate_size",
         expert_bias=True,
         sinks=True,
     ),
     "gemma": Family(tied=True),
     "gemma2": Family(layer_norms=4, window=LayerSelection.ALTERNATE, tied=True),
     "gemma3_text": Family(head_norms=True, layer_norms=4, window=LayerSelection.PATTERN, tied=True, defaults=_GEMMA3),
-    "minimax_m2": Family(
-        qkv_bias=False,
-        output_bias=False,
-        wide_norms=True,
-        experts=LayerSelection.EVERY,
-        expert_width="intermediate_size",
-    ),
+    "minimax_m2": Family(qkv_bias=False, output_bias=False, wide_norms=True, experts=LayerSelection.EVERY),
     "olmo2": Family(wide_norms=True),
-    "olmoe": Family(wide_norms=True, experts=LayerSelection.EVERY, expert_width="intermediate_size"),
+    "olmoe": Family(wide_norms=True, experts=LayerSelection.EVERY),
     "phi3": Family(qkv_bias=False, output_bias=False, window=LayerSelection.EVERY),
 }
 
@@ -550,9 +536,9 @@ def _experts(fields: ConfigFields, family: Family, layers: int) -> Experts:
         chosen = "experts_per_token"
     per_token = fields.whole(chosen)
     fields.check(chosen, per_token <= count, f"at most {key}, which is {count}")
-    width = fields.whole(family.expert_width)
     if family.experts is LayerSelection.EVERY:
-        return Experts(count, per_token, width, layers)
+        return Experts(count, per_token, fields.whole("intermediate_size"), layers)
+    width = fields.whole("moe_intermediate_size")
     if family.experts is LayerSelection.STEP:
         step = fields.whole("decoder_sparse_step", 1)
         excepted = set(fields.items("mlp_only_layers", int) or ())

@@ -102,7 +102,10 @@ def assign(pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan | Shortage:
         demand = demands[n]
         eligible = [p for p in pools if _eligible(p, demand)]
         for replica in range(demand.replicas):
-            pool = _choose_pool(eligible, demand, rooms)
+            # Parts that run the model go to GPUs, however many CPU cores are free.
+            fitting = [p for p in eligible if rooms[p.name].fits(demand)]
+            gpus = [p for p in fitting if not p.device.is_cpu] if demand.role not in _CPU_ROLES else []
+            pool = max(gpus or fitting, key=lambda p: rooms[p.name].free, default=None)
             if pool is None:
                 return Shortage(demand, _shortage_text(eligible, demand, replica, rooms))
             index = first[n] + replica
@@ -133,13 +136,6 @@ def _placement_order(pools: Sequence[Pool], demand: Demand) -> tuple[bool, int]:
 
 def _eligible(pool: Pool, demand: Demand) -> bool:
     return demand.device in (None, pool.device.name) and demand.pool in (None, pool.name)
-
-
-def _choose_pool(eligible: Sequence[Pool], demand: Demand, rooms: Mapping[str, _FreeDevices]) -> Pool | None:
-    """The pool of the next replica. Parts that run the model go to GPUs, however many CPU cores are free."""
-    fitting = [p for p in eligible if rooms[p.name].fits(demand)]
-    gpus = [p for p in fitting if not p.device.is_cpu] if demand.role not in _CPU_ROLES else []
-    return max(gpus or fitting, key=lambda p: rooms[p.name].free, default=None)
 
 
 def _shortage_text(eligible: Sequence[Pool], demand: Demand, replica: int, rooms: Mapping[str, _FreeDevices]) -> str:

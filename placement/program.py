@@ -651,7 +651,14 @@ def solve_relaxation(
         answer = p.matrix.relaxed(p.vector(objective), fix={**p.closed_columns(fix), **(fix or {})})
         if answer is None or p.complete:
             return answer
-        gain = p.reduced_gains(answer.duals if fix else _raised_duals(p, answer))
+        duals = dict(answer.duals)
+        for u, unit in enumerate(() if fix else p.tableau.units):
+            # A unit that no column uses yet has a price of 0, which would make every path through it look free: its
+            # load price is raised by the difference to the price of its devices.
+            full = duals["pool", unit.pool] * unit.tp
+            missing = full - p.problem.utilisation * duals["load", u] - duals["kv", u]
+            duals["load", u] += max(missing, 0.0) / p.problem.utilisation
+        gain = p.reduced_gains(duals)
         gain[p.path_at] = 0.0
         gain[unusable] = 0.0
         better = np.nonzero(gain > GAIN_TOLERANCE)[0]
@@ -683,16 +690,3 @@ def _best_by_group(gain: Floats, group: Ints, among: Ints) -> Ints:
     first = np.ones(len(order), dtype=bool)
     first[1:] = group[order][1:] != group[order][:-1]
     return order[first]
-
-
-def _raised_duals(p: PlacementProgram, answer: MilpSolution) -> dict[RowKey, float]:
-    """Dual prices raised to the price of the devices behind each unit. A unit that no column uses yet has a price of 0,
-    which would make every path through it look free; its load price is raised by the difference to the price of its
-    devices."""
-    duals = dict(answer.duals)
-    for u, unit in enumerate(p.tableau.units):
-        full = duals["pool", unit.pool] * unit.tp
-        missing = full - p.problem.utilisation * duals["load", u] - duals["kv", u]
-        if missing > 0:
-            duals["load", u] += missing / p.problem.utilisation
-    return duals

@@ -200,20 +200,16 @@ def _communication_s(
     passes = 2 if train.trained_parameters is not None else 3
     weights = passes * ACTIVATION_BYTES * shape.parameters / 1e9
     gathered = weights / inside
-    if pool.count > (device.devices_per_host or 1):
-        gathered = max(gathered, weights / _host_gb_per_s(problem, pool, train))
+    per_host = device.devices_per_host or 1
+    if pool.count > per_host:
+        between_hosts = constants.host_gb_per_s  # of one host, in one direction
+        own = next((link for link in problem.links if link.a == link.b == pool.name), None)
+        if own is not None:  # the bandwidth of the whole pool, which one half can send to the other
+            between_hosts = own.gb_per_s / max(1.0, pool.count / per_host / 2)
+        elif device.link_gb_per_s is not None:
+            between_hosts = device.link_gb_per_s * per_host
+        gathered = max(gathered, weights / between_hosts)
     tokens = _microbatch_tokens(problem, train)
     between = 12 if recompute else 8
     shared = between * ACTIVATION_BYTES * shape.layers * shape.hidden * tokens / 1e9 * (split - 1) / split / inside
     return (gathered + shared) * split * _tokens(problem) / tokens * train.epochs
-
-
-def _host_gb_per_s(problem: Problem, pool: Pool, train: TrainingWork) -> float:
-    """Network of one host, in one direction."""
-    per_host = pool.device.devices_per_host or 1
-    own = next((link for link in problem.links if link.a == link.b == pool.name), None)
-    if own is not None:  # the bandwidth of the whole pool, which one half can send to the other
-        return own.gb_per_s / max(1.0, pool.count / per_host / 2)
-    if pool.device.link_gb_per_s is not None:
-        return pool.device.link_gb_per_s * per_host
-    return train.constants.host_gb_per_s

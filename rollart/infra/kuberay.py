@@ -109,7 +109,7 @@ def _shared_manifests(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -
         found.append(_volume_claim(f"{name}-weights", meta))
     if needs.cloud:
         found.append(_manifest("v1", "ServiceAccount", name, meta))
-    found.append(_network_policy(name, meta, needs))
+    found.append(_network_policy(name, meta, needs.service))
     if needs.service:
         port = {"name": "service", "port": needs.service, "targetPort": needs.service}
         body = {"selector": _controller_labels(name), "ports": [port]}
@@ -126,19 +126,18 @@ def _controller_labels(name: str) -> dict[str, str]:
     return {CLUSTER_LABEL: name, "rollart/part": "controller"}
 
 
-def _network_policy(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -> dict[str, Any]:
+def _network_policy(name: str, meta: Mapping[str, Any], service: int) -> dict[str, Any]:
     """Allowed connections to the cluster's pods: from each other at all ports (engines that hand off KV and ranks of a
     trainer choose theirs), from pods of the namespace and KubeRay's operator at the dashboard, where jobs are
     submitted, and from anywhere at the port of an external trainer, which has a token of its own."""
     operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
     dashboard = {"protocol": "TCP", "port": PORTS["dashboard"]}
-    ingress: list[dict[str, Any]] = [
-        {"from": [{"podSelector": {"matchLabels": {CLUSTER_LABEL: name}}}]},
-        {"from": [{"podSelector": {}}, operator], "ports": [dashboard]},
-    ]
-    if needs.service:
-        ingress.append({"ports": [{"protocol": "TCP", "port": needs.service}]})
     selector = {"matchLabels": {CLUSTER_LABEL: name}}
+    ingress = [
+        {"from": [{"podSelector": selector}]},
+        {"from": [{"podSelector": {}}, operator], "ports": [dashboard]},
+        *([{"ports": [{"protocol": "TCP", "port": service}]}] if service else []),
+    ]
     spec = {"podSelector": selector, "policyTypes": ["Ingress"], "ingress": ingress}
     return _manifest("networking.k8s.io/v1", "NetworkPolicy", name, meta, spec=spec)
 

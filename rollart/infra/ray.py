@@ -46,7 +46,11 @@ def ray(name: str, groups: Sequence[HostGroup], *, pods: PodSettings, runtime: R
             remedy=f"another port in runtime.{'port' if starts_head else 'address'}, like {PORT}",
         )
     if not starts_head:
-        files["head.sh"] = script_text(_head_script(runtime, port), about)
+        # The head offers no cores to parts: no pool of a plan is on it.
+        options = ["--head", f"--port={port}", "--num-cpus=0", "--num-gpus=0", *_client_options(runtime), "--block"]
+        health = [f"export {k}={v}" for k, v in health_environment(runtime.health_s).items()]
+        start = f"exec ray start {shlex.join(options)}"
+        files["head.sh"] = script_text([*_environment_lines(), *health, start], about)
     for group in groups:
         files[f"pools/{group.name}.sh"] = script_text(_worker_script(group), about)
     launched = "`rollart launch`, which makes the head and says its address and its token's file,"
@@ -87,13 +91,6 @@ def _client_options(runtime: RuntimeSpec) -> list[str]:
     """The option for clients outside the cluster's network."""
     remote = runtime.address.startswith(CLIENT)
     return [f"--ray-client-server-port={runtime.address.rpartition(':')[2]}"] if remote else []
-
-
-def _head_script(runtime: RuntimeSpec, port: int) -> list[str]:
-    """The head offers no cores to parts: no pool of a plan is on it."""
-    health = [f"export {k}={v}" for k, v in health_environment(runtime.health_s).items()]
-    options = ["--head", f"--port={port}", "--num-cpus=0", "--num-gpus=0", *_client_options(runtime), "--block"]
-    return [*_environment_lines(), *health, f"exec ray start {shlex.join(options)}"]
 
 
 def _worker_script(group: HostGroup) -> list[str]:

@@ -71,7 +71,23 @@ def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Mach
         utilisation=1.0,
     )
     found = _solve_in_flight(problem, step_s)
-    return _limit_by_cores(found, resolved, domains, machine, train_s, step_s)
+    busy = sum(d.utilisation * d.replicas for role in ROLLOUT_ROLES for d in found.of(role))
+    controller = machine.controller_s(domains)
+    cpu = {
+        "engine": busy / found.rate,
+        "trainer": train_s / run.batch.trajectories,
+        "controller": controller,
+        "functions": machine.function_s,
+    }
+    # All parts' CPU-seconds have to fit on the available cores.
+    cores = sum(pool.count for pool in resolved.cluster.pools if pool.device == "cpu")
+    limits = {
+        "plan": (found.rate, found.binds[0] if found.binds else "nothing"),
+        "cores": (min(machine.cores, cores) / sum(cpu.values()), "the cores, which all parts share"),
+        "controller": (1.0 / controller, "the controller, which is one thread"),
+    }
+    rate, binds = min(limits.values())
+    return Prediction(rate, binds, found, cpu, step_s)
 
 
 def _solve_in_flight(problem: Problem, step_s: float) -> Placement:
@@ -131,33 +147,6 @@ def _stale_attempts(mean: float, late: float, bound: float) -> float:
     return share / (1.0 - share)
 
 
-def _limit_by_cores(
-    found: Placement,
-    resolved: Resolved,
-    domains: Sequence[DomainProfile],
-    machine: Machine,
-    train_s: float,
-    step_s: float,
-) -> Prediction:
-    """The rate at which all parts' CPU-seconds fit on the available cores."""
-    busy = sum(d.utilisation * d.replicas for role in ROLLOUT_ROLES for d in found.of(role))
-    controller = machine.controller_s(domains)
-    cpu = {
-        "engine": busy / found.rate,
-        "trainer": train_s / resolved.run.batch.trajectories,
-        "controller": controller,
-        "functions": machine.function_s,
-    }
-    cores = sum(pool.count for pool in resolved.cluster.pools if pool.device == "cpu")
-    limits = {
-        "plan": (found.rate, found.binds[0] if found.binds else "nothing"),
-        "cores": (min(machine.cores, cores) / sum(cpu.values()), "the cores, which all parts share"),
-        "controller": (1.0 / controller, "the controller, which is one thread"),
-    }
-    rate, binds = min(limits.values())
-    return Prediction(rate, binds, found, cpu, step_s)
-
-
 def _step_seconds(resolved: Resolved, domains: Sequence[DomainProfile], machine: Machine) -> tuple[float, float]:
     """CPU-seconds of a training step, and wall-clock seconds until its version is published."""
     run = resolved.run
@@ -207,7 +196,16 @@ async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observ
     try:
         for _ in range(domain.max_turns):
             input_tokens.append(len(tokenizer.encode(observation.text)))
-            text, tokens = _choose_answer(domain, environment, observation.actions, seed, rng, tokenizer)
+            if observation.actions:
+                text, tokens = rng.choice(observation.actions), 1
+            elif (example := getattr(environment, "worked_example", None)) is not None:
+                _, text = example(seed)
+                tokens = len(tokenizer.encode(text))
+            else:
+                raise SpecError(
+                    f"domain '{domain.name}' offers neither legal actions nor worked examples to play with",
+                    remedy="give it a `profile`",
+                )
             output_tokens += min(tokens, observation.max_tokens or domain.max_tokens)
             began = loop.time()
             step = await environment.step(text)
@@ -226,24 +224,3 @@ async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observ
         wait_s=wait_s,
         reset_s=reset_s,
     )
-
-
-def _choose_answer(
-    domain: Domain,
-    environment: Environment,
-    actions: Sequence[str] | None,
-    seed: int,
-    rng: random.Random,
-    tokenizer: HubTokenizer,
-) -> tuple[str, int]:
-    """An answer, and its number of tokens."""
-    if actions:
-        return rng.choice(actions), 1
-    solve = getattr(environment, "worked_example", None)
-    if solve is None:
-        raise SpecError(
-            f"domain '{domain.name}' offers neither legal actions nor worked examples to play with",
-            remedy="give it a `profile`",
-        )
-    _, answer = solve(seed)
-    return answer, len(tokenizer.encode(answer))
