@@ -297,7 +297,7 @@ def _row(band: Band, found: Timeline, x0: float, x1: float, y: float, height: fl
         high = [a + b for a, b in zip(low, band.amounts[state], strict=True)]
         path = _area(low, high, band.whole, x0, width, y, height)
         if path:
-            parts.append(element("path", d=path, class_=_paint(state)))
+            parts.append(element("path", d=path, class_=_painted(state)[0]))
         low = high
     return element("g", *_words(band, y, height), *parts, *_slots(band, found, x0, x1, y, height))
 
@@ -376,7 +376,7 @@ def _slots(band: Band, found: Timeline, x0: float, x1: float, y: float, height: 
             amount = math.fsum(band.amounts[state][a:b]) / (b - a)
             if amount >= band.whole * 5e-4:
                 share = f" ({amount / band.whole:.0%})" if band.kind == DEVICES else ""
-                lines.append(f"{_name(state)}: {amount:,.3g}{share}")
+                lines.append(f"{_painted(state)[1]}: {amount:,.3g}{share}")
         left, right = (x0 + (x1 - x0) * edge / found.bins for edge in (a, b))
         yield element(
             "rect", element("title", "\n".join(lines)), x=left, y=y, width=right - left, height=height, class_="hover"
@@ -388,9 +388,6 @@ def _order(state: str) -> tuple[int, str]:
     return (known.index(state) if state in known else len(known), state)
 
 
-def _paint(state: str) -> str:
-    return PAINT[state][0] if state in PAINT else "other"
-
-
-def _name(state: str) -> str:
-    return PAINT[state][1] if state in PAINT else state
+def _painted(state: str) -> tuple[str, str]:
+    """Class and name of a state."""
+    return PAINT.get(state, ("other", state))

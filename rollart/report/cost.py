@@ -175,24 +175,27 @@ def _elsewhere(rows: RunRows) -> Table:
 def _prices(rows: RunRows) -> Table:
     """The billed rows add up to the total, the others to the cost elsewhere (property test)."""
     found: list[Row] = []
-    for usd, hours in rows.device_hours:
-        same = [pool for pool in rows.pools if pool.usd == usd]
+
+    def add(price: str, unit: str, usd: float, amount: float, cost: str, date: str, source: str) -> None:
         found.append(
             {
-                "price": _names(same),
-                "unit": "device-hour",
+                "price": price,
+                "unit": unit,
                 "usd_per_unit": as_number(usd),
-                "amount": as_number(hours),
-                "usd": as_usd(usd * hours),
-                "cost": functions.BILLED,
-                "date": ", ".join(dict.fromkeys(pool.date or "-" for pool in same)) or "-",
-                "source": as_text(
-                    "; ".join(dict.fromkeys(pool.source for pool in same))
-                    or "recorded by the run from an earlier price list",
-                    wrap=True,
-                ),
+                "amount": as_number(amount),
+                "usd": as_usd(usd * amount),
+                "cost": cost,
+                "date": date,
+                "source": as_text(source, wrap=True),
             }
         )
+
+    for usd, hours in rows.device_hours:
+        same = [pool for pool in rows.pools if pool.usd == usd]
+        dates = ", ".join(dict.fromkeys(pool.date or "-" for pool in same)) or "-"
+        sources = "; ".join(dict.fromkeys(pool.source for pool in same))
+        sources = sources or "recorded by the run from an earlier price list"
+        add(_names(same), "device-hour", usd, hours, functions.BILLED, dates, sources)
     amounts: dict[tuple[str, str], float] = defaultdict(float)
     prices: dict[tuple[str, str], PriceEntry] = {}
     for price, amount in _function_items(rows):
@@ -200,18 +203,8 @@ def _prices(rows: RunRows) -> Table:
         prices[price.name, price.unit] = price
     for key, amount in sorted(amounts.items()):
         price = prices[key]
-        found.append(
-            {
-                "price": price.name,
-                "unit": price.unit,
-                "usd_per_unit": as_number(price.usd),
-                "amount": as_number(amount),
-                "usd": as_usd(price.usd * amount),
-                "cost": functions.BILLED if rows.prices.billed(price.name) else functions.ELSEWHERE,
-                "date": str(price.date),
-                "source": as_text(price.source, wrap=True),
-            }
-        )
+        cost = functions.BILLED if rows.prices.billed(price.name) else functions.ELSEWHERE
+        add(price.name, price.unit, price.usd, amount, cost, str(price.date), price.source)
     return Table.of("prices", "Prices, with their sources", found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 from rollart.report.charts import (
     Bar,
@@ -42,7 +43,12 @@ def timeline_page(report: Report, found: Timeline) -> str:
     """Any report of a run with the run's timeline above it."""
     if not found.bands:
         return page(report)
-    report = replace(report, tables=tuple(_without_sketches(table) for table in report.tables))
+    # The chart replaces text sketches.
+    tables = [
+        replace(t, columns=tuple(replace(c, people=c.people and c.name not in SKETCHES) for c in t.columns))
+        for t in report.tables
+    ]
+    report = replace(report, tables=tuple(tables))
     chart = element("div", timeline_chart(found), class_="scroll")
     under = f"{duration(found.seconds)}; height is the share of devices, or trajectories and calls at a time"
     return page(report, [card("Who did what when", timeline_legend([found]), chart, under=under)])
@@ -74,12 +80,6 @@ def _single(table: Table, *, names: int, value: int) -> list[BarGroup]:
     return [BarGroup(name, (Bar.single(name, usd, "s0"),)) for name, usd in named]
 
 
-def _without_sketches(table: Table) -> Table:
-    """The table without text sketches, which the chart replaces."""
-    columns = tuple(replace(c, people=c.people and c.name not in SKETCHES) for c in table.columns)
-    return replace(table, columns=columns)
-
-
 def _number(cell: Cell) -> float:
     return float(cell) if isinstance(cell, int | float) else 0.0
 
@@ -91,13 +91,16 @@ PARTS = (("waited_s", "waiting for samples", "idle"), ("train_s", "training", "b
 def simulation_page(report: Report, timelines: Sequence[Timeline]) -> str:
     """The page of a report of `report.simulation.simulation`, with charts of its figures."""
     tables = {table.name: table for table in report.tables}
-    figures = _Figures(tables["figures"])
-    paints = {name: series_paint(n) for n, name in enumerate(figures.schedules)}
+    schedules = [c.name for c in tables["figures"].columns[3::2]]
+    figures = {
+        str(row[0]): {name: _pair(row[3:], n) for n, name in enumerate(schedules)} for row in tables["figures"].rows
+    }
+    paints = {name: series_paint(n) for n, name in enumerate(schedules)}
     compared = element(
         "div",
         _step(figures),
-        _one("Throughput", "trained trajectories per second", figures, "trajectories_per_s", paints),
-        _one("Cost", "USD per 1,000 trained trajectories", figures, "usd_per_1k", paints),
+        _one("Throughput", "trained trajectories per second", figures["trajectories_per_s"], paints),
+        _one("Cost", "USD per 1,000 trained trajectories", figures["usd_per_1k"], paints),
         _grouped("Staleness", "share of trained samples, by versions of lag", tables["lags"], paints, _lag, PERCENT),
         _grouped("Idle and waste by cause", "USD per 1,000 trained trajectories", tables["waste"], paints, _cause),
         _grouped("Waiting by cause", "device-hours of what the plan uses", _used(tables["waits"]), paints, _cause),
@@ -115,35 +118,25 @@ def simulation_page(report: Report, timelines: Sequence[Timeline]) -> str:
     return document(f"Simulation of {report.run}", "Schedules beside each other on virtual time.", parts)
 
 
-class _Figures:
-    """The table of figures by key and schedule."""
-
-    def __init__(self, table: Table) -> None:
-        self.schedules = [c.name for c in table.columns[3::2]]
-        self._rows = {str(row[0]): row[3:] for row in table.rows}
-
-    def of(self, key: str, n: int) -> tuple[float, float | None]:
-        return _pair(self._rows[key], n)
+Means: TypeAlias = Mapping[str, tuple[float, float | None]]
+"""Means and half of their intervals, by schedule."""
 
 
-def _step(figures: _Figures) -> MarkupElement:
+def _step(figures: Mapping[str, Means]) -> MarkupElement:
     groups = []
-    for n, schedule in enumerate(figures.schedules):
-        segments = []
-        for key, name, paint in PARTS:
-            value, half = figures.of(key, n)
-            segments.append(BarSegment(name, value, paint, half))
-        step, half = figures.of("step_s", n)
-        groups.append(BarGroup(schedule, (Bar(schedule, tuple(segments), half, step),)))
+    for schedule, (step, half) in figures["step_s"].items():
+        parts = [(name, paint, *figures[key][schedule]) for key, name, paint in PARTS]
+        segments = tuple(BarSegment(name, value, paint, half) for name, paint, value, half in parts)
+        groups.append(BarGroup(schedule, (Bar(schedule, segments, half, step),)))
     keys = legend((name, paint) for _, name, paint in PARTS)
     return card("Step time", keys, bar_chart("Step time", groups), under="seconds per training step")
 
 
-def _one(title: str, unit: str, figures: _Figures, key: str, paints: Mapping[str, str]) -> MarkupElement:
-    groups = []
-    for n, schedule in enumerate(figures.schedules):
-        value, half = figures.of(key, n)
-        groups.append(BarGroup(schedule, (Bar.single(schedule, value, paints[schedule], half),)))
+def _one(title: str, unit: str, figures: Means, paints: Mapping[str, str]) -> MarkupElement:
+    groups = [
+        BarGroup(schedule, (Bar.single(schedule, value, paints[schedule], half),))
+        for schedule, (value, half) in figures.items()
+    ]
     return card(title, bar_chart(title, groups), under=unit)
 
 

@@ -91,6 +91,9 @@ class RunRows:
 def collect(reader: LedgerReader, run: str) -> RunRows:
     """Read a run's sums. Prices are those of the run's start."""
     config = reader.config()
+    settings = config.get("functions", {})
+    keep_s = {name: float(given["keep_alive_s"]) for name, given in settings.items() if "keep_alive_s" in given}
+    unmetered = [call for provider in sorted(ESTIMATED) for call in reader.calls(provider)]
     return RunRows(
         run=run,
         facts=reader.facts(),
@@ -100,7 +103,7 @@ def collect(reader: LedgerReader, run: str) -> RunRows:
         versions=reader.versions(),
         prices=_price_book(config),
         savings=reader.saving_sums(),
-        workers=[*reader.worker_sums(), *_unmetered(reader, config)],
+        workers=[*reader.worker_sums(), *estimated_workers(unmetered, keep_s)],
         events={kind: reader.events(kind) for kind in events.REPORTED},
         device_hours=reader.device_hours(),
         pools=pool_prices(config),
@@ -133,16 +136,8 @@ def pool_prices(config: Mapping[str, Any]) -> list[PoolPrice]:
     return found
 
 
-def _unmetered(reader: LedgerReader, config: Mapping[str, Any]) -> list[WorkerSum]:
-    """Estimated worker time of providers that report only calls to the client."""
-    calls = [call for provider in sorted(ESTIMATED) for call in reader.calls(provider)]
-    settings = config.get("functions", {})
-    keep_s = {name: float(given["keep_alive_s"]) for name, given in settings.items() if "keep_alive_s" in given}
-    return estimated_workers(calls, keep_s)
-
-
 def estimated_workers(calls: Iterable[CallRow], keep_s: Mapping[str, float]) -> list[WorkerSum]:
-    """Worker-seconds by (function, provider, memory, state).
+    """Worker-seconds by (function, provider, memory, state) of providers that report only calls to the client.
 
     A container waits between two of its calls, and after its last one, but no longer than the function's keep-alive
     (`keep_s`; the default of functions where it is unknown): then it scales down, so longer waits are not counted even
@@ -160,17 +155,13 @@ def estimated_workers(calls: Iterable[CallRow], keep_s: Mapping[str, float]) -> 
             continue
         before = until.get((key, call.worker))
         if before is not None:
-            states[WorkerState.IDLE] += min(max(0.0, call.t0 - before), _keep(keep_s, key))
+            states[WorkerState.IDLE] += min(max(0.0, call.t0 - before), keep_s.get(call.function, KEEP_ALIVE_S))
         until[key, call.worker] = max(call.t1, before or 0.0)
     for key, _ in until:
-        seconds[key][WorkerState.IDLE] += _keep(keep_s, key)
+        seconds[key][WorkerState.IDLE] += keep_s.get(key[0], KEEP_ALIVE_S)
     return [
         WorkerSum(*key, str(state), total, True)
         for key, states in sorted(seconds.items())
         for state, total in states.items()
         if total > 0
     ]
-
-
-def _keep(keep_s: Mapping[str, float], key: Key) -> float:
-    return keep_s.get(key[0], KEEP_ALIVE_S)

@@ -68,22 +68,13 @@ class DomainShareSummary:
 
 def domain_shares(events: Sequence[RunEvent]) -> dict[str, DomainShareSummary]:
     """The last event of each domain; none for a run with quotas."""
-    last = {event.subject: event.fields for event in events}
-
-    def number(name: str, field: str) -> float:
-        return float(last[name][field] or 0.0)
-
-    return {
-        n: DomainShareSummary(
-            number(n, "floor"),
-            number(n, "cap"),
-            number(n, "wanted"),
-            number(n, "share"),
-            number(n, "served") - number(n, "due"),
-            number(n, "worst"),
+    found: dict[str, DomainShareSummary] = {}
+    for event in events:
+        floor, cap, wanted, share, served, due, worst = (
+            float(event.fields[name] or 0.0) for name in ("floor", "cap", "wanted", "share", "served", "due", "worst")
         )
-        for n in last
-    }
+        found[event.subject] = DomainShareSummary(floor, cap, wanted, share, served - due, worst)
+    return found
 
 
 def engine_rows(events: Sequence[RunEvent], devices: Mapping[str, tuple[str, int]]) -> list[CalibrationRow]:
