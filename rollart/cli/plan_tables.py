@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from placement.explain import NEGLIGIBLE_GAIN, Baseline, Explanation, Marginal, 
 from placement.problem import Problem
 from placement.solve import solve
 from placement.training import mfu, training_layout
-from placement.types import Infeasible, Objective, Placement, Pool, Role
+from placement.types import Infeasible, Objective, Placement, Role
 from placement.window import DomainWindow
 from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_share, as_usd, ratio
 from rollart.settings.planning import pools_of
@@ -73,13 +74,8 @@ def comparison_report(old: Resolved, new: Resolved, changes: Sequence[str]) -> R
         Table.of("instances", "Instances", _instances(old, new)),
         Table.of("pools", "Devices in use", _devices(old, new)),
     ]
-    moves = _moves(old, new)
-    if moves is not None:
-        tables.append(moves)
-    notes = []
-    for label, resolved in (("now", old), ("what if", new)):
-        notes.append(f"binds {label}: {_binds(resolved)}")
-    notes += dict.fromkeys((*old.notes, *new.notes))
+    tables += _moves(old, new)
+    notes = [f"binds now: {_binds(old)}", f"binds what if: {_binds(new)}", *dict.fromkeys((*old.notes, *new.notes))]
     return Report("plan", new.run.name, tuple(tables), tuple(notes))
 
 
@@ -264,7 +260,7 @@ def _stages(found: Placement) -> Iterator[Table]:
 
 def _pools(resolved: Resolved) -> Table:
     rows: list[Row] = []
-    for pool in _fleet(resolved):
+    for pool in pools_of(resolved.cluster, resolved.prices):
         idle = resolved.plan.idle[pool.name]
         paid = pool.count - idle if pool.rented else pool.count
         rows.append(
@@ -282,11 +278,11 @@ def _pools(resolved: Resolved) -> Table:
 
 
 def _by_role(resolved: Resolved, pool: str) -> str:
-    used: dict[Role, int] = {}
+    used: Counter[Role] = Counter()
     for a in resolved.plan.assignments:
         if a.pool == pool:
-            used[a.role] = used.get(a.role, 0) + len(a.devices)
-    return ", ".join(f"{role} {devices:,}" for role, devices in sorted(used.items(), key=lambda item: -item[1]))
+            used[a.role] += len(a.devices)
+    return ", ".join(f"{role} {devices:,}" for role, devices in used.most_common())
 
 
 def _deployments(found: Placement) -> Table:
@@ -463,18 +459,18 @@ def _percent(share: float) -> str:
 
 
 def _instances(old: Resolved, new: Resolved) -> Iterator[Row]:
-    counts: list[dict[str, int]] = []
-    for resolved in (old, new):
-        found: dict[str, int] = {}
-        for a in resolved.plan.assignments:
-            key = f"{a.role} on {a.pool}, {len(a.devices)} device{'s' if len(a.devices) > 1 else ''} each"
-            found[key] = found.get(key, 0) + 1
-        counts.append(found)
+    counts = [
+        Counter(
+            f"{a.role} on {a.pool}, {len(a.devices)} device{'s' if len(a.devices) > 1 else ''} each"
+            for a in resolved.plan.assignments
+        )
+        for resolved in (old, new)
+    ]
     yield from _side_by_side(*counts)
 
 
 def _devices(old: Resolved, new: Resolved) -> Iterator[Row]:
-    used = [{p.name: p.count - r.plan.idle[p.name] for p in _fleet(r)} for r in (old, new)]
+    used = [{p.name: p.count - r.plan.idle[p.name] for p in pools_of(r.cluster, r.prices)} for r in (old, new)]
     yield from _side_by_side(*used)
 
 
@@ -485,27 +481,21 @@ def _side_by_side(a: dict[str, int], b: dict[str, int]) -> Iterator[Row]:
         yield {"what": key, "now": as_count(now), "what_if": as_count(then), "change": change}
 
 
-def _moves(old: Resolved, new: Resolved) -> Table | None:
-    """The moves from the old plan to the new. None if a plan was not computed, or if nothing has to move."""
+def _moves(old: Resolved, new: Resolved) -> Iterator[Table]:
+    """The moves from the old plan to the new, if both were computed and anything has to move."""
     a, b = old.plan.placement, new.plan.placement
     if a is None or b is None:
-        return None
-    rebalance = new.run.placement.rebalance
-    costs = MoveCosts(restart_s=rebalance.restart_s, usd_per_device_hour=dict(new.usd_per_device_hour))
-    moves = diff(a.deployments, b.deployments, costs=costs)
-    if not moves:
-        return None
+        return
+    restart_s = new.run.placement.rebalance.restart_s
+    costs = MoveCosts(restart_s=restart_s, usd_per_device_hour=dict(new.usd_per_device_hour))
     rows: list[Row] = [
         {"move": str(m.kind), "what": m.words, "device_seconds": as_count(m.device_seconds), "usd": as_usd(m.usd)}
-        for m in moves
+        for m in diff(a.deployments, b.deployments, costs=costs)
     ]
-    return Table.of("moves", "Moves, in order", rows)
+    if rows:
+        yield Table.of("moves", "Moves, in order", rows)
 
 
 def _binds(resolved: Resolved) -> str:
     found = resolved.plan.placement
     return "; ".join(found.binds) if found is not None and found.binds else resolved.plan.binds
-
-
-def _fleet(resolved: Resolved) -> tuple[Pool, ...]:
-    return pools_of(resolved.cluster, resolved.prices)
