@@ -69,7 +69,8 @@ def _machine(runs: Path) -> Iterator[DoctorFinding]:
     yield DoctorFinding("system", "ok" if sys.platform == "linux" else "fails", platform.platform())
     cores = len(os.sched_getaffinity(0))
     yield DoctorFinding("cores", "ok" if cores >= 2 else "missing", f"{cores} usable (the local cluster takes 2)")
-    memory = _memory_gib()
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    memory = next((int(size) / 2**20 for name, size, *_ in lines if name == "MemAvailable:"), 0.0)
     yield DoctorFinding(
         "memory", "ok" if memory >= 2 else "missing", f"{memory:.1f} GiB available (the quickstart takes 2)"
     )
@@ -79,15 +80,11 @@ def _machine(runs: Path) -> Iterator[DoctorFinding]:
     detail = f"{free:.1f} GiB free{'' if writable else ', not writable'} at {existing}"
     yield DoctorFinding("disk", "ok" if free >= 1 and writable else "fails", detail)
     yield DoctorFinding("sqlite", "ok" if sqlite3.sqlite_version_info >= (3, 35) else "fails", sqlite3.sqlite_version)
-    yield _loopback()
-
-
-def _loopback() -> DoctorFinding:
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
-            return DoctorFinding("ports", "ok", f"127.0.0.1 can listen (tried {server.getsockname()[1]})")
+            yield DoctorFinding("ports", "ok", f"127.0.0.1 can listen (tried {server.getsockname()[1]})")
     except OSError as error:
-        return DoctorFinding("ports", "fails", f"127.0.0.1 cannot listen: {error.strerror}")
+        yield DoctorFinding("ports", "fails", f"127.0.0.1 cannot listen: {error.strerror}")
 
 
 def _extras() -> Iterator[DoctorFinding]:
@@ -128,10 +125,3 @@ def _vllm() -> DoctorFinding:
     plugin = "with rollart's plugin" if home.plugin else "without rollart's plugin (integrations/vllm)"
     nixl = "with nixl" if home.nixl else "without nixl (prefill and decode apart)"
     return DoctorFinding("vllm", "ok" if home.plugin else "missing", f"{home.version}, {plugin}, {nixl}: {python}")
-
-
-def _memory_gib() -> float:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) / 2**20
-    return 0.0

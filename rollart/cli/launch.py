@@ -16,14 +16,7 @@ from types import FrameType
 
 import click
 
-from rollart.cli.context import (
-    RESOLVED,
-    colour,
-    find_run,
-    native_output_to_stderr,
-    print_stderr,
-    split_arguments,
-)
+from rollart.cli.context import RESOLVED, colour, find_run, native_output_to_stderr, print_stderr, split_arguments
 from rollart.cli.controller import age_s, hold_run, live_controller
 from rollart.cli.process import crash_directory, own_process
 from rollart.cli.progress import ProgressLines
@@ -137,10 +130,7 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
         fresh.write_text(resolved.to_yaml())
         fresh.replace(directory / RESOLVED)
         print_stderr(f"run {directory.name} in {directory}")
-        with (
-            contextlib.chdir("."),
-            hold_run(directory.absolute()),
-        ):  # where an environment goes, no path changes
+        with contextlib.chdir("."), hold_run(directory.absolute()):  # where an environment goes, no path changes
             since_s = age_s() if own_process.get() else 0.0
             lines = ProgressLines(colour=colour(stream=sys.stderr))
             start(resolved, run_dir=directory, resume=resume, on_progress=lines, since_s=since_s)

@@ -16,14 +16,7 @@ from pathlib import Path
 import click
 
 from rollart.cli.commands import cli
-from rollart.cli.process import (
-    INTERRUPTED,
-    TERMINATED,
-    crash_directory,
-    own_process,
-    standard_streams,
-    terminable,
-)
+from rollart.cli.process import INTERRUPTED, TERMINATED, crash_directory, own_process, standard_streams, terminable
 from rollart.errors import RollartError, UsageError
 
 EXIT_S = 10.0
@@ -64,7 +57,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
         error.show()
         return UsageError.exit_code
     except click.ClickException as error:
-        return _print_error(UsageError(error.format_message(), remedy=_usage_remedy(error)))
+        at = getattr(error, "ctx", None)
+        remedy = f"see `{'rollart' if at is None else at.command_path} --help`"
+        return _print_error(UsageError(error.format_message(), remedy=remedy))
     except (click.Abort, KeyboardInterrupt):
         click.echo("rollart: interrupted", err=True)
         return INTERRUPTED
@@ -111,11 +106,6 @@ def _print_error(error: RollartError) -> int:
     if error.remedy:
         click.echo(f"  remedy: {error.remedy}", err=True)
     return error.exit_code
-
-
-def _usage_remedy(error: click.ClickException) -> str:
-    context = getattr(error, "ctx", None)
-    return f"see `{context.command_path} --help`" if context is not None else "see `rollart --help`"
 
 
 def _save_traceback(error: BaseException) -> Path:

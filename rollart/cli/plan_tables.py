@@ -248,11 +248,7 @@ def _stages(found: Placement) -> Iterator[Table]:
     first = found.first
     if first is not None and first.rate > found.rate * (1 + 1e-6):
         rows: list[Row] = [
-            {
-                "plan": name,
-                "trajectories_per_s": as_number(plan.rate),
-                "usd_per_hour_used": as_usd(plan.usd_per_hour),
-            }
+            {"plan": name, "trajectories_per_s": as_number(plan.rate), "usd_per_hour_used": as_usd(plan.usd_per_hour)}
             for name, plan in (("best rate", first), ("this plan", found))
         ]
         yield Table.of("stages", "Given up for dollars (placement.rate_tolerance)", rows)

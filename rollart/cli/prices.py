@@ -54,7 +54,14 @@ def import_(file: Path, cluster: Path | None, into: Path, region: str, output: s
 
 
 def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region: str, output: str) -> None:
-    chosen = _chosen(providers, SOURCES)
+    from rollart.launch.functions import canonical_provider  # late: `prices list` needs no provider
+
+    chosen = list(dict.fromkeys(canonical_provider(name) for name in providers)) or list(SOURCES)
+    if unknown := [name for name in chosen if name not in SOURCES]:
+        raise UsageError(
+            f"'{unknown[0]}' tells no prices (rule: one of {', '.join(SOURCES)})",
+            remedy="put its prices in a file and use `rollart prices import`",
+        )
     functions = cluster_functions(cluster)
     known = load_prices(into) if into.exists() else base_list(cluster)
     today = dt.date.today()
@@ -66,18 +73,6 @@ def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region
         click.echo(f"not refreshed: {provider}: {error.message}", err=True)
         if error.remedy:
             click.echo(f"  remedy: {error.remedy}", err=True)
-
-
-def _chosen(given: Sequence[str], sources: Sequence[str]) -> list[str]:
-    from rollart.launch.functions import canonical_provider  # late: `prices list` needs no provider
-
-    names = list(dict.fromkeys(canonical_provider(name) for name in given)) or list(sources)
-    if unknown := [name for name in names if name not in sources]:
-        raise UsageError(
-            f"'{unknown[0]}' tells no prices (rule: one of {', '.join(sources)})",
-            remedy="put its prices in a file and use `rollart prices import`",
-        )
-    return names
 
 
 def _show(changed: Sequence[PriceChange], into: Path, output: str) -> None:

@@ -80,7 +80,8 @@ class ProgressLines:
                 shown = "   ".join(f"{d} {rate:.2f}" for d, rate in _successes(event)) or "unknown"
                 faults = sum(int(v or 0) for k, v in fields.items() if k.startswith("faults."))
                 lost = f"   ({faults} episodes lost to faults)" if faults else ""
-                return self._bold(f"held-out success at v{fields['version']} (greedy):   {shown}{lost}")
+                line = f"held-out success at v{fields['version']} (greedy):   {shown}{lost}"
+                return click.style(line, bold=True) if self._colour else line
             case "warm_start":
                 return f"warm start by imitation: {fields['seconds']:.1f} s, {fields['tokens']} tokens"
             case "starting":
@@ -123,9 +124,6 @@ class ProgressLines:
         full = round(rate * BAR)
         bar = "█" * full + "░" * (BAR - full)
         return click.style(bar, fg="green") if self._colour else bar
-
-    def _bold(self, text: str) -> str:
-        return click.style(text, bold=True) if self._colour else text
 
     def _warn(self, text: str) -> str:
         return click.style(text, fg="yellow") if self._colour else text

@@ -35,7 +35,7 @@ from rollart.tools.prices import effective_prices
 from serverless.deploy import template
 from serverless.deploy.package import Package
 from serverless.meter import MeterSink
-from serverless.providers.base import DeployedFunction, Deployer, DeploymentChange, LogLine
+from serverless.providers.base import DeployedFunction, Deployer, DeploymentChange
 from serverless.rehearse import Rehearsal, read_cases, rehearse
 from serverless.types import InfraFault, ModelFault, Scored
 
@@ -140,7 +140,14 @@ def logs(
     lines = _with(provider, cluster, root, lambda target: target.logs(function, since_s=since_s, limit=limit + 1))
     if len(lines) > limit:
         click.echo(f"{function}: the last {limit:,} lines, there are more (--limit)", err=True)
-    show_logs(function, lines[-limit:], output)
+    rows = [{"t": line.t, "source": line.source, "text": line.text} for line in lines[-limit:]]
+    if output == "json":
+        click.echo(json.dumps({"schema_version": 1, "lines": rows}, indent=2, ensure_ascii=False))
+    elif output in ("csv", "html"):
+        print_report(Report("logs", function, (Table.of("lines", "Lines", rows),)), output)
+    else:
+        for row in rows:
+            click.echo(" ".join(filter(None, row.values())))
 
 
 def scale(
@@ -189,7 +196,33 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
 def plan(source: str, cases: Path | None, items: int, runs_per_month: float, before: str | None, output: str) -> None:
     now = None if before is None else canonical_provider(before)
     found = _rehearsed(source, cases)
-    show_costs(found, items, runs_per_month, now, output)
+    rows: list[Row] = []
+    for one in found:
+        per_run = {
+            c.provider: None if c.usd_batched is None else c.usd_batched * items / 1e6 + c.usd_idle for c in one.costs
+        }
+        base = None if now is None else per_run.get(now)
+        for c in one.costs:
+            run = per_run[c.provider]
+            rows.append(
+                {
+                    "function": one.function,
+                    "provider": c.provider,
+                    "usd_per_million": as_usd(c.usd_batched),
+                    "usd_per_run": as_usd(run),
+                    "usd_per_month": as_usd(None if run is None else run * runs_per_month),
+                    "month_against_now": as_usd(None if base is None or run is None else (run - base) * runs_per_month),
+                    "note": c.note,
+                }
+            )
+    notes = [
+        f"{items:,} items a run in full batches, {runs_per_month:g} runs a month, warm calls measured on this machine"
+    ]
+    notes += [
+        f"{name}: with one idle window of one container a run; each further container and pause adds one"
+        for name in sorted({c.provider for one in found for c in one.costs if c.usd_idle})
+    ]
+    print_report(Report("plan", "rewards", (Table.of("plan", "Cost by provider", rows),), tuple(notes)), output)
 
 
 def _rehearsed(source: str, cases: Path | None, *, allow_unsafe: bool = False) -> list[Rehearsal]:
@@ -362,7 +395,18 @@ def show_deployed(
     if people:
         notes = (*notes, *(f"{t.function}: {trial_line(t)}" for t in trials))
     elif trials:
-        tables.append(_trials(trials))
+        calls: list[Row] = [
+            {
+                "function": t.function,
+                "provider": t.provider,
+                "status": t.status,
+                "billed_s": as_seconds(t.billed_s),
+                "MB": as_count(t.memory_mb),
+                "usd": as_usd(t.usd),
+            }
+            for t in trials
+        ]
+        tables.append(Table.of("trials", "Trial calls", calls))
     print_report(Report("rewards", "functions", tuple(tables), tuple(notes)), output)
 
 
@@ -372,63 +416,7 @@ def _deployment_note(one: DeployedFunction) -> str:
     return f"unchanged: version {one.version[:DIGEST]} was current already" if one.unchanged else ""
 
 
-def _trials(trials: Sequence[DeploymentTrial]) -> Table:
-    rows: list[Row] = [
-        {
-            "function": t.function,
-            "provider": t.provider,
-            "status": t.status,
-            "billed_s": as_seconds(t.billed_s),
-            "MB": as_count(t.memory_mb),
-            "usd": as_usd(t.usd),
-        }
-        for t in trials
-    ]
-    return Table.of("trials", "Trial calls", rows)
-
-
 def trial_line(trial: DeploymentTrial) -> str:
     failed = "" if trial.status == "ok" else f" ({trial.status})"
     usd = f"${trial.usd:.7f}" if trial.billed else f"no bill here, ${trial.usd:.7f} elsewhere"
     return f"trial{failed} of {trial.billed_s:.3g} s at {trial.memory_mb} MB: {usd}"
-
-
-def show_logs(function: str, lines: Sequence[LogLine], output: str) -> None:
-    """Log lines as printed, or as rows."""
-    rows = [{"t": line.t, "source": line.source, "text": line.text} for line in lines]
-    if output == "json":
-        click.echo(json.dumps({"schema_version": 1, "lines": rows}, indent=2, ensure_ascii=False))
-    elif output in ("csv", "html"):
-        print_report(Report("logs", function, (Table.of("lines", "Lines", rows),)), output)
-    else:
-        for line in lines:
-            click.echo(" ".join(part for part in (line.t, line.source, line.text) if part))
-
-
-def show_costs(found: Sequence[Rehearsal], items: int, runs: float, now: str | None, output: str) -> None:
-    """Dollars per run and month of every provider, and the difference to the current one (`now`)."""
-    rows: list[Row] = []
-    for one in found:
-        per_run = {
-            c.provider: None if c.usd_batched is None else c.usd_batched * items / 1e6 + c.usd_idle for c in one.costs
-        }
-        base = None if now is None else per_run.get(now)
-        for c in one.costs:
-            run = per_run[c.provider]
-            rows.append(
-                {
-                    "function": one.function,
-                    "provider": c.provider,
-                    "usd_per_million": as_usd(c.usd_batched),
-                    "usd_per_run": as_usd(run),
-                    "usd_per_month": as_usd(None if run is None else run * runs),
-                    "month_against_now": as_usd(None if base is None or run is None else (run - base) * runs),
-                    "note": c.note,
-                }
-            )
-    notes = [f"{items:,} items a run in full batches, {runs:g} runs a month, warm calls measured on this machine"]
-    notes += [
-        f"{name}: with one idle window of one container a run; each further container and pause adds one"
-        for name in sorted({c.provider for one in found for c in one.costs if c.usd_idle})
-    ]
-    print_report(Report("plan", "rewards", (Table.of("plan", "Cost by provider", rows),), tuple(notes)), output)

@@ -42,12 +42,12 @@ def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: 
         if 0 < lines < len(written):
             click.echo(f"{path.stem}: last {lines:,} of {len(written):,} lines (all: -n {len(written)})", err=True)
         for line in written[-lines:] if lines else ():
-            _print_line(path, line)
+            click.echo(f"{path.stem}: {line}")
     while follow:
         ended = live_controller(directory) is None
         for path in _files(directory, role):
             for line in new_lines(path, seen):
-                _print_line(path, line)
+                click.echo(f"{path.stem}: {line}")
         if ended:
             return
         threading.Event().wait(FOLLOW_INTERVAL_S)
@@ -67,10 +67,6 @@ def new_lines(path: Path, seen: dict[Path, int]) -> Iterator[str]:
     whole = content[: content.rfind(b"\n") + 1]
     seen[path] = seen.get(path, 0) + len(whole)
     yield from whole.decode(errors="replace").splitlines()
-
-
-def _print_line(path: Path, line: str) -> None:
-    click.echo(f"{path.stem}: {line}")
 
 
 def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
@@ -117,7 +113,8 @@ def _stop_elsewhere(directory: Path, owner: ControllerProcess, wait_s: float, ki
                 f"reach {directory}",
                 remedy=f"`rollart stop` on {owner.host}; if that machine is gone, `rollart launch --resume` continues",
             )
-        if _wait_until_released(directory, owner, wait_s):
+        checks = max(1, round(wait_s / POLL_INTERVAL_S))
+        if any(not _is_held(directory, owner) or threading.Event().wait(POLL_INTERVAL_S) for _ in range(checks)):
             click.echo(f"run {directory.name} stopped on {owner.host}", err=True)
         elif kill:
             if not send_request(directory, owner.life, "kill"):
@@ -138,12 +135,6 @@ def _stop_elsewhere(directory: Path, owner: ControllerProcess, wait_s: float, ki
 def _is_held(directory: Path, owner: ControllerProcess) -> bool:
     noted = recorded_controller(directory)
     return noted is not None and noted.life == owner.life
-
-
-def _wait_until_released(directory: Path, owner: ControllerProcess, wait_s: float) -> bool:
-    """True if the controller releases the run in time."""
-    checks = max(1, round(wait_s / POLL_INTERVAL_S))
-    return any(not _is_held(directory, owner) or threading.Event().wait(POLL_INTERVAL_S) for _ in range(checks))
 
 
 def _wait_for_exit(process: int, wait_s: float) -> bool:

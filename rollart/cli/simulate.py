@@ -65,7 +65,10 @@ def simulate(
         more = cluster or policies or replay or keep or html or faults or steps is not None or fuzz is not None
         if overrides or more or resample or seeds > 1:
             raise UsageError("--check simulates a recorded run as it was", remedy="leave everything but RUN out")
-        return check_run(recorded, output)
+        with native_output_to_stderr():
+            found = prepare_from_run(recorded)
+        print_report(check_report(recorded.name, check_replay(found), (found.note,)), output)
+        return
     of = None if replay is None else find_run(replay, runs_dir)
     with native_output_to_stderr():
         resolved, replayed, note = prepare_replay(recorded, run, cluster, overrides, of, resample)
@@ -111,7 +114,9 @@ def _play(tasks: Sequence[SimulationTask], note: str, *, workers: int | None, ht
         found = simulate_all(tasks, workers=workers, on_done=done, on_progress=watch)
     finally:
         watching.over()
-    report = simulation(tasks[0].resolved.run.name, found, (note, *_left_out(tasks)))
+    left = {task.schedule: adapt_to_schedule(task.resolved.run, task.schedule)[1] for task in tasks}
+    lacking = [f"{name}: without {', '.join(keys)}, which it does not have" for name, keys in left.items() if keys]
+    report = simulation(tasks[0].resolved.run.name, found, (note, *lacking))
     timelines = [f.timeline for f in found if f.timeline is not None]
     page = simulation_page(report, timelines) if output == "html" or html is not None else ""
     if html is not None:
@@ -170,12 +175,6 @@ def _now() -> float:
     return time.monotonic()  # noqa: TID251 - people wait in their own time, not in virtual time
 
 
-def _left_out(tasks: Sequence[SimulationTask]) -> list[str]:
-    """Settings of the spec that the other schedules lack, a line per schedule."""
-    left = {task.schedule: adapt_to_schedule(task.resolved.run, task.schedule)[1] for task in tasks}
-    return [f"{name}: without {', '.join(keys)}, which it does not have" for name, keys in left.items() if keys]
-
-
 def _names(policies: str) -> list[str]:
     names = [name.strip() for name in policies.split(",") if name.strip()]
     for name in names:
@@ -226,10 +225,3 @@ def read_faults(path: Path, resolved: Resolved, replay: ReplayPlan | None) -> Fa
     else:
         functions = [b.spec.name for b in function_behaviours(resolved, None if replay is None else replay.recording)]
     return load_faults(path, list(fault_targets(resolved)), functions)
-
-
-def check_run(recorded: Path, output: str) -> None:
-    with native_output_to_stderr():
-        found = prepare_from_run(recorded)
-    report = check_report(recorded.name, check_replay(found), (found.note,))
-    print_report(report, output)

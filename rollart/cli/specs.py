@@ -19,7 +19,11 @@ from rollart.settings.run import RunSpec
 
 def validate(files: tuple[str, ...]) -> None:
     errors: list[RollartError] = []
-    clusters = _clusters(files)
+    clusters = []
+    for path in files:
+        with contextlib.suppress(SpecError):
+            if isinstance(load_file(path), ClusterSpec):
+                clusters.append(path)
     for path in files:
         try:
             spec = load_file(path)
@@ -34,16 +38,6 @@ def validate(files: tuple[str, ...]) -> None:
     if errors:
         worst = max(errors, key=lambda error: error.exit_code)
         raise type(worst)("\n".join(map(str, errors)))
-
-
-def _clusters(files: tuple[str, ...]) -> list[str]:
-    """The files that are valid cluster specs."""
-    found = []
-    for path in files:
-        with contextlib.suppress(SpecError):
-            if isinstance(load_file(path), ClusterSpec):
-                found.append(path)
-    return found
 
 
 def _check_run(run: str, clusters: list[str]) -> None:

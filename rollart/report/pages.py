@@ -141,12 +141,7 @@ def _one(title: str, unit: str, figures: Means, paints: Mapping[str, str]) -> Ma
 
 
 def _grouped(
-    title: str,
-    unit: str,
-    table: Table,
-    paints: Mapping[str, str],
-    name: Callable[[Cell], str],
-    kind: str = PLAIN,
+    title: str, unit: str, table: Table, paints: Mapping[str, str], name: Callable[[Cell], str], kind: str = PLAIN
 ) -> MarkupElement:
     """One group for each row, one bar for each schedule."""
     groups = []

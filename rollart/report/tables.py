@@ -68,7 +68,7 @@ class Table:
         """A table of rows that give each cell under its column's name, all in the same order. An `optional` table is
         for people only if it has rows."""
         rows = list(rows)
-        cells = [[_formatted(cell) for cell in row.values()] for row in rows]
+        cells = [[c if isinstance(c, FormattedCell) else FormattedCell(c) for c in row.values()] for row in rows]
         columns = [
             TableColumn(key, cell.kind, cell.people, cell.wrap)
             for key, cell in zip(rows[0] if rows else (), cells[0] if rows else (), strict=True)
@@ -149,10 +149,6 @@ def estimate(value: float, half: float | None, unit: str = PLAIN) -> str:
     decimals = max(_decimals(half * scale, 2), _decimals(value * scale, 3))
     before, after = ("$" if unit == DOLLARS else ""), ("%" if unit == PERCENT else "")
     return " ± ".join(f"{before}{given * scale:,.{decimals}f}{after}" for given in (value, half))
-
-
-def _formatted(cell: Cell | FormattedCell) -> FormattedCell:
-    return cell if isinstance(cell, FormattedCell) else FormattedCell(cell)
 
 
 def _digits(value: float) -> str:
