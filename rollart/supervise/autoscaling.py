@@ -29,7 +29,7 @@ class HostAutoscaler:
     present devices, apart from retiring hosts that finish their work; if a host is up, at least one stays up.
     """
 
-    hosts: HostSupervisor[Any]
+    hosts: HostSupervisor[Any, Any]
     nodes: NodeTracker
     count: Callable[[Mapping[str, int]], int]
     """The number of hosts, at least one, for the devices by pool."""

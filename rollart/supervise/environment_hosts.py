@@ -232,7 +232,7 @@ class HostSlotPool:
             self.recorder.event(RunEvent(loop_time(), PLACES, claim.name.lower(), dataclasses.asdict(own)))
 
 
-class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
+class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
     """The hosts of environments, and the slots of episodes on them.
 
     `environment` gives environments to trajectories, whose `prepare` waits for a slot, without a lease
@@ -255,14 +255,9 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
         """`make`: makes the part of a given name. The initial hosts are numbered from 0, as before a resume. Added
         hosts are numbered from `later` on: no host of the run has had those numbers."""
 
-        async def adopt(name: str) -> EnvironmentHostState:
-            host = EnvironmentHostState(part=await make(name))
-            self._policy.join(host.id)
-            return host
-
         numbers = itertools.chain(range(count), itertools.count(max(count, later)))
         names = (f"environment-{number}" for number in numbers)
-        super().__init__(adopt, names, count, leases=leases, recorder=recorder, limits=limits)
+        super().__init__(make, names, count, leases=leases, recorder=recorder, limits=limits)
         self._policy = HostSelector(HostRules())
         self._episodes = itertools.count()
         self.places: HostSlotPool = HostSlotPool(self._choose, leases, recorder)
@@ -371,6 +366,10 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState]):
     def _left_alone(self, host: EnvironmentHostState, cause: str | None) -> None:
         if cause is not None:
             self.emit("host_quarantined", host.id, cause=cause, seconds=self._policy.standing[host.id].back_off_s)
+
+    def adopt(self, part: HostPart) -> EnvironmentHostState:
+        self._policy.join(part.id)
+        return EnvironmentHostState(part=part)
 
     async def connect(self, host: EnvironmentHostState) -> EnvironmentHost:
         link = await host.part.start()

@@ -3,15 +3,13 @@ workers are repeated by workers of other hosts, or wait for this one if there is
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from rollart.hosted import FunctionHost
-from rollart.leases import Leases
 from rollart.ledger.intervals import ResourceState
-from rollart.ports import Recorder
-from rollart.supervise.supervisor import HostLimits, HostProcess, HostState, HostSupervisor
+from rollart.supervise.supervisor import HostProcess, HostState, HostSupervisor
 
 
 class FunctionPart(HostProcess, Protocol):
@@ -37,26 +35,12 @@ class FunctionHostState(HostState):
         await self.link.emptied()
 
 
-class FunctionHostSupervisor(HostSupervisor[FunctionHostState]):
+class FunctionHostSupervisor(HostSupervisor[FunctionHostState, FunctionPart]):
     """The hosts of a run's function workers. A host that answers a call has proven itself: its restarts are
     forgotten."""
 
-    def __init__(
-        self,
-        make: Callable[[str], Awaitable[FunctionPart]],
-        names: Iterator[str],
-        count: int,
-        *,
-        leases: Leases,
-        recorder: Recorder,
-        limits: HostLimits,
-    ) -> None:
-        """`make`: makes the part of a given name. `names`: an endless iterator of the hosts' names, in their order."""
-
-        async def adopt(name: str) -> FunctionHostState:
-            return FunctionHostState(part=await make(name))
-
-        super().__init__(adopt, names, count, leases=leases, recorder=recorder, limits=limits)
+    def adopt(self, part: FunctionPart) -> FunctionHostState:
+        return FunctionHostState(part=part)
 
     async def connect(self, host: FunctionHostState) -> FunctionHost:
         return await host.part.start(lambda: self.started(host))

@@ -211,7 +211,10 @@ class HostState(SupervisedPart):
 H = TypeVar("H", bound=HostState)
 
 
-class HostSupervisor(Supervisor[H]):
+Q = TypeVar("Q", bound=HostProcess)
+
+
+class HostSupervisor(Supervisor[H], Generic[H, Q]):
     """Owns the hosts of one kind and the supervising task of each host.
 
     `run` starts the hosts and runs until it is cancelled. `ready` waits until the initial hosts serve. `resize`,
@@ -223,7 +226,7 @@ class HostSupervisor(Supervisor[H]):
 
     def __init__(
         self,
-        adopt: Callable[[str], Awaitable[H]],
+        make: Callable[[str], Awaitable[Q]],
         names: Iterator[str],
         count: int,
         *,
@@ -231,10 +234,10 @@ class HostSupervisor(Supervisor[H]):
         recorder: Recorder,
         limits: HostLimits,
     ) -> None:
-        """`adopt`: places the host of a given name. `names`: an endless iterator of the hosts' names, in their
+        """`make`: places and makes the part of a given name. `names`: an endless iterator of the hosts' names, in their
         order."""
         self.max_restarts = limits.max_restarts
-        self._adopt = adopt
+        self._make = make
         self.new_names = names
         self._count = count
         self._leases = leases
@@ -305,7 +308,7 @@ class HostSupervisor(Supervisor[H]):
     async def spawn(self) -> str:
         """Add a host and return its name. It accepts work once it has started."""
         assert self._tasks is not None, "hosts are added while `run` runs"
-        host = await self._adopt(next(self.new_names))
+        host = self.adopt(await self._make(next(self.new_names)))
         self.hosts[host.id] = host
         self._keeping[host.id] = self._tasks.create_task(self._keep(host), name=f"keep {host.id}")
         return host.id
@@ -321,6 +324,10 @@ class HostSupervisor(Supervisor[H]):
 
     def emit(self, kind: str, host: str, **fields: str | int | float | None) -> None:
         self._recorder.event(RunEvent(loop_time(), kind, host, fields))
+
+    @abstractmethod
+    def adopt(self, part: Q) -> H:
+        """The state of a new host."""
 
     @abstractmethod
     async def connect(self, host: H) -> HostClient:

@@ -6,6 +6,7 @@ A key is equal for equal items of one version of a function. A cache may only sa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import pathlib
@@ -38,10 +39,8 @@ def copy_outcome(outcome: Outcome) -> Outcome:
 _FORMAT = 1
 """PRAGMA user_version of the file."""
 
-
 _GATHER = 256
 """Results per transaction, which takes about 1 ms on the loop. The rest is written at `close`."""
-
 
 _LOCKED_S = 0.05
 """Seconds that another process may hold the file before it counts as locked; the event loop is blocked meanwhile."""
@@ -84,19 +83,15 @@ class Cache:
     def get(self, key: bytes) -> Outcome | None:
         if self._file is None:
             return None
-        text = self._fresh.get(key)
-        if text is None:
-            try:
+        try:
+            text = self._fresh.get(key)
+            if text is None:
                 row = self._file.execute("SELECT value FROM results WHERE key = ?", (key,)).fetchone()
                 if row is None:
                     return None
                 text = row[0]
-            except sqlite3.Error as error:
-                self._off(error)
-                return None
-        try:
             return _decode(text)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (sqlite3.Error, TypeError, ValueError, KeyError, AttributeError) as error:
             self._off(error)
             return None
 
@@ -137,10 +132,8 @@ class Cache:
         file, self._file = self._file, None
         self._fresh = {}
         if file is not None:
-            try:
+            with contextlib.suppress(sqlite3.Error):  # the file is abandoned anyway
                 file.close()
-            except sqlite3.Error:
-                pass  # the file is abandoned anyway
         self._warn(
             f"the result cache {self._path} is off: {type(error).__name__}: {error} (delete the file to renew it)"
         )

@@ -85,7 +85,6 @@ class Hedger:
 _KEPT = 200
 """Answers over which the quantile rolls: ten lie beyond a p95, and a change shows after as many calls."""
 
-
 _MOST = 10.0
 """Upper bound of the lateness threshold, in medians. Stragglers that were not hedged (the first ones, or for lack of
 budget) are among the answers; where they are as frequent as the quantile leaves out, they would determine their own

@@ -203,7 +203,6 @@ class _Bucket:
 
 T = TypeVar("T")
 
-
 _FEW = 64
 """Minimum size for a cleanup: below it, a cleanup costs more than it frees."""
 

@@ -28,7 +28,6 @@ CallForecast = Callable[[float], ExpectedCalls | None]
 _MARGIN = 1.2
 """Ratio of horizon to cold start. It covers a start that takes longer than those observed."""
 
-
 _EXPECTED = 0.5
 """The number of expected calls from which on the next call is assumed to come within the horizon."""
 

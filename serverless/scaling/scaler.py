@@ -286,10 +286,8 @@ def _nothing(horizon_s: float) -> None:
 _REQUEST_S = 300.0
 """Lambda may take minutes to prepare provisioned environments."""
 
-
 _BACK_S = 30.0
 """Limit on resetting a level at the end. It is one request, which does not wait for environments."""
-
 
 _SPAN_S = 60.0
 """Interval of metering. A process that is killed leaves at most this much time unmetered."""

@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from serverless.pipeline.stages import StageSpec
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    enabled: bool = True
-
-
-class ReactiveSpec(_Part):
+class ReactiveSpec(StageSpec):
     """Knative's autoscaler. Its default windows suit web traffic (60 s stable, 6 s panic, the last worker stays 30 s).
     A rollout's burst ends within that time, so the windows are shorter here, and the last worker is left to keep-alive.
     """
@@ -38,7 +34,7 @@ class ReactiveSpec(_Part):
     """Seconds over which the maximum of the wanted numbers applies."""
 
 
-class ForecastSpec(_Part):
+class ForecastSpec(StageSpec):
     """Workers for the forecast calls of live trajectories."""
 
     horizon_s: Annotated[float, Field(gt=0.0)] | Literal["auto"] = "auto"
@@ -50,7 +46,7 @@ class ForecastSpec(_Part):
     make all others appear overdue."""
 
 
-class KeepAliveSpec(_Part):
+class KeepAliveSpec(StageSpec):
     """Keep-alive of idle workers: until the idle time has cost as much as a cold start (ski rental)."""
 
     trust: float = Field(default=0.5, gt=0.0, le=1.0)
@@ -60,12 +56,9 @@ class KeepAliveSpec(_Part):
     """Bounds, in seconds; None: the function's own `keep_alive_s` is the longest."""
 
 
-class ScalingSpec(BaseModel):
+class ScalingSpec(StageSpec):
     """Settings of `serverless.scaling.scaler.Scaler`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    enabled: bool = True
     tick_s: float = Field(default=1.0, gt=0.0)
     """Seconds between ticks."""
     reactive: ReactiveSpec = ReactiveSpec()

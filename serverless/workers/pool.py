@@ -350,9 +350,7 @@ class WorkerPool:
             run_s = answer.run_s if answer else t1 - t0
             bill = self._bill(slot, t0, t1, run_s, len(event), status, cause, request.id)
             if answer is None or not answer.keep:
-                self._retire(slot)
-                self._pump()
-                self.warm_up()
+                self._replace(slot)
             else:
                 self._failures.rounds = 0
                 self._release(slot)
@@ -435,9 +433,7 @@ class WorkerPool:
         slot.task = None
         self._starting -= 1
         if lost:  # the waiters are not at fault
-            self._retire(slot)
-            self._pump()
-            self.warm_up()
+            self._replace(slot)
             return
         if slot.worker is None or not slot.worker.alive or self._closed:
             self._failed_start(slot, fault)
@@ -481,9 +477,7 @@ class WorkerPool:
         if slot.state is not WorkerState.BUSY:
             return
         if self._closed or slot.worker is None or not slot.worker.alive:
-            self._retire(slot)
-            self._pump()
-            self.warm_up()
+            self._replace(slot)
             return
         self._set_state(slot, WorkerState.IDLE)
         self._idle.append(slot)
@@ -494,9 +488,13 @@ class WorkerPool:
         """Handle the end of a worker: drop an idle one; a busy one's call already receives the fault."""
         if slot.state is WorkerState.IDLE:
             self._failures.another(asyncio.get_running_loop().time())
-            self._retire(slot)
-            self._pump()
-            self.warm_up()
+            self._replace(slot)
+
+    def _replace(self, slot: WorkerSlot) -> None:
+        """End a worker, and start others for the waiters and the kept number."""
+        self._retire(slot)
+        self._pump()
+        self.warm_up()
 
     def _retire(self, slot: WorkerSlot) -> None:
         if slot.worker is not None:

@@ -169,14 +169,14 @@ class _Server:
             error = json.loads(await request.content.read())
             if not self.ready.done():
                 self.ready.set_result(f"{error.get('errorType')}: {error.get('errorMessage')}")
-            return _json_response(202, {"status": "OK"})
+            return web.json_response(status=202, data={"status": "OK"})
         kind, _, rest = path.partition("/")
         key, _, what = rest.partition("/")
         if request.method != "POST" or kind != "invocation" or what not in ("response", "error"):
-            return _json_response(404, {"errorType": "NotFound", "errorMessage": request.path})
+            return web.json_response(status=404, data={"errorType": "NotFound", "errorMessage": request.path})
         if key != self._current or self._answer is None:
             self.broken()
-            return _json_response(400, {"errorType": "InvalidRequestID", "errorMessage": key})
+            return web.json_response(status=400, data={"errorType": "InvalidRequestID", "errorMessage": key})
         body = await request.content.read()  # aiohttp's own limit is 1 MB
         if len(body) > _EVENT_BYTES:
             text = f"Response payload size exceeded maximum allowed payload size ({len(body)} > {_EVENT_BYTES} bytes)."
@@ -185,7 +185,7 @@ class _Server:
         if not self._answer.done():
             self._answer.set_result((what == "error", body))
         self._current, self._taken = "", False
-        return _json_response(202, {"status": "OK"})
+        return web.json_response(status=202, data={"status": "OK"})
 
     async def _next(self) -> web.Response:
         if not self.ready.done():
@@ -193,11 +193,11 @@ class _Server:
         if self._taken:
             self.broken()
             error = {"errorType": "Forbidden", "errorMessage": "the worker has not answered its last event"}
-            return _json_response(403, error)
+            return web.json_response(status=403, data=error)
         self._taken = True
         asked = await self._asked.get()
         if asked is None:
-            return _json_response(410, {"errorType": "Closed", "errorMessage": "the worker ends"})
+            return web.json_response(status=410, data={"errorType": "Closed", "errorMessage": "the worker ends"})
         request, body = asked
         deadline = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=request.remaining_s)
         headers = {
@@ -207,7 +207,3 @@ class _Server:
             "Content-Type": "application/json",
         }
         return web.Response(body=body, headers=headers)
-
-
-def _json_response(status: int, body: dict[str, str]) -> web.Response:
-    return web.Response(status=status, body=json.dumps(body).encode(), content_type="application/json")

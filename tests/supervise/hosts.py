@@ -67,7 +67,7 @@ P = TypeVar("P", bound=HostProcess[Any])
 class HostBench(Generic[P]):
     """Hosts by name, and what their fleet recorded."""
 
-    fleet: HostSupervisor[Any]
+    fleet: HostSupervisor[Any, Any]
 
     def __init__(self, part: type[P]) -> None:
         self._part = part

@@ -135,7 +135,11 @@ class Zygote:
             _, status, usage = os.wait4(pid, 0)
         cpu = usage.ru_utime + usage.ru_stime + self._sweep(pid)
         why = job.drain() or why
-        clean = self._cleaned()
+        clean = True
+        try:
+            self._wipe()
+        except (scratch.Dirty, OSError):
+            clean = False
         if job.failure():
             return {"error": job.failure(), "clean": clean}
         code = os.waitstatus_to_exitcode(status)
@@ -223,13 +227,6 @@ class Zygote:
         with contextlib.suppress(OSError), open(f"/proc/{me}/task/{me}/children") as children:
             found += map(int, children.read().split())
         return found
-
-    def _cleaned(self) -> bool:
-        try:
-            self._wipe()
-        except (scratch.Dirty, OSError):
-            return False
-        return True
 
     def _wipe(self) -> None:
         scratch.empty(self._scratch, most=scratch.MOST_ENTRIES)
