@@ -275,7 +275,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
 
     def _choose(self, wanted: frozenset[str]) -> EnvironmentHostState | None:
         """A host with room for an episode, preferably with the `wanted` images. Resting hosts come last."""
-        most, fresh, resting = self._limits.per_host, dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
+        most, fresh, resting = self.limits.per_host, dict[str, tuple[int, int]](), dict[str, tuple[int, int]]()
         for name, host in self.hosts.items():
             if host.up and not host.draining:
                 (resting if host.resting else fresh)[name] = host.live, most
@@ -339,7 +339,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
         self, host: EnvironmentHostState, link: EnvironmentHost, episode: str, domain: str, seed: int, owner: str
     ) -> None:
         """Pull the episode's images to the host, under a separate lease, since the lease of a reset is too short."""
-        with self._leases.hold(owner, f"images of its environment on {host.id}", self._limits.pull_s, Expiry.GAP_FILL):
+        with self._leases.hold(owner, f"images of its environment on {host.id}", self.limits.pull_s, Expiry.GAP_FILL):
             try:
                 said, seconds = await link.images(episode, domain, seed, pull=True)
             except EnvironmentFault as fault:
@@ -347,10 +347,6 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
         host.images = said.there
         making = host.making.setdefault(domain, EnvironmentCreation())
         making.pulled, making.pull_s = making.pulled + said.pulled, making.pull_s + seconds * bool(said.pulled)
-
-    def hangs(self, began: float) -> bool:
-        """True if a call that started at `began` and is cancelled now has exceeded its limit."""
-        return loop_time() - began >= self._limits.call_s * (1 - 1e-6)
 
     def leave(self, place: HostSlot, *, fault: bool) -> None:
         """Free the slot of an ended episode, and count the episode."""
@@ -375,7 +371,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
         link = await host.part.start()
         self._any_images = self._any_images or bool(link.image_domains)
         host.live, host.taken, host.draining = 0, None, False
-        host.memory = MemoryWatch(self._limits.memory)
+        host.memory = MemoryWatch(self.limits.memory)
         return link
 
     def started(self, host: EnvironmentHostState) -> None:
@@ -507,7 +503,8 @@ class HostedEnvironment:
             self._fault = True
             raise
         except asyncio.CancelledError:
-            self._fault = self._fault or self._fleet.hangs(began)
+            hung = loop_time() - began >= self._fleet.limits.call_s * (1 - 1e-6)
+            self._fault = self._fault or hung
             raise
 
 

@@ -242,7 +242,7 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
         self._count = count
         self._leases = leases
         self._recorder = recorder
-        self._limits = limits
+        self.limits = limits
         self.hosts: dict[str, H] = {}
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
@@ -366,7 +366,7 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
         if part.restarts > 1:
             await asyncio.sleep(back_off_s(part.restarts))
         part.part.clock.enter(ResourceState.STARTUP, HOST_RESTART if restart else "")
-        async with self._leases.hold(part.id, "its start", self._limits.start_s, Expiry.RESTART_PART):
+        async with self._leases.hold(part.id, "its start", self.limits.start_s, Expiry.RESTART_PART):
             part.link = part.life = await self.connect(part)
         part.resting = False
         self.started(part)
@@ -415,12 +415,12 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
         return any(other.link or not other.leaving for other in self.hosts.values() if other is not part)
 
     def check_patience(self, part: H, cause: str, failed: Exception | None, seconds: float) -> None:
-        if not isinstance(failed, NoPlace) or seconds >= self._limits.patience_s:
+        if not isinstance(failed, NoPlace) or seconds >= self.limits.patience_s:
             cause = f"{cause}, after {part.restarts - 1} restarts"
             raise PartDied(part.id, cause, remedy=f"rollart logs --role {part.id}")
 
     def give_up(self, part: H, cause: str) -> None:
-        self.emit("host_given_up", part.id, cause=cause, restarts=self._limits.max_restarts)
+        self.emit("host_given_up", part.id, cause=cause, restarts=self.limits.max_restarts)
 
     def retired(self, part: H) -> None:
         self.emit("host_retired", part.id, **self.totals(part))
@@ -439,7 +439,7 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
 
     async def _bad_health(self, host: H, link: HostClient) -> str:
         """Check the host's health periodically until it is bad; returns the cause."""
-        limit = self._limits.health_s
+        limit = self.limits.health_s
         if limit == math.inf:
             await asyncio.Event().wait()
         while True:

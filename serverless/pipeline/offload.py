@@ -84,11 +84,6 @@ class Offload:
         """The deployed functions by name, with their decorators' settings."""
         return {p.spec.name: p.spec for p in self._packages}
 
-    @property
-    def waiting(self) -> int:
-        """Items that wait for a call."""
-        return sum(queue.waiting for queue in self._queues.values())
-
     def waiting_for(self, function: str) -> int:
         """Items of one function that wait for a call."""
         return self._queue_of(function).waiting

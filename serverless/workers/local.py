@@ -21,10 +21,8 @@ from typing import Any, Literal, Self
 from serverless.deploy.package import HANDLER, Package
 from serverless.errors import BackendFailed, ExtraMissing
 from serverless.meter import MeterSink
-from serverless.providers.base import LogLine
 from serverless.sandbox import required
-from serverless.types import FaultKind, InfraFault, Invocation
-from serverless.workers import logs
+from serverless.types import FaultKind, InfraFault
 from serverless.workers.pool import Launcher, PooledBackend, Worker, WorkerFault
 from serverless.workers.processes import ForkServer, ProcessWorker
 
@@ -105,15 +103,6 @@ class LocalBackend(PooledBackend):
             partial.rename(directory)
             # Compiled ahead, not executed: otherwise each worker would compile it, which is most of a cold start.
             compileall.compile_dir(directory, quiet=2)
-
-    def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> list[LogLine]:
-        """Output of the workers, oldest first; `source` is the worker's slot."""
-        self.pool(function)
-        return logs.read(self._log_root, function, since_s=since_s, limit=limit)
-
-    def tail(self, call: Invocation) -> str:
-        """Output of one call: at most its last 4 KB."""
-        return logs.tail(self._log_root, call.function, call.worker.rpartition("/")[2], call.provider_id)
 
     async def __aenter__(self) -> Self:
         await super().__aenter__()

@@ -16,9 +16,6 @@ from collections.abc import Iterator
 from serverless.providers.base import LogLine
 from serverless.workers._worker import LOG_BYTES, end_line
 
-_TAIL_BYTES = 4096
-"""Bytes of a call's log that Lambda returns (`LogType=Tail`)."""
-
 _END = re.compile(r"END RequestId: (\S+) Time: (\S+)")
 
 
@@ -54,25 +51,6 @@ def read(directory: pathlib.Path, function: str, *, since_s: float, limit: int) 
                 dated.append(line)
     dated.sort(key=lambda line: line.t)
     return [*dated, *undated][-limit:] if limit else []
-
-
-def tail(directory: pathlib.Path, function: str, slot: str, request: str) -> str:
-    """The output of one call, at most its last 4 KB; '' if there is none, or if its log was rotated since."""
-    path = directory / function / f"{slot}.log"
-    if not path.exists():
-        return ""
-    with path.open("rb") as log:
-        log.seek(max(0, path.stat().st_size - 16 * _TAIL_BYTES))
-        text = log.read().decode(errors="replace")
-    waiting: list[str] = []
-    for line in text.splitlines(keepends=True):
-        if (ends := _END.match(line)) is None:
-            waiting.append(line)
-        elif ends[1] == request:
-            return "".join(waiting)[-_TAIL_BYTES:]
-        else:
-            waiting.clear()
-    return ""
 
 
 def _lines(path: pathlib.Path, limit: int) -> Iterator[LogLine]:

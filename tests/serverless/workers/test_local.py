@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from serverless.errors import BackendFailed, UnknownFunction
+from serverless.errors import BackendFailed
 from serverless.pipeline.offload import Offload
 from serverless.pipeline.stages import PipelineSpec, RetrySpec
 from serverless.providers.base import LogLine
 from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
 from serverless.wire import encode
+from serverless.workers import logs
 from serverless.workers.local import LocalBackend
 from tests.serverless.support import PROVIDERS, Books, alive, descendants, item, package, until
 from tests.serverless.workers.controller import kill_controller
@@ -245,33 +246,26 @@ def test_logs_are_kept_per_worker_in_a_given_directory(tmp_path: pathlib.Path) -
     assert "ValueError: no such a" in (tmp_path / "logs" / "behave" / "0.log").read_text()
 
 
+def printed(backend: LocalBackend, *, since_s: float = 3600.0, limit: int = 1000) -> list[LogLine]:
+    return logs.read(backend.root / "logs", "behave", since_s=since_s, limit=limit)
+
+
 def test_logs_say_who_printed_what_and_when(tmp_path: pathlib.Path) -> None:
     async def main() -> None:
         one = package(concurrency=1)
         async with LocalBackend(root=tmp_path) as backend:
             await backend.deploy(one)
-            calls = {}
-            for key, do in (("a", "raise"), ("quiet", "score"), ("b", "raise")):
-                reply = await backend.invoke("behave", [encode(item(key, do=do))], deadline_s=60.0)
-                assert reply.invocation is not None
-                calls[key] = reply.invocation
-            tails = {key: backend.tail(call) for key, call in calls.items()}
-            assert tails["quiet"] == ""
-            assert "no such a" in tails["a"]
-            assert "no such b" not in tails["a"]
-            assert "no such b" in tails["b"]
-            await backend.invoke("behave", [encode(item("c", do="whisper"))], deadline_s=60.0)
-            lines = backend.logs("behave")
+            for key, do in (("a", "raise"), ("quiet", "score"), ("b", "raise"), ("c", "whisper")):
+                await backend.invoke("behave", [encode(item(key, do=do))], deadline_s=60.0)
+            lines = printed(backend)
             assert [line.text for line in lines if line.text.startswith("ValueError")] == [
                 "ValueError: no such a",
                 "ValueError: no such b",
             ]
             assert all(line.t and line.source == "0" for line in lines)
             assert [line.t for line in lines] == sorted(line.t for line in lines)
-            assert [line.text for line in backend.logs("behave", limit=1)] == [lines[-1].text]
-            assert backend.logs("behave", since_s=-3600.0) == []
-            with pytest.raises(UnknownFunction):
-                backend.logs("nobody")
+            assert [line.text for line in printed(backend, limit=1)] == [lines[-1].text]
+            assert printed(backend, since_s=-3600.0) == []
 
     run(main())
 
@@ -282,7 +276,7 @@ def test_a_worker_that_died_left_its_last_words(tmp_path: pathlib.Path) -> None:
         async with LocalBackend(root=tmp_path) as backend:
             await backend.deploy(one)
             await backend.invoke("behave", [encode(item("a", do="last words"))], deadline_s=60.0)
-            return backend.logs("behave")
+            return printed(backend)
 
     assert [(line.t, line.text) for line in run(main())] == [("", "about to die")]
 
