@@ -17,7 +17,7 @@ from rollart.control.pacing import BatchPace, StartPace
 from rollart.control.publish import Publisher
 from rollart.control.rewarding import TrajectoryScorer
 from rollart.control.scheduler import Scheduler, SchedulerSettings
-from rollart.control.session import EvaluationPlan, RunSession
+from rollart.control.session import RunSession
 from rollart.control.strategy import RolloutStrategy
 from rollart.control.training import ColumnFiller, StepDone, Training, all_samples
 from rollart.control.trajectory import EnvironmentSource, FreeRunning, TrajectoryRunner, TurnBarrier, WaitLimits
@@ -34,6 +34,7 @@ from rollart.serving.gateway import Gateway
 from rollart.serving.group_colocation import GroupColocation
 from rollart.serving.kv_admission import ConcurrencySettings
 from rollart.serving.weight_updates import AllAtOnceUpdates, UpdateContext, WeightUpdates
+from rollart.settings.run import EvaluationSpec
 from rollart.supervise.engines import EnginePart, EngineSupervisor
 from rollart.supervise.nodes import NodeTracker
 from rollart.supervise.rebalance import Rebalancer, RebalanceSettings
@@ -117,7 +118,7 @@ class ControlSettings:
     updates: Callable[[int, UpdateContext], WeightUpdates] | None = None
     """Weight updates that let the versions of engines differ by the given number, if the schedule does; None: all
     engines at once."""
-    evaluation: EvaluationPlan = field(default_factory=lambda: EvaluationPlan(0))
+    evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
     router: RoutingPolicy = field(default_factory=RoutingPolicy)
     seats: Mapping[str, EnginePlacement] = field(default_factory=dict)
     """Placement of engines by id; an engine that is not named has no particular placement and every role."""

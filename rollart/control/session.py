@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from rollart.control.evaluation import Evaluation, EvaluationResult
@@ -12,17 +11,9 @@ from rollart.control.scheduler import Scheduler
 from rollart.control.training import Training
 from rollart.ports import Recovered
 from rollart.serving.gateway import Gateway
+from rollart.settings.run import EvaluationSpec
 from rollart.supervise.engines import EnginePart, EngineSupervisor
 from rollart.supervise.rebalance import Rebalancer
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluationPlan:
-    """Number of held-out episodes per domain, and whether they run before and after training."""
-
-    episodes: int
-    start: bool = True
-    end: bool = True
 
 
 class RunSession:
@@ -41,7 +32,7 @@ class RunSession:
         *,
         supervisor: EngineSupervisor | None,
         parts: Sequence[EnginePart],
-        plan: EvaluationPlan,
+        plan: EvaluationSpec,
         on_evaluation: Callable[[str, Mapping[str, EvaluationResult]], None],
         rebalancer: Rebalancer | None = None,
         beside: Mapping[str, Callable[[], Coroutine[Any, Any, None]]] | None = None,
@@ -75,12 +66,12 @@ class RunSession:
                 task.cancel()
 
     async def _body(self, step: int, steps: int, recovered: Recovered | None) -> None:
-        if self._plan.start and step == 0:
+        if "start" in self._plan.at and step == 0:
             await self._evaluate("start")
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._train(step, steps), name="training")
             tasks.create_task(self._scheduler.run(lambda: self._gateway.version, recovered), name="scheduler")
-        if self._plan.end:
+        if "end" in self._plan.at:
             await self._evaluate("end")
 
     async def _train(self, step: int, steps: int) -> None:

@@ -77,10 +77,7 @@ def rebalance_settings(resolved: Resolved) -> RebalanceSettings:
         for d in domains
     }
     return RebalanceSettings(
-        reprice_s=spec.reprice_s,
-        flows_s=spec.flows_s,
-        drift=spec.drift,
-        horizon_s=spec.horizon_s,
+        spec,
         # A move waits for at most two updates, and for a start or for the turns of a draining engine.
         move_s=2 * leases.publish_s
         + max(engine_start_limits(resolved).most_s + leases.publish_s, leases.generate_s)

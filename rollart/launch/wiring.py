@@ -22,7 +22,7 @@ from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
 from rollart.control.domain import Domain
 from rollart.control.evaluation import EvaluationResult
 from rollart.control.scheduler import SchedulerSettings
-from rollart.control.session import EvaluationPlan, RunSession
+from rollart.control.session import RunSession
 from rollart.control.training import StepDone, all_samples
 from rollart.control.trajectory import WaitLimits
 from rollart.controller_loop import ControllerLoop
@@ -422,9 +422,7 @@ def control_settings(
         publish_s=leases.publish_s,
         overlap=run.weights.overlap,
         updates=None if updates is None else functools.partial(RollingUpdater, updates),
-        evaluation=EvaluationPlan(
-            run.evaluation.episodes, start="start" in run.evaluation.at, end="end" in run.evaluation.at
-        ),
+        evaluation=run.evaluation,
         router=make_router(resolved),
         seats=engine_placements(resolved, roles),
         rebalance=rebalance_settings(resolved),

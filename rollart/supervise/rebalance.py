@@ -31,6 +31,7 @@ from rollart.ledger.events import PLAN_ADOPTED
 from rollart.policy.workload import WorkloadMeter, drift
 from rollart.ports import Fleet, Planner, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
+from rollart.settings.placement import RebalanceSpec
 from rollart.supervise.nodes import NodeTracker
 from rollart.supervise.supervisor import back_off_s, loop_time
 
@@ -133,9 +134,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class RebalanceSettings:
-    """Seconds between updates of prices (`reprice_s`) and of flows (`flows_s`; 0: never), the `drift` of the workload
-    that triggers a new plan, and the horizon over which moves must pay. The planner may take `planner_s` to answer,
-    and a single drain or start `move_s`.
+    """`spec`: the run's `placement.rebalance`. The planner may take `planner_s` to answer, and a single drain or start
+    `move_s`.
 
     `measure_s` is the window before and after a change over which its effect is measured; the second one begins
     `settle_s` after the change. Until the measurement, drift alone triggers no other change. `gone_s`: a pool without a
@@ -143,10 +143,7 @@ class RebalanceSettings:
     first measured workload.
     """
 
-    reprice_s: float = 5.0
-    flows_s: float = 30.0
-    drift: float = 0.15
-    horizon_s: float = 3600.0
+    spec: RebalanceSpec = field(default_factory=RebalanceSpec)
     measure_s: float = 300.0
     settle_s: float = 60.0
     gone_s: float = 60.0
@@ -220,8 +217,8 @@ class Rebalancer:
 
     async def run(self) -> None:
         settings = self.settings
-        period = min((s for s in (settings.reprice_s, settings.flows_s) if s > 0), default=settings.measure_s)
-        flows_due = loop_time() + settings.flows_s
+        period = min((s for s in (settings.spec.reprice_s, settings.spec.flows_s) if s > 0), default=settings.measure_s)
+        flows_due = loop_time() + settings.spec.flows_s
         self._samples.append((loop_time(), self.meter.finished))
         while True:
             with contextlib.suppress(TimeoutError):
@@ -229,7 +226,8 @@ class Rebalancer:
                     await self._woken.wait()
             now = loop_time()
             self._samples.append((now, self.meter.finished))
-            while len(self._samples) > 2 and self._samples[1][0] <= now - max(settings.measure_s, settings.flows_s):
+            kept_s = max(settings.measure_s, settings.spec.flows_s)
+            while len(self._samples) > 2 and self._samples[1][0] <= now - kept_s:
                 self._samples.popleft()
             self._measure(now)
             reason = self._reason(now)
@@ -237,11 +235,11 @@ class Rebalancer:
             if reason:
                 await self._replan(reason)
                 await self._vacate()
-            elif settings.flows_s and (now >= flows_due or self._joined()):
-                flows_due = now + settings.flows_s
+            elif settings.spec.flows_s and (now >= flows_due or self._joined()):
+                flows_due = now + settings.spec.flows_s
                 self._flowed = self._serving()
                 await self._follow("flows", self.planner.reflow(self._observed()))
-            elif settings.reprice_s:
+            elif settings.spec.reprice_s:
                 await self._follow("prices", self.planner.reprice(self._observed()))
 
     def _reason(self, now: float) -> str:
@@ -257,7 +255,7 @@ class Rebalancer:
         for domain, seen in work.items():
             self._baseline.setdefault(domain, seen)
         changed, figure = drift(self._baseline, work)
-        if changed <= self.settings.drift or self._change is not None:
+        if changed <= self.settings.spec.drift or self._change is not None:
             return ""
         return f"drift of {changed:.0%}: {figure}"
 
@@ -313,7 +311,7 @@ class Rebalancer:
         if proposal is None:
             self._event("rebalance_rejected", trigger, why="the plan that runs is the best one")
             return
-        wanted, why = worth_moving(proposal, self.settings.horizon_s)
+        wanted, why = worth_moving(proposal, self.settings.spec.horizon_s)
         if not wanted:
             self._event("rebalance_rejected", trigger, why=why, **_figures(proposal))
         elif self.fleet is None and not proposal.router_only:
@@ -433,7 +431,7 @@ class Rebalancer:
         return answer
 
     def _observed(self) -> FleetObservation:
-        window = self.settings.flows_s or self.settings.measure_s
+        window = self.settings.spec.flows_s or self.settings.measure_s
         rate = self._rate(window)
         return FleetObservation(
             work=self.meter.work(),

@@ -22,7 +22,6 @@ from placement.types import Assignment, Role
 from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, RewardTerm
 from rollart.control.control_plane import ControlSettings
 from rollart.control.domain import Domain
-from rollart.control.session import EvaluationPlan
 from rollart.errors import SpecError, UsageError
 from rollart.fleet import EngineKind, EnginePlacement
 from rollart.launch.clusters import PLACEMENT_S, elastic_nodes, elastic_planner, fit_to_devices
@@ -39,6 +38,7 @@ from rollart.report.simulation import ObservedFaults
 from rollart.settings.faults import LINK, FaultPlanSpec, FunctionTroubleSpec, matching_names
 from rollart.settings.planning import publishing_of
 from rollart.settings.resolve import NO_PREDICTION, Resolved
+from rollart.settings.run import EvaluationSpec
 from rollart.settings.variants import adapt_to_schedule
 from rollart.sim import loop as virtual
 from rollart.sim import scoring
@@ -131,7 +131,7 @@ def simulate(
     settings = replace(
         settings,
         schedule=replace(settings.schedule, rules=rules, seed=seed, steps=run.steps if steps is None else steps),
-        evaluation=EvaluationPlan(0),
+        evaluation=EvaluationSpec(),
     )
     return virtual.run(_main(resolved, directory, settings, name, seed, replay, faults, on_step, on_time), seed=fuzz)
 

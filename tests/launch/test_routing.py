@@ -260,7 +260,7 @@ class TestPlanned:
     def test_rebalancing_may_be_off(self, resolve: Resolve) -> None:
         assert placement_planner(resolve("placement.rebalance={reprice_s: 0, flows_s: 0}")) is None
         settings = rebalance_settings(resolve("placement.rebalance.drift=0.3"))
-        assert (settings.drift, settings.baseline["chat"].turns) == (0.3, 4)
+        assert (settings.spec.drift, settings.baseline["chat"].turns) == (0.3, 4)
 
 
 def test_roles_of_engines() -> None:

@@ -33,6 +33,7 @@ from rollart.policy.routing import HardwareAffinity, RoutingPolicy, prefill_rule
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.handoff import MOST_HANDED, HandoffQueue
 from rollart.serving.turns import TurnExecutor
+from rollart.settings.placement import RebalanceSpec
 from rollart.sim import loop
 from rollart.strategies.rolling_update import Delayed, Staggered, UpdatePolicy
 from rollart.supervise.rebalance import RebalanceSettings
@@ -353,7 +354,7 @@ class Restless:
 def test_a_restless_rebalancer_breaks_nothing(seed: int, deaths: bool, rule_name: str) -> None:
     world = World(prefill=1, decode=2, both=1, seed=seed, rule_name=rule_name, turns=4, steps=4)
     world.run.planner = Restless(seed)
-    world.run.rebalance = RebalanceSettings(reprice_s=0.05, flows_s=0.2, measure_s=0.1, settle_s=0.1)
+    world.run.rebalance = RebalanceSettings(RebalanceSpec(reprice_s=0.05, flows_s=0.2), measure_s=0.1, settle_s=0.1)
 
     async def nag() -> None:
         while True:

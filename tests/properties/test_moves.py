@@ -27,6 +27,7 @@ from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.model import Completion, GenerateRequest
 from rollart.policy.routing import RoutingPolicy, prefill_rule
 from rollart.serving.engine_registry import GatewayLimits
+from rollart.settings.placement import RebalanceSpec
 from rollart.sim import loop
 from rollart.supervise.rebalance import RebalanceSettings
 from rollart.testing.handoff import HandoffEngine, HandoffFabric
@@ -102,7 +103,7 @@ class World:
             journal=self.recorder,
             planner=self.planner,
             router=RoutingPolicy(rule=prefill_rule(rule_name)),
-            rebalance=RebalanceSettings(reprice_s=0.1, flows_s=0.5, measure_s=0.1, settle_s=0.1),
+            rebalance=RebalanceSettings(RebalanceSpec(reprice_s=0.1, flows_s=0.5), measure_s=0.1, settle_s=0.1),
             kinds=[EngineKind("fast", EngineRole.ENGINE, 1), EngineKind("wide", EngineRole.ENGINE, 2)],
             drain_s=drain_s,
         )

@@ -20,6 +20,7 @@ from rollart.launch.clusters import FixedCountPlanner
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import Engine
 from rollart.serving.engine_registry import GatewayLimits
+from rollart.settings.placement import RebalanceSpec
 from rollart.settings.resolve import Resolved, resolve_files
 from rollart.sim import loop
 from rollart.supervise.fleet import ReservedEngine
@@ -132,7 +133,7 @@ class World:
             recorder=self.recorder,
             journal=self.recorder,
             planner=FixedCountPlanner(resolved(), None),
-            rebalance=RebalanceSettings(reprice_s=0.0, flows_s=0.0, measure_s=5.0, settle_s=0.1),
+            rebalance=RebalanceSettings(RebalanceSpec(reprice_s=0.0, flows_s=0.0), measure_s=5.0, settle_s=0.1),
             kinds=[KIND],
             drain_s=20.0,
         )

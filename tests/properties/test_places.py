@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.control.control_plane import ControlSettings
-from rollart.control.session import EvaluationPlan
 from rollart.model import Observation, Step
 from rollart.policy.host_slots import PlacementPriority
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
+from rollart.settings.run import EvaluationSpec
 from rollart.sim import loop
 from rollart.sim.environments import ModelledHosts, SimulatedHost
 from rollart.sim.faults import FaultPlan, FaultRate, host_target
@@ -113,7 +113,7 @@ def runs(draw: st.DrawFn, *, deaths: bool) -> Small:
     run.waits = replace(run.waits, env_reset_s=STEP_S, env_step_s=STEP_S)
     run.prefetch = draw(st.sampled_from([None, *map(PrefetchSettings, (None, 1, 3, 9))]))
     run.max_attempts = 1000
-    evaluation = EvaluationPlan(draw(st.integers(0, 3)))
+    evaluation = EvaluationSpec(episodes=draw(st.integers(0, 3)))
     plain = run.settings
 
     def settings_of() -> ControlSettings:

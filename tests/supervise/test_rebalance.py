@@ -27,6 +27,7 @@ from rollart.model import EngineId, WeightsRef
 from rollart.policy.workload import MIN_FINISHED, WorkloadMeter
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.gateway import Gateway
+from rollart.settings.placement import RebalanceSpec
 from rollart.sim import loop
 from rollart.supervise.rebalance import Rebalancer, RebalanceSettings, worth_moving
 from rollart.testing.handoff import HandoffEngine, HandoffFabric
@@ -108,14 +109,15 @@ class Bench:
         for name, engine in self.engines.items():
             clock = ResourceClock(role="engine", resource=name, recorder=self.recorder, clock=now)
             self.gateway.join(engine, version=0, shares=EngineShares(clock, clock=now))
-        given = {"reprice_s": 5.0, "flows_s": 30.0, "measure_s": 60.0, "settle_s": 10.0} | settings
+        spec = RebalanceSpec(**{key: settings.pop(key) for key in RebalanceSpec.model_fields if key in settings})
+        given = {"measure_s": 60.0, "settle_s": 10.0} | settings
         self.rebalancer = Rebalancer(
             self.gateway,
             self.planner,
             self.leases,
             self.recorder,
             self.meter,
-            settings=RebalanceSettings(**given),
+            settings=RebalanceSettings(spec, **given),
             fleet=fleet,
         )
 
