@@ -1,11 +1,52 @@
-"""Property tests have no deadline: how fast this machine is at the moment is no property of the code."""
+"""Settings of Hypothesis, and the limit on the CPU time of a fast test.
+
+Property tests have no deadline: how fast this machine is at the moment is no property of the code.
+"""
 
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Generator
 
+import pytest
+from _pytest.runner import runtestprotocol
 from hypothesis import settings
 
 settings.register_profile("any speed", deadline=None)
 if not os.environ.get("CI"):  # with it, Hypothesis has a profile of its own: no deadline, the same examples every time
     settings.load_profile("any speed")
+
+MAX_CPU_S = 0.5
+"""CPU-seconds of this process that the body of a test without the mark `slow` may take."""
+
+CPU_S = pytest.StashKey[float]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, object]:
+    began = time.process_time()
+    try:
+        return (yield)
+    finally:
+        pyfuncitem.stash[CPU_S] = time.process_time() - began
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """Run a test that exceeds the limit again, with its imports and caches warm; fail it if it exceeds the limit twice."""
+    if not isinstance(item, pytest.Function) or item.get_closest_marker("slow") is not None:
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    if item.stash.get(CPU_S, 0.0) > MAX_CPU_S and all(report.passed for report in reports):
+        item._initrequest()
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        if (seconds := item.stash[CPU_S]) > MAX_CPU_S:
+            report = next(report for report in reports if report.when == "call")
+            report.outcome = "failed"
+            report.longrepr = f"took {seconds:.2f} CPU-seconds, twice above {MAX_CPU_S}: make it faster or mark it slow"
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True

@@ -53,6 +53,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(plain)
 def test_plain_values_arrive_as_they_were(value: Any) -> None:
     """Through JSON, types included."""

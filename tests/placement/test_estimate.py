@@ -79,6 +79,7 @@ def test_quantiles_lie_within_what_was_seen_and_in_order(stream: list[ObservedTr
             assert min(seen) * (1 - 1e-9) <= quantity.mean <= max(seen) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @given(streams)
 def test_shares_of_the_mix_add_up_and_the_same_stream_gives_the_same(stream: list[ObservedTrajectory]) -> None:
     profiles = estimate_profiles(stream)

@@ -66,6 +66,7 @@ def sustained(asked: Problem, found: Placement) -> float:
     return min(h.rate for h in domain_windows(found, asked, asked.window))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("domains", [(LONG,), (LONG, AGENT)])
 def test_no_size_of_the_trainer_given_beforehand_does_better(domains: tuple[DomainProfile, ...]) -> None:
     asked = problem(domains=domains)
@@ -117,6 +118,7 @@ def test_engines_beside_the_trainer_where_weights_have_a_long_way() -> None:
     assert close.rate > far.rate
 
 
+@pytest.mark.slow
 def test_the_least_cost_of_a_rate_within_the_window_and_why_not_beyond() -> None:
     most = plan(problem())
     asked = problem(objective=Objective.MIN_COST, rate=0.7 * most.rate)
@@ -128,6 +130,7 @@ def test_the_least_cost_of_a_rate_within_the_window_and_why_not_beyond() -> None
     assert "the window: 128 places for long" in refused.message
 
 
+@pytest.mark.slow
 def test_rate_per_dollar_is_within_the_window_too() -> None:
     asked = problem(objective=Objective.MAX_THROUGHPUT_PER_DOLLAR)
     found = plan(asked)
@@ -185,6 +188,7 @@ def test_no_plan_is_missed_that_a_given_size_of_the_trainer_finds(seed: int, sha
     as_good_as_tried(small(seed), share)
 
 
+@pytest.mark.slow
 @settings(max_examples=4)
 @given(st.integers(0, 10**6))
 def test_a_simpler_plan_is_never_better(seed: int) -> None:

@@ -93,6 +93,7 @@ def asked(world: SimulatedRun, column: SampleColumn) -> list[tuple[str, ...]]:
     return [ids for name, ids in world.trainer.asked if name == column]
 
 
+@pytest.mark.slow
 @settings(max_examples=600, deadline=None)
 @given(worlds(), st.integers(0, 2**32))
 def test_every_row_is_filled_once_per_task_and_trained_with_all_of_them(world: SimulatedRun, fuzz: int) -> None:

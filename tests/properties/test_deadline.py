@@ -72,7 +72,7 @@ def watch(world: SimulatedRun, *, done: int, journal: MemoryRecorder) -> None:
     world.journal = world.recorder = watched
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=21, deadline=None)
 @given(late(), st.integers(0, 2**32))
 def test_no_group_starts_that_no_batch_can_take(world: SimulatedRun, fuzz: int) -> None:
     watch(world, done=0, journal=MemoryRecorder())

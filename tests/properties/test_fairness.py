@@ -100,6 +100,7 @@ def fair(world: SimulatedRun, batches: Any) -> None:
                 assert abs(served[d.domain] - shares[d.domain] * units * number) <= bound
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(worlds(), st.integers(0, 2**32))
 def test_shares_hold_at_every_step_and_nothing_wedges(world: SimulatedRun, fuzz: int) -> None:
@@ -138,6 +139,7 @@ def trained(world: SimulatedRun) -> set[str]:
     return {i for i, end in world.journal.gone.items() if end == "trained"}
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(worlds(), st.integers(0, 2**32), st.integers(5, 120))
 def test_a_resume_knows_what_is_owed(world: SimulatedRun, fuzz: int, left: int) -> None:

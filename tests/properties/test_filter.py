@@ -91,6 +91,7 @@ def first(group: BaseExceptionGroup[BaseException]) -> RunFailed:
     return error
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.booleans().flatmap(lambda tail: worlds(tail=tail)), st.integers(0, 2**32))
 def test_every_prompt_is_trained_filtered_or_dropped_and_nothing_wedges(world: SimulatedRun, fuzz: int) -> None:
@@ -156,6 +157,7 @@ def died(world: SimulatedRun, main: Coroutine[Any, Any, None], fuzz: int, left: 
     return journal
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.booleans().flatmap(lambda tail: worlds(tail=tail, keep=True)), st.integers(0, 2**32), st.integers(0, 200))
 def test_a_resume_trains_no_filtered_group_and_doubles_none(world: SimulatedRun, fuzz: int, left: int) -> None:

@@ -200,6 +200,7 @@ def test_nothing_is_lost_mixed_or_generated_twice_whatever_fails(
     world.check()
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     prefill=st.integers(1, 2),
@@ -349,6 +350,7 @@ class Restless:
         assert proposal.router_only
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10_000), deaths=st.booleans(), rule_name=st.sampled_from(["remote", "priced"]))
 def test_a_restless_rebalancer_breaks_nothing(seed: int, deaths: bool, rule_name: str) -> None:

@@ -86,7 +86,7 @@ def watch_outstanding(world: World) -> list[tuple[int, int]]:
     return seen
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(worlds(), st.integers(0, 2**32))
 def test_invariants_hold_under_any_interleaving(world: World, fuzz: int) -> None:
     seen = watch_outstanding(world)
@@ -164,6 +164,7 @@ def test_same_seed_same_run(world: World, fuzz: int) -> None:
     assert world.recorder.charges == twin.recorder.charges
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(worlds(), st.integers(0, 2**32), st.integers(1, 4))
 def test_resume_trains_every_sample_once_and_continues(world: World, fuzz: int, stop_after: int) -> None:

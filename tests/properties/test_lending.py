@@ -183,6 +183,7 @@ def test_what_is_taken_back_while_its_turns_leave_loses_none_of_them(asked: bool
     assert all(i.seconds <= 1.0 for i in world.recorder.intervals if i.cause == "lent"), "the setup, no more"
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     st.integers(0, 10_000),

@@ -184,6 +184,7 @@ class World:
         assert not set(drained) & set(members)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(
     seed=st.integers(0, 100_000),

@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -202,6 +203,7 @@ class World:
             assert event.kind != "engine_drained" or serving >= 1, "the last one was drained"
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(seed=st.integers(0, 100_000), settle_s=st.sampled_from([0.1, 2.0]))
 def test_nodes_come_and_go_and_nothing_is_lost(seed: int, settle_s: float) -> None:

@@ -86,7 +86,7 @@ def sound(world: World, last: int) -> None:
     assert all(len(tries) == 1 for tries in by_version.values()) or world.trainer.streams, "the same batch again"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=28, deadline=None)
 @given(overlapping(), st.integers(0, 2**32))
 def test_invariants_hold_with_a_version_on_its_way(world: World, fuzz: int) -> None:
     seen = watch_outstanding(world)
@@ -111,6 +111,7 @@ def test_invariants_hold_with_a_version_on_its_way(world: World, fuzz: int) -> N
     assert not world.leases.book.open
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(overlapping(), st.integers(0, 2**32), st.floats(0.0, 60.0))
 def test_a_controller_killed_at_any_moment_resumes(world: World, fuzz: int, moment: float) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -149,6 +150,7 @@ def over(small: Small) -> None:
     assert len(samples) == len(set(samples)), "none is trained twice"
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(runs(deaths=False), st.integers(0, 2**32))
 def test_waiting_for_a_place_is_nobodys_fault_and_ends(small: Small, fuzz: int) -> None:
@@ -158,6 +160,7 @@ def test_waiting_for_a_place_is_nobodys_fault_and_ends(small: Small, fuzz: int) 
     assert faults == []
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(runs(deaths=True), st.integers(0, 2**32))
 def test_hosts_that_die_take_their_episodes_and_leak_no_place(small: Small, fuzz: int) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -113,6 +114,7 @@ def watched(world: SimulatedRun) -> list[tuple[int, int]]:
     return seen
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None)
 @given(worlds(), st.one_of(st.none(), st.integers(0, 9)), st.integers(0, 2**32))
 def test_no_more_than_asked_for_and_each_is_closed_and_of_its_seed(
@@ -138,7 +140,7 @@ def test_no_more_than_asked_for_and_each_is_closed_and_of_its_seed(
             assert shown == f"seed {training_seed(0, domain, int(index))}", "the seed of its own prompt"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(worlds(LOCKED, faults=False), st.integers(1, 20))
 def test_the_same_is_trained_with_and_without(world: SimulatedRun, ahead: int) -> None:
     world.waits = replace(world.waits, env_reset_s=1e6)

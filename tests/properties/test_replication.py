@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Coroutine
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -107,6 +108,7 @@ def ended(world: SimulatedRun) -> None:
     assert all(m.awaited == 0 and m.kv.taken == len(m.kv) for m in turns.registry.members.values())
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(worlds(), st.integers(0, 2**32))
 def test_every_group_lives_on_one_engine_and_gives_its_seats_back(world: SimulatedRun, fuzz: int) -> None:
@@ -117,7 +119,7 @@ def test_every_group_lives_on_one_engine_and_gives_its_seats_back(world: Simulat
     assert all(len(engines) == 1 for engines in seen.values())
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(worlds(faults=True), st.integers(0, 2**32), st.lists(st.floats(0.1, 20.0), min_size=1, max_size=3))
 def test_engines_that_die_wedge_no_group(world: SimulatedRun, fuzz: int, deaths: list[float]) -> None:
     """One comes back after three seconds; all may be away at once, or have different weights."""
@@ -142,7 +144,7 @@ def test_engines_that_die_wedge_no_group(world: SimulatedRun, fuzz: int, deaths:
     ended(world)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=33, deadline=None)
 @given(worlds(), st.integers(0, 2**32), st.integers(0, 60))
 def test_a_resume_holds_what_is_left_of_a_group_together(world: SimulatedRun, fuzz: int, left: int) -> None:
     """The members that a crashed run still owes take seats for themselves alone."""
@@ -221,6 +223,7 @@ def rollout_s(*, colocation: bool, seed: int) -> tuple[float, int]:
     return loop.run(run()), most
 
 
+@pytest.mark.slow
 def test_replication_shortens_a_rollout_with_a_heavy_tail() -> None:
     """A seat whose response has ended takes the next one, instead of waiting for the longest of its group."""
     apart, whole = ([rollout_s(colocation=t, seed=n) for n in range(5)] for t in (False, True))

@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -155,6 +156,7 @@ def test_what_was_drained_comes_back_where_the_new_size_does_not_start() -> None
     assert len(events(recorder, "rebalance_failed")) == 1, "that size is not tried again"
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     st.integers(0, 100_000),

@@ -115,6 +115,7 @@ def check(world: SimulatedRun) -> Counter[str]:
     return trained
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(worlds(), st.integers(0, 2**32))
 def test_invariants_hold_with_redundant_environments(world: SimulatedRun, fuzz: int) -> None:
@@ -125,7 +126,7 @@ def test_invariants_hold_with_redundant_environments(world: SimulatedRun, fuzz: 
     assert all(live <= most for _, _, live, most in seen), "I4: and the extra members of running groups"
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=24, deadline=None)
 @given(worlds(tail=True), st.integers(0, 2**32))
 def test_tail_batching_trains_every_prompt_once_and_loses_none(world: SimulatedRun, fuzz: int) -> None:
     """An epoch is as many prompts as the run trains: all of them are drawn, and each is trained once, whenever."""
@@ -169,6 +170,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(st.booleans().flatmap(lambda tail: worlds(tail=tail)), st.integers(0, 2**32), st.integers(1, 5))
 def test_a_resume_loses_no_prompt_and_trains_none_twice(world: SimulatedRun, fuzz: int, stop_after: int) -> None:

@@ -102,6 +102,7 @@ def read(spelling: str, text: str, cuts: Sequence[int]) -> tuple[list[OutputEven
     return said + reader.feed(text[at:]) + reader.end(), reader
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(text=answers(), cuts=st.lists(st.integers(1, 9), max_size=60), spelling=st.sampled_from(["hermes", "json"]))
 @example(text='<tool_call>{"name":"f","arguments":{"a":"</tool_call>"}}</tool_call>', cuts=[1] * 60, spelling="hermes")
@@ -220,6 +221,7 @@ def test_a_call_that_breaks_off_keeps_what_was_given_out(said: str, content: str
     assert PARSERS["hermes"](text) == (text, ()), "it is captured as the text that it is"
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(text=written())
 def test_a_scan_is_what_a_parser_says(text: str) -> None:

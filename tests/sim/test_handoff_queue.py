@@ -26,6 +26,7 @@ def specs(tmp_path: Path) -> tuple[Path, Path]:
     return run, cluster
 
 
+@pytest.mark.slow
 def test_contexts_wait_for_slots_no_more_than_the_depth_and_the_run_is_as_fast(
     specs: tuple[Path, Path], tmp_path: Path
 ) -> None:

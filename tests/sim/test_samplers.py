@@ -17,6 +17,7 @@ def test_a_deadline_trains_what_is_there(made: Make, tmp_path: Path) -> None:  #
     assert min(s.trajectories for s in done.steps) < 16
 
 
+@pytest.mark.slow
 def test_a_token_budget_evens_steps_out(made: Make, tmp_path: Path) -> None:  # noqa: F811
     def spread(name: str, *overrides: str) -> float:
         seconds = [s.train_s for s in simulate(made(*overrides), tmp_path / name, steps=4).steps]
@@ -26,6 +27,7 @@ def test_a_token_budget_evens_steps_out(made: Make, tmp_path: Path) -> None:  # 
     assert cut - 1 < 0.5 * (whole - 1), "what remains is attention, which grows with lengths"
 
 
+@pytest.mark.slow
 def test_references_hide_behind_the_rollout(made: Make, tmp_path: Path) -> None:  # noqa: F811
     """Modelled: a third of a training pass, in the step or before it, on the same devices."""
 

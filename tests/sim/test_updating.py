@@ -21,6 +21,7 @@ def updates(directory: Path) -> list[tuple[int, str]]:
     return [(int(e.fields["version"] or 0), str(e.fields["reason"])) for e in events]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["delayed", "staggered"])
 @pytest.mark.parametrize("schedule", ["rollart", "areal", "roll_flash"])
 def test_engines_follow_one_by_one(made: Make, tmp_path: Path, update: str, schedule: str) -> None:  # noqa: F811
@@ -35,6 +36,7 @@ def test_engines_follow_one_by_one(made: Make, tmp_path: Path, update: str, sche
         assert {why for _, why in followed} <= {"idle", "waited", "alpha", "new_version"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", ["delayed", "staggered"])
 def test_where_kv_memory_bounds_what_engines_take_in(made: Make, tmp_path: Path, update: str) -> None:  # noqa: F811
     resolved: Resolved = made(*BASE, f"weights.update={update}", "rollout.concurrency.mode=on")
@@ -49,6 +51,7 @@ def test_the_same_trace_for_the_same_seed(made: Make, tmp_path: Path) -> None:  
     assert one.trace == same.trace
 
 
+@pytest.mark.slow
 def test_a_store_of_the_spec_is_the_simulated_ones_too(made: Make, tmp_path: Path) -> None:  # noqa: F811
     """Buckets of 16 MB, as many in flight as the rule allows; the same bytes to every engine."""
     given = [f"weights.store.{one}" for one in ("kind=files", "url=there", "bucket_mb=16")]
@@ -64,6 +67,7 @@ def test_a_schedule_of_whole_batches_updates_all_at_once(made: Make, tmp_path: P
         assert collect(reader, "run").facts.trained_samples == 32
 
 
+@pytest.mark.slow
 def test_fewer_bytes_are_pulled_where_versions_are_close(made: Make, tmp_path: Path) -> None:  # noqa: F811
     def pulled(name: str, *overrides: str) -> float:
         done = simulate(made("staleness=3", *overrides), tmp_path / name, steps=8)

@@ -140,6 +140,7 @@ def fair(draw: st.DrawFn) -> FairBatches:
     return FairBatches(draw(domains()), draw(st.integers(1, 12)), draw(st.integers(0, 4)))
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(fair(), st.data())
 def test_batches_of_what_is_ready_follow_the_weights_within_floors_and_caps(plan: FairBatches, data: Any) -> None:
@@ -163,6 +164,7 @@ def test_batches_of_what_is_ready_follow_the_weights_within_floors_and_caps(plan
             ready[d.domain] -= counts[d.domain]
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(fair(), st.data())
 def test_a_batch_that_grows_is_one_that_could_have_been_chosen(plan: FairBatches, data: Any) -> None:
@@ -185,6 +187,7 @@ def test_a_batch_that_grows_is_one_that_could_have_been_chosen(plan: FairBatches
         plan.take(taken)
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(fair(), st.integers(1, 4), st.integers(1, 12), st.data())
 def test_admission_never_wedges_and_never_exceeds_the_window(

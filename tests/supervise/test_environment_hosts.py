@@ -551,6 +551,7 @@ def test_a_host_that_never_says_which_images_it_has_is_waited_for_under_a_lease(
     play(main)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32), st.integers(1, 4))
 def test_places_are_conserved_whatever_dies(seed: int, count: int) -> None:
     """Loads are the episodes that are open, none is above its bound, and in the end nothing is held."""

@@ -221,6 +221,7 @@ def test_a_host_retires_with_its_last_call_and_new_ones_come() -> None:
     play(main)
 
 
+@pytest.mark.slow
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from(["die", "hang", "call", "answer", "resize"]), st.integers(0, 4)), max_size=20

@@ -225,6 +225,7 @@ def test_the_table_is_a_mean_over_seeds() -> None:
     assert rows["answers lost with engines"] == 2
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(RUN)
     (tmp_path / "c.yaml").write_text(CLUSTER)

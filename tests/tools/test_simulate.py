@@ -79,6 +79,7 @@ def made(specs: tuple[Path, Path]) -> Make:
     return made
 
 
+@pytest.mark.slow
 def test_same_spec_and_seed_same_trace(made: Make, tmp_path: Path) -> None:
     one, same, other = (simulate(made(), tmp_path / str(n), seed=seed, steps=2) for n, seed in enumerate((1, 1, 2)))
     assert one.trace == same.trace != other.trace
@@ -102,6 +103,7 @@ def test_every_dollar_is_of_one_role_and_all_devices_are_billed(made: Make, tmp_
     assert {call.provider for call in rows.invocations} == {"local"}, "calls are priced as those of a real run"
 
 
+@pytest.mark.slow
 def test_calls_are_charged_at_the_provider_that_the_cluster_names(made: Make, tmp_path: Path) -> None:
     simulate(made("cluster.functions.price=aws_lambda"), tmp_path, steps=1)
     with LedgerReader(tmp_path) as reader:
@@ -172,6 +174,7 @@ def test_a_cluster_of_unknown_speed_is_refused(tmp_path: Path) -> None:
         simulate(forecast(read_specs()), tmp_path / "run", steps=1)
 
 
+@pytest.mark.slow
 def test_the_command(specs: tuple[Path, Path], tmp_path: Path) -> None:
     done = CliRunner().invoke(
         cli,
@@ -202,6 +205,7 @@ def test_the_command(specs: tuple[Path, Path], tmp_path: Path) -> None:
     assert "per trained trajectory" in report.output
 
 
+@pytest.mark.slow
 def test_steps_that_are_asked_for_are_simulated(specs: tuple[Path, Path]) -> None:
     done = CliRunner().invoke(cli, ["simulate", str(specs[0]), "--cluster", str(specs[1]), "--workers", "1", "steps=1"])
     assert done.exit_code == 0, done.output
@@ -234,6 +238,7 @@ def test_the_recommended_staleness_follows_from_the_tail_and_not_from_the_specs_
     assert recommended_staleness(made("schedule=sync")) is None
 
 
+@pytest.mark.slow
 def test_a_plan_for_batches_that_wait_leaves_long_groups_their_time(made: Make) -> None:
     (waits,) = fresh_group_shares(made("schedule=paced", "staleness=0", TAIL))
     (aborts,) = fresh_group_shares(made("schedule=rollart", "staleness=0", TAIL))
@@ -241,6 +246,7 @@ def test_a_plan_for_batches_that_wait_leaves_long_groups_their_time(made: Make) 
     assert fresh_group_shares(made("schedule=sync")) == ()
 
 
+@pytest.mark.slow
 def test_a_token_budget_is_one_of_tokens(made: Make, tmp_path: Path) -> None:
     """A batch of 20,000 tokens in 160 pieces is cut by a budget in tokens."""
     whole = simulate(made(), tmp_path / "whole", steps=3)
@@ -252,6 +258,7 @@ def test_a_token_budget_is_one_of_tokens(made: Make, tmp_path: Path) -> None:
 FILTER = "rollout.filter.zero_variance=true"
 
 
+@pytest.mark.slow
 def test_groups_of_like_rewards_are_filtered_and_charged_apart(made: Make, tmp_path: Path) -> None:
     """With a mean pass rate of one half and different prompts, most groups of 4 are all right or all wrong."""
     resolved = made(FILTER, "rollout.filter.max_additional_running_prompts=4", "domains.chat.profile.solved=0.5")
@@ -266,11 +273,13 @@ def test_groups_of_like_rewards_are_filtered_and_charged_apart(made: Make, tmp_p
     assert {e.subject for e in rows.events_of("filtered_against_kept")} >= {"tokens", "difficulty", "reward"}
 
 
+@pytest.mark.slow
 def test_a_simulation_in_which_all_earn_the_same_says_so(made: Make, tmp_path: Path) -> None:
     with pytest.raises(RunFailed, match="all 40 groups of domain chat since its last step"):
         simulate_all([SimulationTask(made(FILTER), "rollart", 0, steps=2, keep=tmp_path / "run")], workers=1)
 
 
+@pytest.mark.slow
 def test_a_push_beside_the_next_step_shortens_what_training_and_push_bind(made: Make, tmp_path: Path) -> None:
     """A slow trainer and a slow push: in sequence both make up the step, concurrently only the longer one."""
     base = ("placement.train.seconds_per_step=6.0", "staleness=3")
@@ -282,6 +291,7 @@ def test_a_push_beside_the_next_step_shortens_what_training_and_push_bind(made: 
     assert max(beside.lags) <= 3
 
 
+@pytest.mark.slow
 def test_shares_of_domains_and_their_drift_are_reported(specs: tuple[Path, Path], tmp_path: Path) -> None:
     head, _, entry = RUN.partition("  - name: chat")
     slow = entry.replace("wait_s: 1.0", "wait_s: 20.0").replace("    group_size", "    weight: 2\n    group_size", 1)

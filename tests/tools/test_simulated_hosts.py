@@ -33,6 +33,7 @@ def on_cores(tmp_path_factory: pytest.TempPathFactory) -> Resolved:
     return replace(found, plan=plan)
 
 
+@pytest.mark.slow
 def test_hosts_follow_machines_through_a_run(on_cores: Resolved, tmp_path: Path) -> None:
     late = {"parts": ["machine-cores-2"], "at_s": 0, "seconds": 10}
     dies = {"parts": ["machine-cores-1"], "at_s": 25}

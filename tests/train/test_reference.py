@@ -56,6 +56,7 @@ def filled(of: Learner, samples: list[TrainSample], *, reference: bool, advantag
     return out
 
 
+@pytest.mark.slow
 @COLUMNS
 @given(
     seed=st.integers(0, 10_000),

@@ -211,6 +211,7 @@ def test_a_refused_call_waits_as_long_as_it_is_told_and_the_others_go_on(reason:
     assert refused <= 40
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     capacity=st.integers(1, 40),
