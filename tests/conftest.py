@@ -34,7 +34,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, object, o
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
-    """Run a test that exceeds the limit again, with its imports and caches warm; fail it if it exceeds the limit twice."""
+    """Run a test that exceeds the limit again, with its imports and caches warm. Fail it if it exceeds it twice."""
     if not isinstance(item, pytest.Function) or item.get_closest_marker("slow") is not None:
         return None
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)

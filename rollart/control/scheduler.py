@@ -326,11 +326,11 @@ class Scheduler:
         self._recorder = recorder
         self._rules = settings.rules
         self._bound = settings.rules.bound
-        self._admitting = admission(
+        self.admission = admission(
             domains, settings.rules, recorder, seed=settings.seed, steps=settings.steps, strategies=strategies
         )
-        self._admitting.short = buffer.short
-        self._slots = self._admitting.slots
+        self.admission.short = buffer.short
+        self._slots = self.admission.slots
         # Rewards that are a separate stage wait until every trajectory of the batch has ended.
         stage = TurnBarrier() if self._rules.rewarding is RewardStage.INLINE else FreeRunning()
         self.groups = GroupTable(
@@ -371,7 +371,7 @@ class Scheduler:
                 await self._readmit(tasks, recovered, version())
             while not self._attempts.closed:
                 await self._write_drops()
-                fresh = self._admitting.reserve()
+                fresh = self.admission.reserve()
                 if fresh:
                     # Concurrently: one transaction of the journal, not one per group.
                     await asyncio.gather(
@@ -381,7 +381,7 @@ class Scheduler:
                 elif not self._attempts.closed and not self._drops:
                     # There is no await since the checks: neither a close nor a drop can come between.
                     for strategy in self._strategies:
-                        strategy.look_ahead(tasks, self._admitting.remaining({}), self._admitting.next)
+                        strategy.look_ahead(tasks, self.admission.remaining({}), self.admission.next)
                     self._freed.clear()
                     await self._freed.wait()
             self._end_surplus()  # after a resume without a step left, `close` preceded its groups
@@ -406,7 +406,7 @@ class Scheduler:
     def published(self, version: int, consumed: Sequence[Group]) -> None:
         """A version was published: free the slots of the consumed groups, and abort stale trajectories."""
         for group in consumed:
-            self._admitting.consumed[group.domain] += len(group.samples)
+            self.admission.consumed[group.domain] += len(group.samples)
             self._slots.release(group.id)
         self.groups.published(version, self._rules.judged)
         self._evict(version)
@@ -451,7 +451,7 @@ class Scheduler:
     @property
     def round(self) -> str:
         """The kind of the current round of tail batching; '' without tail batching."""
-        return self._admitting.round
+        return self.admission.round
 
     def _evict(self, version: int) -> None:
         if not self._rules.drops_stale:
@@ -483,11 +483,11 @@ class Scheduler:
 
     async def _readmit(self, tasks: asyncio.TaskGroup, recovered: Recovered, version: int) -> None:
         """Continue a crashed run: complete groups go to the buffer, incomplete ones run their missing members."""
-        self._admitting.drawn.update({k: v for k, v in recovered.seeds_drawn.items() if k in self._domains})
+        self.admission.drawn.update({k: v for k, v in recovered.seeds_drawn.items() if k in self._domains})
         for strategy in self._strategies:
             strategy.resume(recovered)
         for name, domain in self._domains.items():
-            self._admitting.consumed[name] = recovered.step * domain.quota
+            self.admission.consumed[name] = recovered.step * domain.quota
         pending = []
         for group_id, counted, seed in recovered.pending:
             name = counted.removesuffix(RELAUNCH_MARK)
@@ -497,7 +497,7 @@ class Scheduler:
                     remedy="resume without renaming or removing domains",
                 )
             pending.append(PendingPrompt.of(group_id, self._domains[name], seed))
-        launches, replaced = self._admitting.readmit(pending, recovered.samples)
+        launches, replaced = self.admission.readmit(pending, recovered.samples)
         self._drops += [(g, str(AbortReason.DEFERRED)) for g in replaced]
         self._open(tasks, launches, version)
 
@@ -515,15 +515,15 @@ class Scheduler:
             strategy.completed(run)
         if not all(strategy.accepts(run) for strategy in self._strategies):
             self._release(run.id, AbortReason.FILTERED)
-            self._defer(self._admitting.dropped(run))
+            self._defer(self.admission.dropped(run))
             self._attempts.quiet.set()
             return
         self.buffer.add(run.whole())
         self._slots.complete(run.id)
         for strategy in self._strategies:
             strategy.kept(run)
-        self._defer(self._admitting.completed(run))
-        if full := self._admitting.full(run.domain):
+        self._defer(self.admission.completed(run))
+        if full := self.admission.full(run.domain):
             for domain in full:
                 for group_id in self._slots.incomplete(domain.name):
                     self._surplus(GroupId(group_id), domain)
@@ -548,7 +548,7 @@ class Scheduler:
             if (run := self.groups.get(old)) is not None:
                 self.groups.dismiss(run, AbortReason.DEFERRED)
             if old not in self._slots.held:  # a replacement of a dropped prompt that has not begun
-                self._admitting.withdraw(prompt)
+                self.admission.withdraw(prompt)
                 self._again.append((old, prompt.journal_domain, prompt.seed))
                 self._slots.admit(old, prompt.domain.name, prompt.domain.group_size)
             prompt.launch += 1
@@ -558,7 +558,7 @@ class Scheduler:
 
     def _dropped(self, run: GroupRun, reason: AbortReason, detail: str) -> None:
         self._drop_event(run.id, run.domain, reason, detail)
-        self._defer(self._admitting.dropped(run))
+        self._defer(self.admission.dropped(run))
 
     def _drop_event(self, group_id: GroupId, domain: Domain, reason: AbortReason, detail: str) -> None:
         self._release(group_id, reason)

@@ -98,7 +98,7 @@ class PlacementPlanner:
         self._problem = replace(problem, fixed=None)
         self._found = found
         self._settings = settings
-        self._routes = routes_of(problem, found)
+        self.routes = routes_of(problem, found)
         self._proposed: tuple[Proposal, Placement, Routes] | None = None
         """The last result of `replan`, until it is adopted."""
         self._computing: asyncio.Future[Any] | None = None
@@ -107,12 +107,12 @@ class PlacementPlanner:
         """The current flows and dual prices, always at the planned batches. A turn's share of a step falls with the
         batch: at measured batches the fullest engines would look cheapest, and every trajectory would follow the others
         into one pool. The difference from the plan is each engine's backlog, which the router adds itself."""
-        return self._routes
+        return self.routes
 
     def adopt(self, proposal: Proposal) -> None:
         """Make the proposed plan the current one, for prices, flows and the next comparison."""
         if self._proposed is not None and self._proposed[0] is proposal:
-            _, self._found, self._routes = self._proposed
+            _, self._found, self.routes = self._proposed
         self._proposed = None
 
     async def reflow(self, observed: FleetObservation) -> Routes:
@@ -121,8 +121,8 @@ class PlacementPlanner:
         placement = await self._in_thread(_solve, problem)
         if isinstance(placement, Infeasible):
             raise RunFailed(f"no flows for the engines that serve: {placement.message}")
-        self._found, self._routes = placement, routes_of(problem, placement)
-        return self._routes
+        self._found, self.routes = placement, routes_of(problem, placement)
+        return self.routes
 
     async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
         self._proposed = await self._in_thread(self._replan, observed)

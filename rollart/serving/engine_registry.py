@@ -160,12 +160,12 @@ class KvResidency:
     sessions with a request in flight alone exceed it.
     """
 
-    __slots__ = ("_busy", "_fresh", "_idle", "_kept", "_wanted", "capacity", "evicted", "most", "reserved", "total")
+    __slots__ = ("_fresh", "_idle", "_kept", "busy", "capacity", "evicted", "most", "reserved", "total", "wanted")
 
     def __init__(self) -> None:
         self._idle: OrderedDict[str, int] = OrderedDict()
-        self._busy: dict[str, int] = {}
-        self._wanted: dict[str, int] = {}
+        self.busy: dict[str, int] = {}
+        self.wanted: dict[str, int] = {}
         self._fresh: set[str] = set()
         """Sessions that were admitted and have sent no request yet."""
         self._kept: dict[str, tuple[int, int]] = {}
@@ -178,10 +178,10 @@ class KvResidency:
         """Sessions that lost their KV to others."""
 
     def __len__(self) -> int:
-        return len(self._idle) + len(self._busy)
+        return len(self._idle) + len(self.busy)
 
     def __contains__(self, session: str) -> bool:
-        return session in self._idle or session in self._busy
+        return session in self._idle or session in self.busy
 
     @property
     def taken(self) -> int:
@@ -191,7 +191,7 @@ class KvResidency:
     @property
     def quiet(self) -> bool:
         """True if no request is in flight and none is about to start."""
-        return not self._busy and not self._fresh
+        return not self.busy and not self._fresh
 
     def set_capacity(self, capacity: float, most: float = math.inf) -> None:
         """Set the capacity."""
@@ -201,7 +201,7 @@ class KvResidency:
     def held(self, session: str) -> int:
         """Tokens of the session's KV on this engine."""
         found = self._idle.get(session)
-        return self._busy.get(session, 0) if found is None else found
+        return self.busy.get(session, 0) if found is None else found
 
     def fill(self) -> float:
         """Reserved share of the memory; 0 while the capacity is unknown."""
@@ -224,7 +224,7 @@ class KvResidency:
     def admit(self, session: str, wanted: int) -> None:
         """Assign the session to this engine with an expected size of `wanted` tokens; it has no KV yet."""
         self.drop(session)
-        self._wanted[session] = wanted
+        self.wanted[session] = wanted
         self.reserved += wanted
         self._idle[session] = 0
         self._fresh.add(session)
@@ -233,14 +233,14 @@ class KvResidency:
         """A request starts that will hold `tokens` tokens; idle sessions make room."""
         before = self._out(session)
         self._fresh.discard(session)
-        self._busy[session] = tokens
+        self.busy[session] = tokens
         self._in(session, before, tokens)
         self._shrink()
 
     def end(self, session: str, tokens: int) -> None:
         """The request is over: its KV stays, as the most recently used. No effect if the session is no longer on this
         engine."""
-        if session not in self._busy:
+        if session not in self.busy:
             return
         before = self._out(session)
         self._idle[session] = tokens
@@ -254,22 +254,22 @@ class KvResidency:
         tokens = self._out(session)
         self._fresh.discard(session)
         self.total -= tokens
-        self.reserved -= max(tokens, self._wanted.pop(session, 0))
+        self.reserved -= max(tokens, self.wanted.pop(session, 0))
 
     def clear(self) -> None:
         self._idle.clear()
-        self._busy.clear()
-        self._wanted.clear()
+        self.busy.clear()
+        self.wanted.clear()
         self._fresh.clear()
         self._kept.clear()
         self.total = self.reserved = 0
 
     def _out(self, session: str) -> int:
         found = self._idle.pop(session, None)
-        return self._busy.pop(session, 0) if found is None else found
+        return self.busy.pop(session, 0) if found is None else found
 
     def _in(self, session: str, before: int, tokens: int) -> None:
-        wanted = self._wanted.get(session, 0)
+        wanted = self.wanted.get(session, 0)
         self.total += tokens - before
         self.reserved += max(tokens, wanted) - max(before, wanted)
 

@@ -69,7 +69,7 @@ class Gateway:
             self.registry,
             router or RoutingPolicy(),
             version,
-            self._doubt,
+            self.doubt,
             self._event,
             concurrency,
             colocation,
@@ -326,7 +326,7 @@ class Gateway:
         """Returns when every engine that serves has the current version."""
         await self.updates.settle()
 
-    def _doubt(self, member: RegisteredEngine, error: EngineError | LeaseExpired) -> None:
+    def doubt(self, member: RegisteredEngine, error: EngineError | LeaseExpired) -> None:
         """Suspect an engine after a failed turn. A broken connection removes the engine at once. After a slow turn the
         engine's health is checked first, since it may be healthy and hold the KV of other sessions. Slow turns are
         normal while weights load."""

@@ -59,17 +59,17 @@ class GroupColocation:
     """
 
     def __init__(self) -> None:
-        self._units: dict[str, ColocatedGroup] = {}
+        self.units: dict[str, ColocatedGroup] = {}
         self.on_room: Callable[[], None] = lambda: None
         """Called when an engine gained free slots."""
 
     def open(self, group: str, members: Iterable[int]) -> None:
         """The group begins, with these members."""
-        self._units[group] = ColocatedGroup(group, {str(m) for m in members})
+        self.units[group] = ColocatedGroup(group, {str(m) for m in members})
 
     def left(self, group: str, member: int) -> None:
         """The member no longer needs an engine, however it ended."""
-        unit = self._units.get(group)
+        unit = self.units.get(group)
         if unit is not None:
             self._done(unit, str(member))
             unit.members.discard(str(member))
@@ -78,7 +78,7 @@ class GroupColocation:
     def unit(self, session: str) -> ColocatedGroup | None:
         """The colocated group of this trajectory; None if it is assigned individually."""
         group, member = _split(session)
-        unit = self._units.get(group)
+        unit = self.units.get(group)
         return None if unit is None or member not in unit.members else unit
 
     def seat(self, session: str, serves: Callable[[RegisteredEngine], bool]) -> ColocatedGroup | None:
@@ -122,7 +122,7 @@ class GroupColocation:
 
     def lost(self, member: RegisteredEngine) -> None:
         """The engine lost all KV: its groups move to other engines, each as a whole."""
-        for unit in [u for u in self._units.values() if u.sticky is member]:
+        for unit in [u for u in self.units.values() if u.sticky is member]:
             unit.members -= unit.over
             unit.here.clear()
             self._leave(unit)
@@ -135,7 +135,7 @@ class GroupColocation:
     def _look(self, unit: ColocatedGroup) -> None:
         """Keep the free slots reserved, or release all if no member can come any more."""
         if unit.members <= unit.over:
-            del self._units[unit.group]
+            del self.units[unit.group]
             self._leave(unit)
             self.on_room()
         elif unit.sticky is not None:

@@ -91,7 +91,7 @@ class HandoffTracker:
         self._leases = leases
         self._returned = returned
         """Called when the last KV fetch from a draining engine has ended."""
-        self._open: dict[str, tuple[asyncio.Timeout, frozenset[str]]] = {}
+        self.unfetched: dict[str, tuple[asyncio.Timeout, frozenset[str]]] = {}
         """Open legs, and the engines involved in each."""
         self._taken: set[str] = set()
         self._settled = asyncio.Event()
@@ -118,7 +118,7 @@ class HandoffTracker:
             yield
             return
         scope = asyncio.timeout(None)
-        self._open[request.request_id] = scope, frozenset(m.engine.id for m in members)
+        self.unfetched[request.request_id] = scope, frozenset(m.engine.id for m in members)
         try:
             async with scope:
                 yield
@@ -127,7 +127,7 @@ class HandoffTracker:
                 raise
             raise HandoffRevoked("the weights change") from None
         finally:
-            del self._open[request.request_id]
+            del self.unfetched[request.request_id]
             self._taken.discard(request.request_id)
             if not self._taken:
                 self._settled.set()
@@ -136,11 +136,11 @@ class HandoffTracker:
         """Before a weight update of one engine or of all: revoke their legs and wait for the engines to release them,
         at most `seconds`. Returns the number of legs."""
         now = asyncio.get_running_loop().time()
-        mine = [r for r, (_, engines) in self._open.items() if engine is None or engine in engines]
+        mine = [r for r, (_, engines) in self.unfetched.items() if engine is None or engine in engines]
         for request_id in mine:
             if request_id not in self._taken:  # by the update of the leg's other engine
                 self._taken.add(request_id)
-                self._open[request_id][0].reschedule(now)
+                self.unfetched[request_id][0].reschedule(now)
         count = len(self._taken) if engine is None else len(mine)
         if not count:
             return 0
@@ -303,15 +303,15 @@ class HandoffQueue:
 
     def __init__(self, fixed: int | None, slots: int) -> None:
         """`fixed`: see `HandoffDepth`. `slots`: turns that an engine generates at a time."""
-        self._fixed = fixed
-        self._slots = slots
-        self._queues: dict[EngineId, _Queue] = {}
+        self.fixed_depth = fixed
+        self.slots = slots
+        self.queues: dict[EngineId, _Queue] = {}
 
     def full(self, member: RegisteredEngine) -> bool:
         """True if the next hand-off must wait."""
         queue = self._queue(member)
         queue.member = member  # a returning engine is a new object
-        return bool(queue.line) or not self._room(queue)
+        return bool(queue.line) or not self.room(queue)
 
     async def enter(self, member: RegisteredEngine) -> None:
         """Take a slot; `leave` frees it."""
@@ -344,23 +344,23 @@ class HandoffQueue:
 
     def ended(self, member: RegisteredEngine) -> None:
         """Record that a turn left the engine, and admit waiting hand-offs."""
-        queue = self._queues.get(member.engine.id)
+        queue = self.queues.get(member.engine.id)
         if queue is not None:
             queue.depth.ended(asyncio.get_running_loop().time(), idle=not member.running)
             self._pump(queue)
 
-    def _room(self, queue: _Queue) -> bool:
-        return queue.open + queue.member.running - self._slots < queue.depth.depth()
+    def room(self, queue: _Queue) -> bool:
+        return queue.open + queue.member.running - self.slots < queue.depth.depth()
 
     def _pump(self, queue: _Queue) -> None:
-        while queue.line and self._room(queue):
+        while queue.line and self.room(queue):
             place = queue.line.popleft()
             if not place.done():
                 place.set_result(None)
                 queue.open += 1
 
     def _queue(self, member: RegisteredEngine) -> _Queue:
-        queue = self._queues.get(member.engine.id)
+        queue = self.queues.get(member.engine.id)
         if queue is None:
-            queue = self._queues[member.engine.id] = _Queue(member, HandoffDepth(self._fixed))
+            queue = self.queues[member.engine.id] = _Queue(member, HandoffDepth(self.fixed_depth))
         return queue

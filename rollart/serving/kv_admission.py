@@ -311,7 +311,7 @@ class KvAdmission:
         self.limits = ConcurrencyLimits(settings.aimd)
         self._final = dict(settings.expected)
         self._facts: dict[str, tuple[float, float]] = {}
-        self._came: dict[str, int] = {}
+        self.came: dict[str, int] = {}
         self._arrivals = 0
         self._dispatch = settings.dispatch()
         self._lines: dict[bool, AdmissionQueue[_Waiter]] = {
@@ -370,10 +370,10 @@ class KvAdmission:
             asking.set()
 
     async def _line_up(self, turn: TurnRequest, unit: ColocatedGroup | None = None) -> None:
-        came = self._came.get(turn.session)
+        came = self.came.get(turn.session)
         again = came is not None
         if came is None:
-            came = self._came[turn.session] = self._arrivals
+            came = self.came[turn.session] = self._arrivals
             self._arrivals += 1
         if unit is not None:
             came = unit.age = came if unit.age is None else unit.age
@@ -449,7 +449,7 @@ class KvAdmission:
 
     def forget(self, session: str, kv: SessionKv, *, held: list[RegisteredEngine]) -> None:
         """The trajectory is over: free its KV memory, and record its length."""
-        self._came.pop(session, None)
+        self.came.pop(session, None)
         for member in held:
             member.kv.drop(session)
         if kv.tokens:
@@ -461,7 +461,7 @@ class KvAdmission:
 
     def gave_up(self, session: str) -> None:
         """The trajectory ended before it had any state, because it waited for a weight update."""
-        self._came.pop(session, None)
+        self.came.pop(session, None)
 
     def joined(self, member: RegisteredEngine) -> None:
         """Restore the known KV capacity of a returning engine."""
@@ -503,7 +503,7 @@ class KvAdmission:
                     tasks.create_task(self._ask(member), name=f"pressure of {member.engine.id}")
         engines = [m for m in self._homes() if m.serves]
         most = max((self.limits.limit(m.engine.id) for m in engines), default=1)
-        self._dispatch.reserve(engines, len(self._came), most)
+        self._dispatch.reserve(engines, len(self.came), most)
         self.pump()
 
     async def _ask(self, member: RegisteredEngine) -> None:

@@ -67,7 +67,7 @@ class TurnExecutor(TurnRouter):
     ) -> None:
         super().__init__(limits, registry, router, version, emit, colocation)
         self._leases = leases
-        self._doubt = doubt
+        self.doubt = doubt
         self._changed = asyncio.Event()
         self.pulls = HandoffTracker(leases, self.notify)
         self.served = 0
@@ -191,7 +191,7 @@ class TurnExecutor(TurnRouter):
             if isinstance(error, WrongAnswer):
                 self._answered_wrongly(turn, sticky, error)
             else:
-                self._doubt(sticky, error)
+                self.doubt(sticky, error)
             turn.no_handoff = turn.no_handoff or source is not None
         if source is not None:
             await self._drop(source, request)
@@ -208,7 +208,7 @@ class TurnExecutor(TurnRouter):
         self._emit("wrong_answer", sticky.engine.id, request=turn.id, what=error.message)
         if (sticky.trust.failed() or isinstance(error, ForeignWeights)) and sticky.healthy:
             sticky.condemned = f"its answers cannot be used: {error.message}"
-            self._doubt(sticky, error)
+            self.doubt(sticky, error)
 
     async def _hand_off(
         self,
@@ -234,7 +234,7 @@ class TurnExecutor(TurnRouter):
             if (
                 kv.version != version
                 or kv.sticky != sticky.engine.id
-                or self._fenced(version, source, sticky) is not None
+                or self.fenced(version, source, sticky) is not None
             ):
                 queue.leave(sticky)
                 raise RerouteTurn
@@ -292,11 +292,11 @@ class TurnExecutor(TurnRouter):
             if isinstance(error, ForeignWeights):
                 self._answered_wrongly(turn, source, error)
             elif isinstance(error, LeaseExpired) or (error.retryable and not isinstance(error, HandoffFailed)):
-                self._doubt(source, error)
+                self.doubt(source, error)
             return None
         finally:
             source.kv.end(turn.session, turn.length)
-        why = self._fenced(version, source, sticky)
+        why = self.fenced(version, source, sticky)
         if why is None or (isinstance(why, HandoffRevoked) and source.version == version):
             kv.cached[source.engine.id] = 0 if turn.last else turn.length
         if why is None:
@@ -308,7 +308,7 @@ class TurnExecutor(TurnRouter):
             raise RerouteTurn
         return None
 
-    def _fenced(self, version: int, source: RegisteredEngine, sticky: RegisteredEngine) -> HandoffFailed | None:
+    def fenced(self, version: int, source: RegisteredEngine, sticky: RegisteredEngine) -> HandoffFailed | None:
         """The reason why KV that `source` computed under `version` may not go to `sticky` now; None if it may."""
         if (not self.lag and self.version != version) or not self.gate.is_set():
             return HandoffRevoked("the weights change")

@@ -123,7 +123,7 @@ class ModelledEngine:
         """Tokens of KV held now, for any purpose."""
         self._catch_up()
         self._evict()
-        return self._context + self._held + self._pinned + self.retained.total
+        return self._context + self.held_tokens + self.pinned + self.retained.total
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self._check()
@@ -196,7 +196,7 @@ class ModelledEngine:
             self.cached_tokens,
             self.prefill_s,
             self.decode_s,
-            kv_used=(self._context + self._held + self._pinned) / self.kv_tokens,
+            kv_used=(self._context + self.held_tokens + self.pinned) / self.kv_tokens,
             preemptions=self.preemptions,
             kv_tokens=self.kv_tokens,
         )
@@ -240,14 +240,14 @@ class ModelledEngine:
         """Nothing is in flight and no KV is held."""
         self._jobs: dict[str, SimulatedJob] = {}
         self._waiting: deque[SimulatedJob] = deque()
-        self._ready: deque[SimulatedJob] = deque()
+        self.ready: deque[SimulatedJob] = deque()
         self._late: list[SimulatedJob] = []
         self._running: dict[str, SimulatedJob] = {}
         self._ends: list[tuple[float, int, SimulatedJob]] = []
         self._round: list[SimulatedJob] = []
         self._work: PrefillWork | None = None
-        self._held = self._pinned = 0
-        self._reserved: dict[str, KvReservation] = {}
+        self.held_tokens = self.pinned = 0
+        self.reserved: dict[str, KvReservation] = {}
         self.retained = RetainedKv()
         self._service = self._context = self._round_end = 0.0
         self._target = 0.0
@@ -284,8 +284,8 @@ class ModelledEngine:
 
     def _enqueue(self, job: SimulatedJob) -> None:
         """Queue the request; requests with reserved KV go first."""
-        reserved = self._reserved
-        (self._ready if reserved and job.request.request_id in reserved else self._waiting).append(job)
+        reserved = self.reserved
+        (self.ready if reserved and job.request.request_id in reserved else self._waiting).append(job)
 
     def _tick(self, when: float) -> None:
         if when == self._timer_at:
@@ -336,13 +336,13 @@ class ModelledEngine:
                 self._finish(job)
         if self._work is not None and self._round_end <= service:
             self._end_round()
-        while running and self._context + self._held >= self.kv_tokens - self._pinned + _ROOM:
+        while running and self._context + self.held_tokens >= self.kv_tokens - self.pinned + _ROOM:
             self._preempt()
         self._go_on()
 
     def _end_round(self) -> None:
         """Finish the round: its prompts are computed, and each request has its next token."""
-        jobs, self._round, self._work, self._held = self._round, [], None, 0
+        jobs, self._round, self._work, self.held_tokens = self._round, [], None, 0
         for job in jobs:
             job.done += 1
             if job.done >= job.output:
@@ -363,7 +363,7 @@ class ModelledEngine:
         if self._paused:
             self._when = _NEVER
             return
-        if self._work is None and (self._waiting or self._ready):
+        if self._work is None and (self._waiting or self.ready):
             self._refill()
         n = len(self._running)
         if self._work is not None:
@@ -384,7 +384,7 @@ class ModelledEngine:
             while job.phase is not DECODE or job.end != end:
                 heappop(ends)
                 end, _, job = ends[0]
-            room = self.kv_tokens - self._pinned - self._held - self._context + 2 * _ROOM
+            room = self.kv_tokens - self.pinned - self.held_tokens - self._context + 2 * _ROOM
             full = service + (room if room > 2 * _ROOM else 2 * _ROOM) / n
             if end < target:
                 target = end
@@ -396,7 +396,7 @@ class ModelledEngine:
     def _refill(self) -> None:
         """Start a round of the oldest waiting prefills: as many as a step carries, each whole, at least one. A prefill
         that does not fit into the memory blocks the requests after it, except requests with reserved KV."""
-        ready, running = self._ready, len(self._running)
+        ready, running = self.ready, len(self._running)
         chunk = max(self._budget - running, self._budget // 4, 1)
         tokens, jobs, parts = 0, self._round, []
         retained = self.retained
@@ -410,19 +410,19 @@ class ModelledEngine:
                 waiting.popleft()
                 continue
             need = job.tokens + job.done + 1
-            reservation = self._reserved.pop(job.request.request_id, None) if self._reserved else None
+            reservation = self.reserved.pop(job.request.request_id, None) if self.reserved else None
             if reservation is None:
-                room = self.kv_tokens - self._pinned - self._context - self._held
+                room = self.kv_tokens - self.pinned - self._context - self.held_tokens
                 if need + (self._spare if running or jobs else 0) > room:
                     break
                 kept = retained.claim(job.request.session, job.request.cache_salt)
             else:
-                self._pinned -= reservation.need
+                self.pinned -= reservation.need
                 kept = reservation.kept
             waiting.popleft()
             if kept > need - 2:
                 kept = need - 2
-            self._held += need
+            self.held_tokens += need
             self._evict()
             new = need - 1 - kept
             job.phase, job.new = PREFILL, new
@@ -450,14 +450,14 @@ class ModelledEngine:
         self._running.clear()
         self._ends.clear()
         self._round, self._work = [], None
-        self._held, self._context = 0, 0.0
+        self.held_tokens, self._context = 0, 0.0
         self._waiting.extendleft(reversed(again))
-        self._reserved = {name: KvReservation(r.need, 0) for name, r in self._reserved.items()}
+        self.reserved = {name: KvReservation(r.need, 0) for name, r in self.reserved.items()}
         self.retained.clear()
 
     def _evict(self) -> None:
         """Idle sessions leave the memory that running requests need."""
-        room = self.kv_tokens - self._pinned - self._context - self._held + _ROOM
+        room = self.kv_tokens - self.pinned - self._context - self.held_tokens + _ROOM
         if self.retained.total > room:
             self.retained.shrink(room)
 
@@ -503,7 +503,7 @@ class ModelledEngine:
             self._leave(job)
         elif job.phase is PREFILL:
             self._round.remove(job)
-            self._held -= job.tokens + job.done + 1
+            self.held_tokens -= job.tokens + job.done + 1
             if not self._round:
                 self._work = None
         self._close(job, FinishReason.ABORT)
@@ -548,7 +548,7 @@ class DisaggregatedEngine(ModelledEngine):
         self._exports: dict[str, _Export] = {}
         self._memory_waiters: deque[tuple[GenerateRequest, asyncio.Future[None]]] = deque()
         super().__init__(name, steps, version=version, limits=limits, load=load)
-        self._fabric = fabric
+        self.fabric = fabric
         self._returns, self.versioned = returns, versioned
         fabric.engines[name] = self
 
@@ -608,8 +608,8 @@ class DisaggregatedEngine(ModelledEngine):
             super()._retain(job, tokens)
             return
         name = job.request.request_id
-        expiry = asyncio.get_running_loop().call_later(self._fabric.lease_s, self._drop_export, name)
-        self._pinned += tokens
+        expiry = asyncio.get_running_loop().call_later(self.fabric.lease_s, self._drop_export, name)
+        self.pinned += tokens
         self._note(job.request, tokens, expiry)
 
     def _note(self, request: GenerateRequest, tokens: int, expiry: asyncio.TimerHandle | None) -> None:
@@ -643,30 +643,30 @@ class DisaggregatedEngine(ModelledEngine):
         if export.expiry is not None:
             export.expiry.cancel()
             self._catch_up()
-            self._pinned -= export.tokens
+            self.pinned -= export.tokens
             if self._work is None:
                 self._go_on()
                 self._arm()
 
     def _fits_memory(self, request: GenerateRequest) -> bool:
         spare = self._spare if self._running or self._round else 0
-        return sum(request.token_ids) + 1 + spare <= self.kv_tokens - self._pinned - self._context - self._held
+        return sum(request.token_ids) + 1 + spare <= self.kv_tokens - self.pinned - self._context - self.held_tokens
 
     def _reserve(self, request: GenerateRequest) -> None:
         """Reserve KV for the whole prompt; the local part of its prefix is included."""
         need, kept = sum(request.token_ids) + 1, self.retained.claim(request.session, request.cache_salt)
-        self._reserved[request.request_id] = KvReservation(need, kept)
-        self._pinned += need
+        self.reserved[request.request_id] = KvReservation(need, kept)
+        self.pinned += need
         self._evict()
 
     def _release_reservation(self, request: GenerateRequest, version: int) -> None:
         """Release the reservation of a request that will not run. The local part of its prefix is kept if it has the
         current weights."""
-        room = self._reserved.pop(request.request_id, None)
+        room = self.reserved.pop(request.request_id, None)
         if room is None:
             return
         self._catch_up()
-        self._pinned -= room.need
+        self.pinned -= room.need
         if version == self.version:
             self.retained.keep(request.session, room.kept, request.cache_salt)
         if self._work is None:
@@ -696,7 +696,7 @@ class DisaggregatedEngine(ModelledEngine):
             raise
 
     async def _fetch(self, request: GenerateRequest, params: Mapping[str, object]) -> None:
-        fabric, name = self._fabric, str(params["remote_request_id"])
+        fabric, name = self.fabric, str(params["remote_request_id"])
         source, version = fabric.engines[str(params["remote_engine_id"])], self.version
         if source.fail:
             await asyncio.sleep(fabric.dead_s)
@@ -707,7 +707,7 @@ class DisaggregatedEngine(ModelledEngine):
         tokens = export.tokens
         if export.expiry is None:
             tokens = min(tokens, source.retained.held(export.session, export.salt))
-        kept = self._reserved[request.request_id].kept
+        kept = self.reserved[request.request_id].kept
         missing = tokens - kept
         try:
             if missing > 0 and export.version == version == source.version:
@@ -724,10 +724,10 @@ class DisaggregatedEngine(ModelledEngine):
         if not export.version == version == self.version == source.version or source.fail or tokens < 1:
             what = f"{tokens} tokens of v{export.version}, v{self.version} here"
             raise HandoffFailed(f"{self.id}: KV of {name} from {source.id}: {what}")
-        room = self._reserved.get(request.request_id)
+        room = self.reserved.get(request.request_id)
         if room is None:
             raise EngineError(f"{self.id} died and came back", retryable=True)
-        self._reserved[request.request_id] = room._replace(kept=max(tokens, kept))
+        self.reserved[request.request_id] = room._replace(kept=max(tokens, kept))
 
     def _complete_handoff(self, export: _Export) -> None:
         """The pinned KV becomes the session's prefix, as long as memory is free."""

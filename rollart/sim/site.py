@@ -216,7 +216,7 @@ class MachineInventory:
         self.nodes: NodeTracker | None = None
         self.tell: Callable[[str, str], None] = lambda *_: None
         self._engine_slots: dict[EngineId, tuple[str, int]] = {}
-        self._reservations: dict[HostReservation, None] = {}
+        self.reservations: dict[HostReservation, None] = {}
         """The reservations of all wanted hosts, on a machine or not."""
 
     def there(self) -> dict[str, int]:
@@ -245,12 +245,12 @@ class MachineInventory:
         """Find a machine for a reservation: its current one, else its first choice, else the fullest machine with
         enough free devices. A reservation without devices goes to the machine with the fewest such. False if there is
         none."""
-        self._reservations[reservation] = None
+        self.reservations[reservation] = None
         if reservation.machine:
             return True
         fitting = self._fitting(reservation.pool, reservation.devices)
         if not reservation.devices:
-            beside = [other.machine for other in self._reservations if not other.devices]
+            beside = [other.machine for other in self.reservations if not other.devices]
             fitting = {name: beside.count(name) for name in fitting}
         if fitting:
             reservation.machine = min(fitting, key=lambda name: (name != reservation.first, fitting[name]))
@@ -258,8 +258,8 @@ class MachineInventory:
 
     def release_host(self, reservation: HostReservation) -> None:
         """It is wanted no more."""
-        if reservation in self._reservations:
-            del self._reservations[reservation]
+        if reservation in self.reservations:
+            del self.reservations[reservation]
             reservation.machine = ""
             self._notify_waiting_hosts()
 
@@ -283,7 +283,7 @@ class MachineInventory:
         self.machines[name].up = False
         for engine in [e for e, (on, _) in self._engine_slots.items() if on == name]:
             self.on_engine_lost(engine)
-        lost = [reservation for reservation in self._reservations if reservation.machine == name]
+        lost = [reservation for reservation in self.reservations if reservation.machine == name]
         for reservation in lost:
             reservation.machine = ""
         for reservation in lost:
@@ -303,7 +303,7 @@ class MachineInventory:
 
     def _notify_waiting_hosts(self) -> None:
         """Notify hosts without a machine that devices may be free."""
-        for reservation in [reservation for reservation in self._reservations if not reservation.machine]:
+        for reservation in [reservation for reservation in self.reservations if not reservation.machine]:
             reservation.on_change(True)
 
     def _fitting(self, pool: str, devices: int) -> dict[str, int]:
@@ -319,7 +319,7 @@ class MachineInventory:
         machine = self.machines[name]
         engines = sum(tp for on, tp in self._engine_slots.values() if on == name)
         return (
-            machine.devices - machine.taken - engines - sum(r.devices for r in self._reservations if r.machine == name)
+            machine.devices - machine.taken - engines - sum(r.devices for r in self.reservations if r.machine == name)
         )
 
 

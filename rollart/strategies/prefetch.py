@@ -140,7 +140,7 @@ class Prefetcher(RolloutStrategy):
         close_s: float,
     ) -> None:
         self._domains = domains
-        self._rules = {d.name: PrefetchDepth(settings.fixed, d.quota) for d in domains}
+        self.rules = {d.name: PrefetchDepth(settings.fixed, d.quota) for d in domains}
         self._leases = leases
         self._recorder = recorder
         self._reset_s, self._close_s = reset_s, close_s
@@ -148,7 +148,7 @@ class Prefetcher(RolloutStrategy):
         self.begun = self.used = self.unused = 0
 
     def wanted(self, domain: str) -> int:
-        return self._rules[domain].wanted()
+        return self.rules[domain].wanted()
 
     def held(self, domain: str) -> int:
         return len(self._held[domain])
@@ -196,7 +196,7 @@ class Prefetcher(RolloutStrategy):
 
     def reset(self, domain: str, seconds: float) -> None:
         """Record the duration of a reset, prefetched or not."""
-        rule = self._rules[domain]
+        rule = self.rules[domain]
         first = not rule.resets_s
         rule.reset(seconds)
         if first:  # prefetching becomes possible
@@ -213,7 +213,7 @@ class Prefetcher(RolloutStrategy):
 
     def published(self, version: int, consumed: Sequence[Group]) -> None:
         now = asyncio.get_running_loop().time()
-        for rule in self._rules.values():
+        for rule in self.rules.values():
             rule.published(now)
         fields = {"begun": self.begun, "used": self.used, "unused": self.unused}
         held = sum(map(len, self._held.values()))

@@ -75,13 +75,13 @@ class HandoffEngine(SimulatedEngine):
         returns: bool = True,
     ) -> None:
         super().__init__(name, version=version, seed=seed, tokens=tokens)
-        self._rng = random.Random(f"{seed}:{name}:handoff")
+        self.rng = random.Random(f"{seed}:{name}:handoff")
         self._fabric = fabric
-        self._pace = pace or HandoffTimings()
+        self.pace = pace or HandoffTimings()
         self._versioned = versioned
-        self._returns = returns
-        self._kv: dict[str, tuple[int, int]] = {}
-        self._exports: dict[str, _Export] = {}
+        self.returns = returns
+        self.kv: dict[str, tuple[int, int]] = {}
+        self.exports: dict[str, _Export] = {}
         self.slow = 0.0
         fabric.engines[name] = self
 
@@ -99,16 +99,16 @@ class HandoffEngine(SimulatedEngine):
         await self._resumed.wait()
         pulled = 0
         if "remote_request_id" in params:
-            pulled = await self._pull(params)
+            pulled = await self.pull(params)
             if not prefills:
                 self._fabric.remote += 1
             else:
                 self._fabric.returned += 1
-        version, kept = self._kv.get(request.session, (-1, 0))
+        version, kept = self.kv.get(request.session, (-1, 0))
         cached = min(max(kept if version == self._version else 0, pulled), tokens)
         first = self._version
-        await self._work(
-            self.slow + self._pace.prefill_s * (tokens - cached) + self._pace.decode_s * (0 if prefills else sampled)
+        await self.work(
+            self.slow + self.pace.prefill_s * (tokens - cached) + self.pace.decode_s * (0 if prefills else sampled)
         )
         self._fabric.computed += tokens - cached
         last = self._version
@@ -116,32 +116,32 @@ class HandoffEngine(SimulatedEngine):
         spans = [VersionSpan(last, half, sampled)]
         if half:
             spans.insert(0, VersionSpan(first, 0, half))
-        self._kv[request.session] = (last, tokens + (0 if prefills else sampled - 1))
+        self.kv[request.session] = (last, tokens + (0 if prefills else sampled - 1))
         if not prefills:
             self.served += 1
             self._fabric.answered[(request.session, tokens)] += 1
         kv = None
-        if prefills or (self._returns and pulled):
-            kv = self._export(request)
+        if prefills or (self.returns and pulled):
+            kv = self.export(request)
         return Completion((97,) * sampled, (-1.0,) * sampled, tuple(spans), FinishReason.LENGTH, tokens, cached, kv)
 
-    async def _work(self, seconds: float) -> None:
-        await asyncio.sleep(seconds * self._rng.uniform(0.5, 1.5))
+    async def work(self, seconds: float) -> None:
+        await asyncio.sleep(seconds * self.rng.uniform(0.5, 1.5))
         await self._resumed.wait()
         self._check()
 
-    async def _pull(self, params: Mapping[str, object]) -> int:
+    async def pull(self, params: Mapping[str, object]) -> int:
         """Tokens whose KV came over. The weights must be the same at both ends, from the first byte to the last."""
         source = self._fabric.engines[str(params["remote_engine_id"])]
         name = str(params["remote_request_id"])
         before = self._version
         if source.fail:
-            await asyncio.sleep(self._pace.dead_s)
+            await asyncio.sleep(self.pace.dead_s)
             raise HandoffFailed(f"{self.id}: {source.id} does not answer")
-        export = source._exports.pop(name, None)
+        export = source.exports.pop(name, None)
         if export is None or export.expires <= asyncio.get_running_loop().time():
             raise HandoffFailed(f"{self.id}: {source.id} has no KV of {name}")
-        await asyncio.sleep(self._pace.pull_s * export.tokens)
+        await asyncio.sleep(self.pace.pull_s * export.tokens)
         self._check()
         if not export.version == before == self._version:
             what = f"{name}: KV of v{export.version} pulled from v{before} to v{self._version} on {self.id}"
@@ -150,10 +150,10 @@ class HandoffEngine(SimulatedEngine):
             self._fabric.broken.append(what)
         return export.tokens
 
-    def _export(self, request: GenerateRequest) -> Mapping[str, object]:
-        version, tokens = self._kv[request.session]
-        expires = asyncio.get_running_loop().time() + self._pace.lease_s
-        self._exports[request.request_id] = _Export(request.session, version, tokens, expires)
+    def export(self, request: GenerateRequest) -> Mapping[str, object]:
+        version, tokens = self.kv[request.session]
+        expires = asyncio.get_running_loop().time() + self.pace.lease_s
+        self.exports[request.request_id] = _Export(request.session, version, tokens, expires)
         params: dict[str, object] = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -167,28 +167,28 @@ class HandoffEngine(SimulatedEngine):
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._check()
         for request_id in request_ids:
-            self._exports.pop(request_id, None)
+            self.exports.pop(request_id, None)
 
     async def release(self, session: str) -> None:
         self._check()
-        self._kv.pop(session, None)
-        for name in [n for n, e in self._exports.items() if e.session == session]:
-            del self._exports[name]
+        self.kv.pop(session, None)
+        for name in [n for n, e in self.exports.items() if e.session == session]:
+            del self.exports[name]
 
     async def update_weights(self, weights: WeightsRef) -> None:
         await super().update_weights(weights)
-        self._kv.clear()  # salted by version; exports that wait to be pulled stay, as in vLLM
+        self.kv.clear()  # salted by version; exports that wait to be pulled stay, as in vLLM
 
     def holds(self) -> int:
         """The number of sessions with KV on this engine, plus waiting exports."""
-        return len(self._kv) + len(self._exports)
+        return len(self.kv) + len(self.exports)
 
     def restart(self, version: int) -> None:
         """Restart the process with these weights and an empty memory."""
         self.fail = False
         self._version = version
-        self._kv.clear()
-        self._exports.clear()
+        self.kv.clear()
+        self.exports.clear()
         self._resumed.set()
 
     def _check(self) -> None:

@@ -11,14 +11,14 @@ class MemoryObjectStore:
     """Implements `ObjectStore`."""
 
     def __init__(self) -> None:
-        self._blobs: dict[str, bytes] = {}
+        self.blobs: dict[str, bytes] = {}
 
     async def put(self, key: str, data: bytes) -> None:
-        self._blobs[key] = bytes(data)
+        self.blobs[key] = bytes(data)
 
     async def get(self, key: str) -> bytes:
         try:
-            return self._blobs[key]
+            return self.blobs[key]
         except KeyError:
             raise StorageFailed(f"the weight store has no {key}") from None
 
@@ -26,11 +26,11 @@ class MemoryObjectStore:
         return f"memory:{key}"
 
     async def keys(self, prefix: str) -> set[str]:
-        return {key for key in self._blobs if key.startswith(prefix)}
+        return {key for key in self.blobs if key.startswith(prefix)}
 
     async def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            self._blobs.pop(key, None)
+            self.blobs.pop(key, None)
 
     async def aclose(self) -> None:
         return None

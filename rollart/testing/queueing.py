@@ -63,7 +63,7 @@ class QueueEngine:
     handoff_s: float = 0.0
     token_s: float = 0.0
     busy_s: float = 0.0
-    _kv: dict[str, int] = field(default_factory=dict)
+    kv: dict[str, int] = field(default_factory=dict)
     _prefills: deque[_Job] = field(default_factory=deque)
     _active: list[_Job] = field(default_factory=list)
     _work: asyncio.Event = field(default_factory=asyncio.Event)
@@ -72,7 +72,7 @@ class QueueEngine:
         params = dict(request.kv_transfer or {})
         prefills = bool(params.get("do_remote_decode"))
         tokens = len(request.token_ids)
-        cached = self._kv.get(request.session, 0)
+        cached = self.kv.get(request.session, 0)
         if "tokens" in params:
             held = int(str(params["tokens"]))
             await asyncio.sleep(self.handoff_s + self.token_s * max(held - cached, 0))
@@ -87,7 +87,7 @@ class QueueEngine:
         finally:
             if not job.done.done() or job.done.cancelled():
                 job.prefill = job.output = 0
-        self._kv[request.session] = tokens + output
+        self.kv[request.session] = tokens + output
         n = max(output, 1)
         kv = {"do_remote_prefill": not prefills, "do_remote_decode": False, "tokens": tokens + output}
         if prefills:
@@ -133,7 +133,7 @@ class QueueEngine:
         return None
 
     async def release(self, session: str) -> None:
-        self._kv.pop(session, None)
+        self.kv.pop(session, None)
 
     async def pause(self, mode: PauseMode) -> None:
         return None

@@ -60,7 +60,7 @@ def watch(world: SimulatedRun, *, done: int, journal: MemoryRecorder) -> None:
             taken = [groups for groups, refused in trainer.given.items() if not refused]
             left = world.steps - done - len(taken)
             ahead: Counter[str] = Counter()
-            for held, (name, samples) in world.control.scheduler._slots.held.items():
+            for held, (name, samples) in world.control.scheduler.admission.slots.held.items():
                 if not any(held in groups for groups in taken):
                     ahead[name] += samples
             for d in world.domains:

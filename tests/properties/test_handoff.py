@@ -103,9 +103,9 @@ class World:
         assert not self.run.leases.book.open
         turns = self.run.control.gateway.turns
         assert not turns.sessions
-        assert not turns.pulls._open
+        assert not turns.pulls.unfetched
         if turns.handoffs is not None:
-            assert not any(q.open or q.line for q in turns.handoffs._queues.values()), "every place was given back"
+            assert not any(q.open or q.line for q in turns.handoffs.queues.values()), "every place was given back"
         assert all(m.running == 0 and m.work_s == 0.0 for m in turns.registry.members.values())
         assert not any(m.sessions or m.prefill_sessions for m in turns.registry.members.values())
 
@@ -126,7 +126,7 @@ async def disturbed(world: World, rng: random.Random, *, flips: bool, deaths: bo
             elif what == "die":
                 engine.fail = True
             elif what == "expire":
-                engine._exports.clear()
+                engine.exports.clear()
             else:
                 engine.slow = 3.0 if what == "slow" else 0.0
 
@@ -141,15 +141,15 @@ async def disturbed(world: World, rng: random.Random, *, flips: bool, deaths: bo
 @contextlib.contextmanager
 def watched_queues() -> Iterator[None]:
     """A hand-off is admitted only while fewer than the depth are queued before its decode engine."""
-    room = HandoffQueue._room
+    room = HandoffQueue.room
 
     def checked(handoffs: HandoffQueue, queue: Any) -> bool:
         found = room(handoffs, queue)
-        before = queue.open + queue.member.running - handoffs._slots
-        assert not found or before < queue.depth.depth() <= (handoffs._fixed or MOST_HANDED)
+        before = queue.open + queue.member.running - handoffs.slots
+        assert not found or before < queue.depth.depth() <= (handoffs.fixed_depth or MOST_HANDED)
         return found
 
-    with patch.object(HandoffQueue, "_room", checked):
+    with patch.object(HandoffQueue, "room", checked):
         yield
 
 
@@ -281,7 +281,7 @@ def test_without_the_fence_the_same_runs_mix_versions(monkeypatch: pytest.Monkey
         assert mixed() > 0, "legs that an update meets"
     with monkeypatch.context() as patched:
         patched.setattr("rollart.serving.handoff.HandoffTracker.take_back", nothing)
-        patched.setattr(TurnExecutor, "_fenced", lambda *_: None)
+        patched.setattr(TurnExecutor, "fenced", lambda *_: None)
         assert mixed() > 0, "and KV sent after it"
 
 
@@ -302,9 +302,9 @@ def test_kv_that_comes_back_spares_the_prefill_engine_the_context(seed: int) -> 
     def computed(returns: bool) -> int:
         world = World(prefill=1, decode=1, turns=6, steps=1, seed=seed, alpha=0)
         for engine in world.engines:
-            engine._returns = returns
+            engine.returns = returns
         # Without a copy of its own the prefill engine depends on the returned KV.
-        world.engines[0]._kv = Forgetful()
+        world.engines[0].kv = Forgetful()
         loop.run(world.run.run(), seed=seed)
         world.check()
         assert world.fabric.remote > 0
@@ -325,24 +325,24 @@ class Restless:
     """A planner that always has something better, at random: other prices, other shares, other roles, or an error."""
 
     def __init__(self, seed: int) -> None:
-        self._rng = random.Random(seed)
+        self.rng = random.Random(seed)
 
     async def reprice(self, observed: FleetObservation) -> Routes:
-        await asyncio.sleep(self._rng.random() * 0.1)
+        await asyncio.sleep(self.rng.random() * 0.1)
         kinds = [EngineKind(pool, role, 1) for pool in ("fast", "wide") for role in ROLES]
-        prices = RoutePrices({kind: self._rng.random() for kind in kinds}, in_flight=self._rng.random())
-        share = self._rng.random()
+        prices = RoutePrices({kind: self.rng.random() for kind in kinds}, in_flight=self.rng.random())
+        share = self.rng.random()
         return Routes(prices, LinearModel(), {"a": {"fast": share, "wide": 1 - share}})
 
     async def reflow(self, observed: FleetObservation) -> Routes:
-        if self._rng.random() < 0.2:
+        if self.rng.random() < 0.2:
             raise ArithmeticError("no convergence")
-        return Routes() if self._rng.random() < 0.2 else await self.reprice(observed)
+        return Routes() if self.rng.random() < 0.2 else await self.reprice(observed)
 
     async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
         here = [kind for kind, load in sorted(observed.load.items()) if load.engines]
-        kind = self._rng.choice(here)
-        after = self._rng.choice([r for r in ROLES if r is not kind.role])
+        kind = self.rng.choice(here)
+        after = self.rng.choice([r for r in ROLES if r is not kind.role])
         move = FleetMove(FleetMoveKind.FLIP, kind.pool, kind.tp, 1, kind.role, after)
         return Proposal((move,), await self.reprice(observed), 1.0, 2.0)
 

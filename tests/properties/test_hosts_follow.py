@@ -79,11 +79,11 @@ class Watched(MemoryRecorder):
         super().charge(charge)
 
     def look(self) -> None:
-        for known in self.hosts.fleet._hosts.values():
+        for known in self.hosts.fleet.hosts.values():
             held = len(self.hosts.parts[known.id].lives[-1].episodes) if known.link is not None else 0
             assert held <= known.live <= self.hosts.limits.per_host
         held_of = Counter[str]()
-        for room in self.machines._reservations:
+        for room in self.machines.reservations:
             assert not room.machine or self.machines.machines[room.machine].up
             held_of[room.machine] += room.devices if room.machine else 0
         assert max(held_of.values(), default=0) <= SIZE
@@ -142,7 +142,7 @@ def assigned(world: World, story: Callable[[], Awaitable[None]]) -> None:
             keeping.cancel()
 
     loop.run(main())
-    assert not any(room.machine for room in world.machines._reservations), "all rooms are given back"
+    assert not any(room.machine for room in world.machines.reservations), "all rooms are given back"
     assert find_tiling_errors(world.recorder.intervals) == []
 
 

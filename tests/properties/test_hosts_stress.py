@@ -33,7 +33,7 @@ class Watched(MemoryRecorder):
 
     def charge(self, charge: Any) -> None:
         assert self.hosts is not None
-        for known in self.hosts.fleet._hosts.values():
+        for known in self.hosts.fleet.hosts.values():
             held = len(self.hosts.parts[known.id].lives[-1].episodes) if known.link is not None else 0
             assert held <= known.live <= self.hosts.limits.per_host
             self.most = max(self.most, held)

@@ -142,7 +142,7 @@ def over(small: Small) -> None:
     assert not fleet.places.ahead
     assert fleet.places.going == 0
     assert all(not life.episodes for life in lives)
-    assert all(h.live == 0 for h in fleet._hosts.values())
+    assert all(h.live == 0 for h in fleet.hosts.values())
     assert not run.leases.book.open
     if (ahead := run.control.strategy(Prefetcher)) is not None:
         assert ahead.used + ahead.unused == ahead.begun

@@ -106,7 +106,7 @@ def watched(world: SimulatedRun) -> list[tuple[int, int]]:
             ahead: Prefetcher = world.control.strategy(Prefetcher)  # type: ignore[assignment]
             for domain in world.domains:
                 seen.append((ahead.held(domain.name), max(ahead.wanted(domain.name), 4 * domain.quota)))
-                if (fixed := ahead._rules[domain.name].fixed) is not None:
+                if (fixed := ahead.rules[domain.name].fixed) is not None:
                     assert ahead.held(domain.name) <= fixed
             super().charge(charge)
 

@@ -92,7 +92,7 @@ def seats(world: SimulatedRun) -> None:
     turns = world.control.gateway.turns
     assert turns.colocation is not None
     for member in turns.registry.members.values():
-        units = [u for u in turns.colocation._units.values() if u.sticky is member]
+        units = [u for u in turns.colocation.units.values() if u.sticky is member]
         assert member.awaited == sum(u.free for u in units)
         assert member.kv.taken - len(member.kv) == member.awaited
 
@@ -104,7 +104,7 @@ def ended(world: SimulatedRun) -> None:
     assert sum(world.control.scheduler.outstanding().values()) == 0
     turns = world.control.gateway.turns
     assert turns.colocation is not None
-    assert not turns.colocation._units
+    assert not turns.colocation.units
     assert all(m.awaited == 0 and m.kv.taken == len(m.kv) for m in turns.registry.members.values())
 
 

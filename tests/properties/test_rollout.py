@@ -141,7 +141,7 @@ def test_tail_batching_trains_every_prompt_once_and_loses_none(world: SimulatedR
     assert all(count == 1 for count in prompts.values()), "a prompt is trained in one launch of its"
     lost = {g.partition(RELAUNCH_MARK)[0] for g, why in world.journal.dropped.items() if why != "deferred"}
     for domain in world.domains:
-        drawn = world.control.scheduler._admitting.drawn[domain.name]
+        drawn = world.control.scheduler.admission.drawn[domain.name]
         every = {f"{domain.name}-{i}" for i in range(drawn)}
         assert every == {p for p in prompts | dict.fromkeys(lost, 1) if p.startswith(f"{domain.name}-")}
         given_up = len([p for p in lost if p.startswith(f"{domain.name}-")])

@@ -62,7 +62,7 @@ def written(root: Path, sizes: list[int]) -> Path:
 def moved(root: Path, sizes: list[int], in_flight: InFlight) -> tuple[Way, Way, float]:
     """One way into the store, one out of it, and the seconds of both, one after the other."""
     into, out = Way(0.5), Way(0.25)
-    out._blobs = into._blobs
+    out.blobs = into.blobs
     source = written(root, sizes)
 
     async def main() -> float:

@@ -90,7 +90,7 @@ class Bench:
         self.shares: dict[str, EngineShares] = {}
         now = asyncio.get_running_loop().time
         for name, engine in self.engines.items():
-            engine._rng.uniform = lambda a, b: 1.0  # type: ignore[method-assign]
+            engine.rng.uniform = lambda a, b: 1.0  # type: ignore[method-assign]
             clock = ResourceClock(role="engine", resource=name, recorder=self.recorder, clock=now)
             self.shares[name] = EngineShares(clock, clock=now)
             self.gateway.join(engine, version=0, shares=self.shares[name])
@@ -238,7 +238,7 @@ def test_kv_that_expired_is_no_fault_of_the_decode_engine() -> None:
 def test_an_engine_that_hands_nothing_over_is_not_used_blindly() -> None:
     async def main() -> None:
         bench = Bench()
-        bench.engines["p"]._export = lambda request: {}  # type: ignore[method-assign]
+        bench.engines["p"].export = lambda request: {}  # type: ignore[method-assign]
         await bench.ask()
         (event,) = bench.events("handoff_failed")
         assert "handed no KV over" in str(event["cause"])
@@ -280,7 +280,7 @@ def test_a_cancelled_turn_frees_both_engines(at: float) -> None:
         assert bench.idle()
         assert sum(e.holds() for e in bench.engines.values()) == 0
         assert bench.charged == pytest.approx(at)
-        assert not bench.gateway.turns.pulls._open
+        assert not bench.gateway.turns.pulls.unfetched
 
     virtual(main)
 
@@ -308,13 +308,13 @@ def test_an_engine_that_names_no_version_is_never_left_pulling_over_an_update() 
 
     async def main() -> None:
         bench = Bench(pace=HandoffTimings(lease_s=300.0))
-        pull = bench.engines["d"]._pull
+        pull = bench.engines["d"].pull
 
         async def late(params: Mapping[str, object]) -> int:
             await asyncio.sleep(3.0)
             return await pull(params)
 
-        bench.engines["d"]._pull = late  # type: ignore[method-assign]
+        bench.engines["d"].pull = late  # type: ignore[method-assign]
         async with asyncio.TaskGroup() as tasks:
             turn = tasks.create_task(bench.ask())
             await asyncio.sleep(0.1 + 2.5)
@@ -322,7 +322,7 @@ def test_an_engine_that_names_no_version_is_never_left_pulling_over_an_update() 
         assert turn.result().spans[0].version == 1
         assert bench.fabric.broken == []
         assert bench.events("handoffs_taken_back") == [{"count": 1}]
-        assert set(bench.engines["p"]._exports) == set(), "what nobody pulls any more is dropped"
+        assert set(bench.engines["p"].exports) == set(), "what nobody pulls any more is dropped"
 
     virtual(main)
 
@@ -362,13 +362,13 @@ def test_every_answer_renews_the_leases_of_the_queue_up_to_twice_their_length(tu
     async def main() -> None:
         bench = Bench()
         engine, one = bench.engines["p"], asyncio.Lock()
-        engine.slow, works = 1.2, engine._work
+        engine.slow, works = 1.2, engine.work
 
         async def one_by_one(seconds: float) -> None:
             async with one:
                 await works(seconds)
 
-        engine._work = one_by_one  # type: ignore[method-assign]
+        engine.work = one_by_one  # type: ignore[method-assign]
         async with asyncio.TaskGroup() as tasks:
             for n in range(turns):
                 tasks.create_task(bench.ask(session=f"s{n}"))
@@ -446,10 +446,10 @@ def test_kv_whose_pull_failed_or_whose_decode_engine_died_is_dropped() -> None:
         for error in (HandoffFailed("no route"), EngineError("out of memory", retryable=True)):
             before = len(bench.requests("p"))
             for engine in (bench.engines["d"], bench.engines["e"]):
-                engine._pull = dies  # type: ignore[method-assign]
+                engine.pull = dies  # type: ignore[method-assign]
             await bench.ask(session=str(error))
             assert len(bench.requests("p")) == before + 1
-            assert not bench.engines["p"]._exports
+            assert not bench.engines["p"].exports
 
     virtual(main)
 
@@ -471,7 +471,7 @@ def test_an_engine_that_keeps_failing_hand_offs_is_left_alone_for_longer_and_lon
         barred = bench.events("prefill_barred")
         assert [e["seconds"] for e in barred[:5]] == [30.0, 60.0, 120.0, 240.0, 300.0]
         assert len(barred) == len(tried) - 2
-        bench.engines["p"]._pace = bench.engines["d"]._pace = HandoffTimings()
+        bench.engines["p"].pace = bench.engines["d"].pace = HandoffTimings()
         await asyncio.sleep(300.0)
         before = len(bench.requests("p"))
         for i in range(3):
@@ -486,7 +486,7 @@ def test_an_engine_that_keeps_failing_hand_offs_is_left_alone_for_longer_and_lon
 def test_an_engine_without_a_connector_is_asked_once() -> None:
     async def main() -> None:
         bench = Bench()
-        bench.engines["p"]._export = lambda request: {}  # type: ignore[method-assign]
+        bench.engines["p"].export = lambda request: {}  # type: ignore[method-assign]
         for i in range(20):
             await bench.ask(session=f"s{i}")
         assert len(bench.requests("p")) == 1
@@ -592,7 +592,7 @@ def test_one_slow_turn_is_no_news_of_affinity_and_a_doubt_that_stays_is() -> Non
         member = bench.gateway.registry.members["a"]
 
         async def doubt(session: str, seconds: float) -> None:
-            bench.gateway._doubt(member, slow)
+            bench.gateway.doubt(member, slow)
             await asyncio.sleep(seconds)
             await bench.ask(session=session, domain="lake")
 

@@ -94,9 +94,9 @@ def test_the_bound_holds_and_the_sums_are_those_of_what_is_there(
                 r.end(session, tokens)
             case _:
                 r.drop(session)
-        idle = [s for s in "abcdefgh" if s in r and s not in r._busy]
+        idle = [s for s in "abcdefgh" if s in r and s not in r.busy]
         assert r.total == sum(r.held(s) for s in "abcdefgh")
-        assert r.reserved == sum(max(r.held(s), r._wanted.get(s, 0)) for s in "abcdefgh" if s in r)
+        assert r.reserved == sum(max(r.held(s), r.wanted.get(s, 0)) for s in "abcdefgh" if s in r)
         assert not idle or (r.total <= capacity and len(r) <= most)
     for s in "abcdefgh":
         r.drop(s)

@@ -102,12 +102,12 @@ def test_the_next_turn_moves_only_what_is_new() -> None:
     async def main() -> tuple[int, int]:
         source, target, _ = made()
         first = await both_legs(source, target, turn("a", 8000, 100, session="s"))
-        moved = source._fabric.moved_tokens
+        moved = source.fabric.moved_tokens
         request = turn("b", 8600, 100, session="s")
         answer = await source.generate(prefill_request(request, first.kv_transfer))
         assert answer.cached_tokens == 8099
         await target.generate(dataclasses.replace(request, kv_transfer=decode_params(answer, source.id)))
-        return moved, source._fabric.moved_tokens - moved
+        return moved, source.fabric.moved_tokens - moved
 
     # Back to the prefill engine come the 99 tokens whose KV was computed there; the tokens added there go on.
     assert run(main()) == (8000, 99 + 501)
@@ -135,7 +135,7 @@ def test_a_pull_waits_for_its_room_and_keeps_it_until_the_request_runs() -> None
 
     async def main() -> tuple[list[int], list[float]]:
         source, *_ = made(kv_tokens=100_000)
-        target = DisaggregatedEngine("small", steps(), source._fabric, limits=EngineLimits(kv_tokens=20_000))
+        target = DisaggregatedEngine("small", steps(), source.fabric, limits=EngineLimits(kv_tokens=20_000))
         cached: list[int] = []
         used: list[float] = []
 
@@ -146,8 +146,8 @@ def test_a_pull_waits_for_its_room_and_keeps_it_until_the_request_runs() -> None
         async with asyncio.TaskGroup() as tasks:
             for n, output in enumerate((100, 1000, 50)):
                 tasks.create_task(one(f"s{n}", output))
-        assert target._pinned == target._held == 0
-        assert not target._reserved
+        assert target.pinned == target.held_tokens == 0
+        assert not target.reserved
         assert target.recomputed_tokens == 0
         return cached, used
 
@@ -160,7 +160,7 @@ def test_a_pull_waits_for_its_room_and_keeps_it_until_the_request_runs() -> None
 def test_room_that_waits_or_is_taken_comes_back(what: str) -> None:
     async def main() -> None:
         source, *_ = made(kv_tokens=100_000)
-        target = DisaggregatedEngine("small", steps(), source._fabric, limits=EngineLimits(kv_tokens=20_000))
+        target = DisaggregatedEngine("small", steps(), source.fabric, limits=EngineLimits(kv_tokens=20_000))
         legs = [asyncio.ensure_future(both_legs(source, target, turn(f"s{n}", 8000, 1000))) for n in range(5)]
         await asyncio.sleep(0.01)
         while target.kv_used < 16_000:
@@ -175,9 +175,9 @@ def test_room_that_waits_or_is_taken_comes_back(what: str) -> None:
             for leg in legs:
                 leg.cancel()
         await asyncio.gather(*legs, return_exceptions=True)
-        assert target._pinned == target._held == 0
-        assert not target._reserved
-        assert not target._ready
+        assert target.pinned == target.held_tokens == 0
+        assert not target.reserved
+        assert not target.ready
         again = turn("again", 15_000, 10)
         assert (await target.generate(again)).sampled == 10
 

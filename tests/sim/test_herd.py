@@ -46,7 +46,7 @@ class Drive:
         prices = RoutePrices(dict.fromkeys(KINDS.values(), 1.0), in_flight=0.05)
         self.routes = Routes(prices, model, {"x": dict.fromkeys(POOLS, 0.5)})
         self.planner = PlacementPlanner.__new__(PlacementPlanner)  # only its prices are asked for: no problem to solve
-        self.planner._routes = self.routes
+        self.planner.routes = self.routes
         self.reprices = reprices
         seats = {
             f"{pool}{i}": EnginePlacement(pool, pool.upper(), EngineRole.ENGINE, 4) for pool in POOLS for i in range(2)

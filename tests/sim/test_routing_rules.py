@@ -90,7 +90,7 @@ async def simulate(w: Workload, rule: str) -> tuple[float, float]:
     def warm(session: str, index: int, tokens: int) -> None:
         """A trajectory in flight when the clock starts: its KV is on its sticky engine."""
         sticky = f"d{index % DECODES}"
-        engines[sticky]._kv[session] = tokens
+        engines[sticky].kv[session] = tokens
         gateway.turns.sessions[session] = SessionKv(
             0, sticky=sticky, cached={sticky: tokens}, held=(sticky,), returned={"tokens": tokens}
         )
