@@ -48,6 +48,9 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "effective_tb_per_s": (1e-7, 1e3),
 }
 
+HELD_OUT = 4
+"""One of so many settings is held out of the fit."""
+
 PRIOR_SPREAD = 0.7
 """Standard deviation, in logs, that a prior is believed with: a factor of two either way."""
 
@@ -128,22 +131,19 @@ def fit(
     precision: Precision = "bf16",
     free: Sequence[str] = FREE,
     start: Constants | None = None,
-    holdout: float = 0.25,
     engine: str = "",
     date: str = "",
     source: str = "",
 ) -> Fit:
     """Constants that fit `rows`, the others as in `start` (default: the prior of the rows' generation).
 
-    Settings (rows but for their seconds) are ordered by kind and size; every 1/`holdout`-th is predicted by a fit to
-    the others, and that is the error reported. The constants returned are of a second fit, to all rows. Deterministic.
+    Settings (rows but for their seconds) are ordered by kind and size; every `HELD_OUT`-th is predicted by a fit to the
+    others, and that is the error reported. The constants returned are of a second fit, to all rows. Deterministic.
     ValueError for rows of a device that is not in `devices`, or that cannot run the model.
     """
     chosen = sorted(rows, key=lambda r: (*_setting(r), r.seconds))
     if not chosen:
         raise ValueError("rows is empty (rule: at least one row)")
-    if not (math.isfinite(holdout) and 0 <= holdout <= 0.5):
-        raise ValueError(f"holdout is {holdout} (rule: in [0, 0.5])")
     for name in free:
         if name not in BOUNDS or list(free).count(name) > 1:
             raise ValueError(f"free names {name!r} (rule: each at most once, of {', '.join(BOUNDS)})")
@@ -154,7 +154,10 @@ def fit(
     problem = _LeastSquares(shape, devices, precision, tuple(free))
     begin = problem.started(begin, chosen)
     constants, kept, bounded = problem.solve(chosen, begin)
-    fitted, held = _split(chosen, holdout)
+    # Rows that repeat a setting are held out together: otherwise the error would be that of settings that were fitted.
+    settings = sorted({_setting(row) for row in chosen})
+    aside = set(settings[HELD_OUT // 2 :: HELD_OUT])
+    fitted, held = ([row for row in chosen if (_setting(row) in aside) is apart] for apart in (False, True))
     notes: list[str] = []
     if held:
         trial, _, _ = problem.solve(fitted, begin)
@@ -312,17 +315,8 @@ def _devices(rows: Sequence[Row], devices: Mapping[str, Device]) -> list[Device]
 
 
 def _setting(row: Row) -> tuple[str, str, float, float, float, float, float, float]:
-    """The measured setting. Rows that repeat a setting are held out together; otherwise the error would be measured on
-    settings that were fitted."""
+    """The measured setting."""
     return row.kind, row.device, row.tp, row.new, row.cached, row.batch, row.context, row.output
-
-
-def _split(ordered: Sequence[Row], holdout: float) -> tuple[list[Row], list[Row]]:
-    """Rows for the fit and held-out rows: every 1/`holdout`-th setting, none if there are too few."""
-    every = round(1 / holdout) if holdout > 0 else 0
-    settings = sorted({_setting(r) for r in ordered})
-    aside = {s for i, s in enumerate(settings) if every and i % every == every // 2}
-    return [r for r in ordered if _setting(r) not in aside], [r for r in ordered if _setting(r) in aside]
 
 
 def _clipped(name: str, value: float) -> float:

@@ -187,7 +187,16 @@ class _Builder:
         self._order = {key: i for i, key in enumerate(self._links)}
         self._turns = [representative_turns(d, problem.performance.shape) for d in problem.domains]
         self._costs: dict[tuple[int, Role, bool, int], PhaseCost] = {}
-        self._domains = {mode: self._domains_of(mode) for mode in (KvMode.KEEP, KvMode.PULL)}
+        self._moved = {mode: self._moved_gb(mode) for mode in (KvMode.KEEP, KvMode.PULL)}
+        turns, domains = self._turns, problem.domains
+        self._count = np.array([t.count for t in turns])
+        self._hops_prompt = np.array([float((t.weight + t.later) @ t.kv_prompt) for t in turns])
+        """By domain, GB of the prompt's KV at each transfer, in sum."""
+        self._lent = np.array([t.kv_lent / t.count for t in turns])
+        """Mean GB of KV that prefill holds during a decode."""
+        self._wait = np.array([d.environment.wait_s * t.kv_wait for d, t in zip(domains, turns, strict=True)])
+        """GB·s of KV during the waits between turns."""
+        self._away = np.array([_away(d) for d in domains])
 
     def keep_worthwhile(self) -> None:
         """Keep the useful units of many: by pool and role, the size that serves the mix best per device and the
@@ -288,14 +297,13 @@ class _Builder:
     ) -> Paths:
         channel, (domain, decode) = self._links[key], decoding
         load, prefill_kv = (values[domain] for values in prefilling)
-        t = self._domains[mode]
-        turns, gb = t.turns[domain], t.gb[domain]
+        turns, (gb, gb_prompt) = self._count[domain], (moved[domain] for moved in self._moved[mode])
         moving = gb / channel.gb_per_s + (2 * turns - 1) * channel.latency_s
         # The prompt's KV is there, on both sides, while it is computed and moves.
-        handing = prefill_kv + t.gb_prompt[domain] / channel.gb_per_s + t.hops_prompt[domain] * channel.latency_s
+        handing = prefill_kv + gb_prompt / channel.gb_per_s + self._hops_prompt[domain] * channel.latency_s
         first_kv = handing
         if mode is KvMode.KEEP:
-            first_kv = handing + decode.seconds * t.lent[domain] + t.wait[domain]
+            first_kv = handing + decode.seconds * self._lent[domain] + self._wait[domain]
         paths = Paths.of(
             len(domain),
             domain=domain,
@@ -303,8 +311,8 @@ class _Builder:
             mode=MODES.index(mode),
             batch=decode.batch,
             load=decode.load,
-            kv=handing + decode.kv_seconds + t.wait[domain],
-            seconds=load + moving + decode.seconds + t.away[domain],
+            kv=handing + decode.kv_seconds + self._wait[domain],
+            seconds=load + moving + decode.seconds + self._away[domain],
             first=p,
             first_load=load,
             first_kv=first_kv,
@@ -315,19 +323,12 @@ class _Builder:
         single = np.array([d.turns.mean == 1 and d.last_turn_known for d in self._problem.domains])[domain]
         return paths.take(np.isfinite(load) & (~single | (mode is KvMode.KEEP)))
 
-    def _domains_of(self, mode: KvMode) -> _Domains:
-        turns, domains = self._turns, self._problem.domains
-        # Later turns move more, and hold more meanwhile: products are summed by turn.
-        moved = [t.kv_prompt - t.kv_cached + self._returned(j, mode) for j, t in enumerate(turns)]
-        return _Domains(
-            turns=np.array([t.count for t in turns]),
-            gb=np.array([float(t.weight @ gb) for t, gb in zip(turns, moved, strict=True)]),
-            gb_prompt=np.array([float(t.weight @ (gb * t.kv_prompt)) for t, gb in zip(turns, moved, strict=True)]),
-            hops_prompt=np.array([float((t.weight + t.later) @ t.kv_prompt) for t in turns]),
-            lent=np.array([t.kv_lent / t.count for t in turns]),
-            wait=np.array([d.environment.wait_s * t.kv_wait for d, t in zip(domains, turns, strict=True)]),
-            away=np.array([_away(d) for d in domains]),
-        )
+    def _moved_gb(self, mode: KvMode) -> tuple[Floats, Floats]:
+        """By domain, GB over the link, and the sum by turn of these GB × GB of the prompt's KV: later turns move more,
+        and hold more meanwhile."""
+        moved = [(t, t.kv_prompt - t.kv_cached + self._returned(j, mode)) for j, t in enumerate(self._turns)]
+        gb = np.array([float(t.weight @ each) for t, each in moved])
+        return gb, np.array([float(t.weight @ (each * t.kv_prompt)) for t, each in moved])
 
     def _returned(self, j: int, mode: KvMode) -> Floats:
         """GB that decode hands back to prefill before a turn: the outputs since, or the whole context."""
@@ -367,20 +368,6 @@ class _Builder:
                     aggregated_cost(model, turns, batch, recompute=drop) if whole else decode_cost(model, turns, batch)
                 )
         return self._costs[key]
-
-
-@dataclass(frozen=True, slots=True)
-class _Domains:
-    """Arrays over the domains: turns, GB over the link; by transfer GB × KV of the prompt, and that KV, in sum; mean KV
-    that prefill holds during a decode, KV·s of the waits between turns, seconds outside of engines."""
-
-    turns: Floats
-    gb: Floats
-    gb_prompt: Floats
-    hops_prompt: Floats
-    lent: Floats
-    wait: Floats
-    away: Floats
 
 
 def _away(domain: DomainProfile) -> float:

@@ -119,13 +119,7 @@ def _prices(p: PlacementProgram, best: MilpSolution, relaxed: MilpSolution | Non
         in_flight=_clean_price(seconds),
         places=_clean_price(places),
         pools={name: _clean_price(price) for name, price in pools.items()},
-        train=_clean_price(_train_dual(best)),
     )
-
-
-def _train_dual(best: MilpSolution) -> float:
-    """The dual prices of the trainer's rate, in sum."""
-    return sum(v for key, v in best.duals.items() if key[0] == "train")
 
 
 def _clean_price(value: float) -> float:
@@ -242,7 +236,8 @@ def _binding_constraints(p: PlacementProgram, best: MilpSolution, x: Floats) -> 
         count(f"the window: {limit * t.weights[j]:,.0f} places for {name}", price)
         for what, share in _holding_shares(p, x, j, own):
             count(what, price * share)
-    count("the trainer", _train_dual(best) / p.scale)
+    trained = sum(v for key, v in best.duals.items() if key[0] == "train")
+    count("the trainer", trained / p.scale)
     for key, column in p.reward_units.items():
         count(f"rewards on {pools[key[0]].name}", best.duals["scoring", *key] * float(x[column]))
     if p.environments:

@@ -249,7 +249,6 @@ class DualPrices:
     in_flight: float = 0.0
     places: float = 0.0
     pools: Mapping[str, float] = field(default_factory=dict)
-    train: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_right
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from placement.problem import DomainProfile, InFlightWindow, Problem, log_normal
+from placement.problem import DomainProfile, Problem, log_normal
 from placement.types import ROLLOUT_ROLES, Placement, Role
 
 QUANTILE_POINTS = 64
@@ -58,13 +58,12 @@ class HoldingSlopes:
     started: float = 1.0
 
 
-def domain_windows(found: Placement, problem: Problem, window: InFlightWindow) -> tuple[DomainWindow, ...]:
-    """The slots of every domain under a plan; empty without training or a bound. Waiting for other domains' parts of
-    the batch is not counted."""
-    problem = replace(problem, window=window)
-    train, bound = problem.train, problem.trajectories_in_flight
+def domain_windows(found: Placement, problem: Problem) -> tuple[DomainWindow, ...]:
+    """The slots of every domain under a plan; empty without training, a window or a bound. Waiting for other
+    domains' parts of the batch is not counted."""
+    train, window, bound = problem.train, problem.window, problem.trajectories_in_flight
     trainer = next((d for d in found.deployments if d.role is Role.TRAINER), None)
-    if train is None or trainer is None or not math.isfinite(bound) or found.rate <= 0:
+    if train is None or window is None or trainer is None or not math.isfinite(bound) or found.rate <= 0:
         return ()
     train_s = trainer.utilisation * train.batch / found.rate
     publish_s = problem.publish_s(trainer.pool, {d.pool for d in found.deployments if d.role in ROLLOUT_ROLES})

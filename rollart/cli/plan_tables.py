@@ -137,10 +137,10 @@ def _tail(resolved: Resolved, *, fast: bool) -> list[str]:
     """The share of each domain's groups within the staleness bound, and the bound that their lengths recommend."""
     bound = resolved.run.staleness
     notes = [
-        f"staleness: at this rate {bound} keeps {one.share:.0%} of {one.domain}'s groups "
+        f"staleness: at this rate {bound} keeps {share:.0%} of {domain}'s groups "
         "(paced waits for the others, rollart drops them)"
-        for one in fresh_group_shares(resolved)
-        if one.share < KEPT
+        for domain, share in fresh_group_shares(resolved).items()
+        if share < KEPT
     ]
     if not fast and (asked := recommended_staleness(resolved)) is not None:
         notes.append(

@@ -14,6 +14,9 @@ from rollart.infra.hosts import HostGroup, hosts_engines
 from rollart.infra.needs import ClusterNeeds, PodSettings
 from rollart.infra.ray import PORT, health_environment
 
+RAY_VERSION = "2.60.0"
+"""The Ray version in the images, which the Ray runtime is tested with."""
+
 SPECS_AT = "/etc/rollart"
 """Directory of the run and cluster specs in pods."""
 
@@ -51,7 +54,6 @@ def kuberay(
     name: str,
     groups: Sequence[HostGroup],
     *,
-    ray_version: str,
     pods: PodSettings,
     health_s: float,
     namespace: str = "default",
@@ -69,7 +71,7 @@ def kuberay(
             )
     meta = {"namespace": namespace, "labels": {"app.kubernetes.io/part-of": "rollart"}}
     about = header("kuberay", name)
-    permanent = _cluster(name, groups, ray_version, replace(pods, specs=None), health_s)
+    permanent = _cluster(name, groups, replace(pods, specs=None), health_s)
     manifest = _manifest("ray.io/v1", "RayCluster", name, meta, spec=permanent)
     files = {
         "runs.yaml": yaml_text(*_shared_manifests(name, meta, pods.needs), about=about),
@@ -84,7 +86,7 @@ def kuberay(
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": 3600,
             "backoffLimit": 0,
-            "rayClusterSpec": _cluster(name, groups, ray_version, pods, health_s),
+            "rayClusterSpec": _cluster(name, groups, pods, health_s),
         }
         job = _manifest("ray.io/v1", "RayJob", f"{name}-run", meta, spec=spec)
         files["rayjob.yaml"] = yaml_text(config, job, about=about)
@@ -157,10 +159,8 @@ def _volume_claim(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
     return _manifest("v1", "PersistentVolumeClaim", name, meta, spec=spec)
 
 
-def _cluster(
-    name: str, groups: Sequence[HostGroup], ray_version: str, pods: PodSettings, health_s: float
-) -> dict[str, Any]:
-    spec: dict[str, Any] = {"rayVersion": ray_version, "authOptions": {"mode": "token"}}
+def _cluster(name: str, groups: Sequence[HostGroup], pods: PodSettings, health_s: float) -> dict[str, Any]:
+    spec: dict[str, Any] = {"rayVersion": RAY_VERSION, "authOptions": {"mode": "token"}}
     if any(g.least < g.most for g in groups):
         spec["enableInTreeAutoscaling"] = True
         spec["autoscalerOptions"] = {"version": "v2", "idleTimeoutSeconds": IDLE_S, "upscalingMode": "Default"}

@@ -36,9 +36,6 @@ PROVIDER_OF_TARGET = {"cfn": "aws_lambda", "sam": "aws_lambda", "terraform": "aw
 TARGETS = (*NODE_TARGETS, "cfn", "sam", "modal", "terraform")
 NAMESPACE = "default"
 
-RAY_VERSION = "2.60.0"
-"""The Ray version in the images, which the Ray runtime is tested with."""
-
 ENGINE_IMAGES = {"embedded": "rollart", "vllm": "rollart-vllm"}
 """Images of engine hosts by kind of engine, as built from infra/Dockerfile."""
 
@@ -119,7 +116,6 @@ def _render_nodes(
     return kuberay(
         name,
         found,
-        ray_version=RAY_VERSION,
         pods=pods,
         health_s=runtime.health_s,
         namespace=namespace,

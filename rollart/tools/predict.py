@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from placement.estimate import ObservedTrajectory, estimate_profiles
-from placement.problem import DomainProfile, Problem, TrainingWork
+from placement.problem import DomainProfile, Problem
 from placement.solve import solve
 from placement.types import ROLLOUT_ROLES, Infeasible, Placement
 from rollart.adapters.text import HubTokenizer
@@ -61,13 +61,14 @@ def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Mach
     ]
     problem = planning_problem(replace(resolved, measured=tuple(away)), deployments_of(resolved.plan)).problem
     domains, performance = problem.domains, problem.performance
+    assert problem.train is not None, "planning_problem always states training"
     device = machine.engine.calibration.device
     train_s, step_s = _step_seconds(resolved, domains, machine)
     tokens = run.training.epochs * mix_mean(domains, lambda p: p.total_tokens) * run.batch.trajectories
     problem = replace(
         problem,
         performance=replace(performance, constants={device: machine.engine.calibration}),
-        train=replace(_train(problem), seconds_per_token=train_s / tokens, seconds_per_step=step_s - train_s),
+        train=replace(problem.train, seconds_per_token=train_s / tokens, seconds_per_step=step_s - train_s),
         utilisation=1.0,
     )
     found = _solve_in_flight(problem, step_s)
@@ -93,7 +94,8 @@ def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Mach
 def _solve_in_flight(problem: Problem, step_s: float) -> Placement:
     """The plan whose rate is consistent with the trajectories left in flight. Slots (I4) are also held by trajectories
     in training, by trajectories that wait for a complete batch, and by stale ones (I2) that start again."""
-    train = _train(problem)
+    train = problem.train
+    assert train is not None, "planning_problem always states training"
 
     def at(rate: float) -> Placement:
         lost = 0.0
@@ -156,11 +158,6 @@ def _step_seconds(resolved: Resolved, domains: Sequence[DomainProfile], machine:
     )
     cpu = training.epochs * (training.minibatches * machine.update_s + batch * one)
     return cpu, cpu + machine.publish_s + machine.queue * batch * machine.controller_s(domains)
-
-
-def _train(problem: Problem) -> TrainingWork:
-    assert problem.train is not None, "planning_problem always states training"
-    return problem.train
 
 
 EPISODES = 256

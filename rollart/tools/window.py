@@ -25,14 +25,6 @@ learn from (docs/training.md), so the last tenth of the rate is not worth severa
 
 
 @dataclass(frozen=True, slots=True)
-class FreshGroupShare:
-    """The `share` of a domain's groups that end within the run's staleness bound, at the rate of the plan."""
-
-    domain: str
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
 class RecommendedStaleness:
     """The smallest `staleness` at which a plan whose batches wait for their longest groups yields `rate`
     trajectories/s, at least `SUFFICIENT_RATE_SHARE` of `best`, the rate at the largest staleness. Independent of the
@@ -49,17 +41,18 @@ def sustained_slots(resolved: Resolved) -> tuple[DomainWindow, ...]:
     trained = resolved.plan.of(Role.TRAINER)
     if found is None or problem is None or not trained:
         return ()
-    return domain_windows(found, problem, problem.window or window_of(run, resolved.cluster, problem.performance.shape))
+    window = problem.window or window_of(run, resolved.cluster, problem.performance.shape)
+    return domain_windows(found, replace(problem, window=window))
 
 
-def fresh_group_shares(resolved: Resolved) -> tuple[FreshGroupShare, ...]:
+def fresh_group_shares(resolved: Resolved) -> dict[str, float]:
     """By domain, the share of groups that the staleness bound keeps at the planned rate.
 
     A group that starts at a publish has (alpha + 1) steps, minus training and publish, until its last batch is taken.
     """
-    problem, run, found = resolved.problem, resolved.run, []
+    problem, run, shares = resolved.problem, resolved.run, dict[str, float]()
     if run.schedule in LAG or problem is None or problem.train is None or resolved.plan.placement is None:
-        return ()
+        return shares
     step = problem.train.batch / resolved.plan.placement.rate if resolved.plan.placement.rate else math.inf
     profiles = {d.name: d for d in problem.domains}
     for held in sustained_slots(resolved):
@@ -67,8 +60,8 @@ def fresh_group_shares(resolved: Resolved) -> tuple[FreshGroupShare, ...]:
             profiles[held.domain], run.domain(held.domain).group_size, float(run.model.context)
         )
         limit = ((run.staleness + 1) * step * (1 + WINDOW_TOLERANCE) - held.train_s - held.publish_s) / held.seconds
-        found.append(FreshGroupShare(held.domain, bisect_right(lengths, limit) / len(lengths)))
-    return tuple(found)
+        shares[held.domain] = bisect_right(lengths, limit) / len(lengths)
+    return shares
 
 
 def recommended_staleness(resolved: Resolved) -> RecommendedStaleness | None:
@@ -91,7 +84,7 @@ def recommended_staleness(resolved: Resolved) -> RecommendedStaleness | None:
         found = solve(asked if problem.fixed is not None else replace(asked, window=window))
         if isinstance(found, Infeasible):
             return 0.0
-        return min([found.rate, *(held.rate for held in domain_windows(found, asked, window))])
+        return min([found.rate, *(held.rate for held in domain_windows(found, replace(asked, window=window)))])
 
     best = rate(MAX_STALENESS)
     least = bisect_left(

@@ -162,13 +162,12 @@ def test_too_few_rows_to_hold_any_out_are_not_trusted() -> None:
 
 def test_a_weight_counts_as_so_many_rows() -> None:
     one = measured(probe("H200", tps=(1,))[:9])
-    twice = fit([*one, *one[:3]], SHAPE, DEVICES, free=("mfu", "layer_s"), holdout=0.0)
+    twice = fit([*one, *one[:3]], SHAPE, DEVICES, free=("mfu", "layer_s"))
     weighted = fit(
         [replace(r, weight=2.0 if r in one[:3] else 1.0) for r in one],
         SHAPE,
         DEVICES,
         free=("mfu", "layer_s"),
-        holdout=0.0,
     )
     assert weighted.calibration.constants.mfu == pytest.approx(twice.calibration.constants.mfu, rel=1e-3)
     assert weighted.calibration.constants.layer_s == pytest.approx(twice.calibration.constants.layer_s, rel=1e-3)
@@ -198,7 +197,6 @@ DATA = Calibration(TRUTH, "H200", "hopper", "bf16", "m", 0.1).to_dict()
         (lambda: Row("decode", 1.0, "H200", new=-1), "new is -1"),
         (lambda: Row("decode", 1.0, "H200", weight=0), "weight is 0"),
         (lambda: fit([], SHAPE, DEVICES), "rows is empty"),
-        (lambda: fit([GOOD], SHAPE, DEVICES, holdout=0.9), "holdout is 0.9"),
         (lambda: fit([GOOD], SHAPE, DEVICES, free=("speed",)), "free names 'speed'"),
         (lambda: fit([GOOD], SHAPE, DEVICES, free=("mfu", "mfu")), "each at most once"),
         (lambda: fit([replace(GOOD, device="B300")], SHAPE, DEVICES), "device 'B300' is not among"),

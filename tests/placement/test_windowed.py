@@ -63,7 +63,7 @@ def trainer(found: Placement) -> int:
 
 def sustained(asked: Problem, found: Placement) -> float:
     assert asked.window is not None
-    return min(h.rate for h in domain_windows(found, asked, asked.window))
+    return min(h.rate for h in domain_windows(found, asked))
 
 
 @pytest.mark.slow
