@@ -52,8 +52,9 @@ class HostAutoscaler:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
+                    rest = self._not_before - loop_time()
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(self._wait()):
+                        async with asyncio.timeout(min(self.nodes.wait(), rest if rest > 0 else LONGEST_S, LONGEST_S)):
                             await self._woken.wait()
                     self._woken.clear()
                     for _ in range(self._adjust()):
@@ -98,7 +99,3 @@ class HostAutoscaler:
         finally:
             self._spawning -= 1
             self._woken.set()
-
-    def _wait(self) -> float:
-        rest = self._not_before - loop_time()
-        return min(self.nodes.wait(), rest if rest > 0 else LONGEST_S, LONGEST_S)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 from rollart.fleet import EngineKind, FleetMove, FleetMoveKind, KindLoad
 from rollart.model import EngineId
@@ -123,25 +123,22 @@ class NodeAvailability:
         return min((t - now for t in (*times, self._quiet) if t > now), default=math.inf)
 
 
+@dataclass(eq=False)
 class NodeTracker:
     """Tracks the nodes of a cluster. The cluster watcher reports node changes on the event loop; the rebalancer reads
     reasons to plan and departures, and the host autoscalers read devices. `where`: the node of each engine, '' for an
     engine without one. `most`: the maximum number of devices by pool, those of the first plan."""
 
-    def __init__(
-        self,
-        settings: AvailabilitySettings,
-        where: Callable[[], Mapping[EngineId, str]],
-        most: Mapping[str, int],
-        *,
-        patience_s: float = 0.0,
-    ) -> None:
-        """`patience_s`: how long a run without any engine waits for a node."""
-        self.patience_s = patience_s
-        self._presence = NodeAvailability(settings)
-        self._where = where
-        self._most = most
-        self._planned = dict(most)
+    settings: AvailabilitySettings
+    where: Callable[[], Mapping[EngineId, str]]
+    most: Mapping[str, int]
+    _: KW_ONLY
+    patience_s: float = 0.0
+    """How long a run without any engine waits for a node."""
+
+    def __post_init__(self) -> None:
+        self._presence = NodeAvailability(self.settings)
+        self._planned = dict(self.most)
         self._warned: frozenset[str] = frozenset()
         self._failed = False
         self._wakes: list[Callable[[], None]] = []
@@ -178,8 +175,8 @@ class NodeTracker:
 
     def devices(self) -> dict[str, int]:
         """The devices by pool that a plan may use now."""
-        counted = self._presence.counted(loop_time(), frozenset(self._where().values()))
-        return {pool: min(most, counted.get(pool, 0)) for pool, most in self._most.items()}
+        counted = self._presence.counted(loop_time(), frozenset(self.where().values()))
+        return {pool: min(most, counted.get(pool, 0)) for pool, most in self.most.items()}
 
     def wait(self) -> float:
         """Seconds until a reason to replan may arise without a node event."""
@@ -233,4 +230,4 @@ class NodeTracker:
 
     def _doomed(self, gateway: Gateway) -> list[EngineId]:
         leaving, stable = self._presence.leaving(), gateway.stable()
-        return [engine for engine, node in self._where().items() if node in leaving and engine in stable]
+        return [engine for engine, node in self.where().items() if node in leaving and engine in stable]

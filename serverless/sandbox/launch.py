@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import pathlib
 import shutil
@@ -334,12 +335,10 @@ def _uncounted(user_namespace: bool) -> str:
 
 def unused_uid() -> int:
     """A user id that no live sandbox uses: process ids are unique."""
-    global _sandboxes
-    _sandboxes += 1
-    return _FIRST_UID + (os.getpid() * 32 + _sandboxes % 32) % 200_000_000
+    return _FIRST_UID + (os.getpid() * 32 + next(_numbers) % 32) % 200_000_000
 
 
-_sandboxes = 0
+_numbers = itertools.count(1)
 
 
 def _within(path: str, parent: str) -> bool:

@@ -25,9 +25,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import msgpack
 
@@ -63,20 +62,26 @@ class WorkerContext:
 
 def run(channel: socket.socket, order: dict[str, Any]) -> None:
     """Serve calls until the other end closes. Leaves by `SystemExit` or return; the caller ends the process."""
-    if "exec" in order:
-        _exec_program(channel, order)
+    if "exec" in order:  # another program, of which all memory is the function's
+        _confine(order, 0)
+        channel.set_inheritable(True)
+        os.execve(order["exec"][0], order["exec"], {**os.environ, **order["environment"]})
     began = time.perf_counter()
-    handler = None
-    error = _step_failure(lambda: _enter(channel, order))
-    frames = _Frames(channel)
+    handler = error = None
+    try:
+        try:
+            _confine(order, _data_bytes())
+            if "wall" in order:
+                from serverless.sandbox import required
 
-    def load() -> None:
-        nonlocal handler
+                required.enter(channel, order["package"], order["scratch"])  # continues in a child process
+        finally:
+            frames = _Frames(channel)
         module, _, name = str(order["handler"]).rpartition(".")
         handler = getattr(importlib.import_module(module), name)
-
-    if error is None:
-        error = _step_failure(load)
+    except BaseException as failure:
+        traceback.print_exc()
+        error = f"{type(failure).__name__}: {failure}"[:500]
     frames.send(["", "ready", time.perf_counter() - began, error])
     while handler is not None:
         frame = frames.next()
@@ -86,25 +91,6 @@ def run(channel: socket.socket, order: dict[str, Any]) -> None:
         answer = _call(handler, order, request, event, limit_ms)
         if not frames.send([request, *answer]) or (answer[0] == "fault" and not answer[5]):
             return
-
-
-def _enter(channel: socket.socket, order: dict[str, Any]) -> None:
-    """Become the function's process. With isolation, this continues in a child process."""
-    _confine(order, _data_bytes())
-    if "wall" in order:
-        from serverless.sandbox import required
-
-        required.enter(channel, order["package"], order["scratch"])
-
-
-def _step_failure(step: Callable[[], None]) -> str | None:
-    """The error of a step of the start, None if it succeeded."""
-    try:
-        step()
-    except BaseException as failure:
-        traceback.print_exc()
-        return f"{type(failure).__name__}: {failure}"[:500]
-    return None
 
 
 def end_line(request: str) -> bytes:
@@ -163,13 +149,6 @@ def _open_log(path: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-
-
-def _exec_program(channel: socket.socket, order: dict[str, Any]) -> NoReturn:
-    """Execute another program in this process: all of its memory is the function's."""
-    _confine(order, 0)
-    channel.set_inheritable(True)
-    os.execve(order["exec"][0], order["exec"], {**os.environ, **order["environment"]})
 
 
 def _confine(order: dict[str, Any], own_bytes: int) -> None:

@@ -103,7 +103,12 @@ class _Zygote:
             return False
         message = msgpack.unpackb(data)
         if message[0] == "preload":
-            failed = [[module, error] for module in message[1] if (error := self._preload(module)) is not None]
+            failed = []
+            for module in message[1]:
+                try:
+                    importlib.import_module(module)
+                except Exception as failure:
+                    failed.append([module, f"{type(failure).__name__}: {failure}"])
             # Workers share these pages: a garbage collection in one of them must not write to all.
             gc.collect()
             gc.freeze()
@@ -111,14 +116,6 @@ class _Zygote:
         else:
             self._fork(message[1], message[2], fds)
         return True
-
-    def _preload(self, module: str) -> str | None:
-        """Import a module. Returns the error, or None."""
-        try:
-            importlib.import_module(module)
-        except Exception as failure:
-            return f"{type(failure).__name__}: {failure}"
-        return None
 
     def _fork(self, key: int, order: dict[str, Any], fds: list[int]) -> None:
         parent = os.getpid()

@@ -93,8 +93,10 @@ class Zygote:
         sys.dont_write_bytecode = True
         for module in ("encodings.utf_8", "collections", "random", *config["preload"]):
             importlib.import_module(module)
-        if config["sealed"] and _has_network():
-            raise RuntimeError("the seccomp filter did not take: a socket could be made")
+        if config["sealed"]:
+            with contextlib.suppress(OSError):
+                socket.socket(socket.AF_UNIX).close()
+                raise RuntimeError("the seccomp filter did not take: a socket could be made")
         if threading.active_count() > 1:
             raise RuntimeError("a preloaded module has started a thread, which no fork copies")
         self._woken, waker = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -269,14 +271,6 @@ def _address_space() -> int:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     return high
-
-
-def _has_network() -> bool:
-    try:
-        socket.socket(socket.AF_UNIX).close()
-    except OSError:
-        return False
-    return True
 
 
 def become(uid: int | None) -> None:
