@@ -13,10 +13,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-PRODUCT = [
-    path for package in ("rollart", "serverless", "placement") for path in sorted((ROOT / package).rglob("*.py"))
-]
+from tests.sources import PRODUCT, ROOT, nodes, source
 
 WORDS = tomllib.loads((ROOT / "tests" / "words.toml").read_text())
 
@@ -25,8 +22,7 @@ SHOWN = 10
 
 def texts(path: Path) -> Iterator[str]:
     """Docstrings of all kinds (also those of constants), comments, and the texts of spec keys, options and errors."""
-    source = path.read_text()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes(path):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield text
@@ -35,7 +31,7 @@ def texts(path: Path) -> Iterator[str]:
             case ast.Raise(exc=ast.Call(args=arguments)):
                 for argument in arguments:
                     yield from constants(argument)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+    for token in tokenize.generate_tokens(io.StringIO(source(path)).readline):
         if token.type == tokenize.COMMENT:
             yield token.string
 
@@ -64,7 +60,7 @@ def test_names_are_terms_of_the_field() -> None:
     banned = {name.lower() for name in WORDS["names"]["not_for"]}
     found = set()
     for path in PRODUCT:
-        classes = (n.name for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef))
+        classes = (n.name for n in nodes(path) if isinstance(n, ast.ClassDef))
         found |= {str(path.relative_to(ROOT)) + ":" + name for name in classes if name.strip("_").lower() in banned}
         if path.stem in banned:
             found.add(str(path.relative_to(ROOT)))

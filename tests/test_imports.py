@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollart.ledger.store import Ledger
+from tests.sources import PRODUCT, source
 
 ROOT = Path(__file__).parent.parent
 HEAVY = [
@@ -78,15 +79,11 @@ def test_commands_that_start_nothing_load_no_parts_of_a_run(tmp_path: Path, monk
     assert sorted(of_specs & {*HEAVY, *RUNNING_PARTS}) == []
 
 
-def sources() -> list[Path]:
-    return [p for package in ("rollart", "placement", "serverless") for p in sorted((ROOT / package).rglob("*.py"))]
-
-
 def test_nothing_of_the_machine_is_in_the_sources() -> None:
     """No absolute path of somebody's machine, no document that users do not have."""
-    for path in [*sources(), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
+    for path in [*PRODUCT, *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]:
         if path.exists():
-            text = path.read_text()
+            text = source(path)
             assert "/work/" not in text, path
 
 

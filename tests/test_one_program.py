@@ -9,12 +9,13 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "rollart"
+from tests.sources import PRODUCT, ROOT, nodes
+
 KNOW = {"sim", "tools", "testing", "cli"}
 """Packages that may name simulations: they are them, choose them, or are commands about them."""
 
@@ -23,12 +24,12 @@ ASKS = re.compile(r"(is_|in_|not_)?(simulat(ed|ion|ing)|sim|virtual(_time|_loop|
 
 
 def sources() -> list[Path]:
-    return [p for p in sorted(ROOT.rglob("*.py")) if p.relative_to(ROOT).parts[0] not in KNOW]
+    return [p for p in PRODUCT if (parts := p.relative_to(ROOT).parts)[0] == "rollart" and parts[1] not in KNOW]
 
 
-def questions(text: str) -> Iterator[str]:
+def questions(code: Iterable[ast.AST]) -> Iterator[str]:
     """Conditions and parameters that ask whether this is a simulation, and imports of its parts."""
-    for node in ast.walk(ast.parse(text)):
+    for node in code:
         match node:
             case ast.Import(names=names):
                 yield from (n.name for n in names if _of_simulations(n.name))
@@ -80,16 +81,16 @@ def _names(condition: ast.expr) -> Iterator[str]:
     ],
 )
 def test_questions_are_found(text: str) -> None:
-    assert list(questions(text))
+    assert list(questions(ast.walk(ast.parse(text))))
 
 
 @pytest.mark.parametrize("text", ["if similar: pass", "sim = 1", "# if simulated", "if simulate(run).steps: pass"])
 def test_what_is_no_question_is_left_alone(text: str) -> None:
-    assert not list(questions(text))
+    assert not list(questions(ast.walk(ast.parse(text))))
 
 
 def test_no_module_asks() -> None:
-    found = {str(path.relative_to(ROOT)): asked for path in sources() if (asked := list(questions(path.read_text())))}
+    found = {str(path.relative_to(ROOT)): asked for path in sources() if (asked := list(questions(nodes(path))))}
     assert found == {}, "a decision does not know: give it another part in launch/ or tools/"
 
 

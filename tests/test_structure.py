@@ -8,8 +8,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-PRODUCT = [path for package in ("rollart", "serverless", "placement") for path in (ROOT / package).rglob("*.py")]
+from tests.sources import PRODUCT, ROOT, nodes, tree
+
 MOST_FILES = 22
 """Most Python files in a folder of the product."""
 
@@ -23,7 +23,7 @@ def imports(names: Mapping[str, Path]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for name, path in names.items():
         found[name] = set()
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes(path):
             match node:
                 case ast.ImportFrom(module=str(module), names=aliases):
                     every = {f"{module}.{a.name}" if f"{module}.{a.name}" in names else module for a in aliases}
@@ -76,7 +76,7 @@ def test_no_folder_is_crowded() -> None:
 def test_a_public_class_name_stands_once() -> None:
     defined = defaultdict(list)
     for path in PRODUCT:
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 defined[node.name].append(module_name(path))
     assert {name: modules for name, modules in defined.items() if len(modules) > 1} == {}

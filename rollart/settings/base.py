@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import ipaddress
 import itertools
+import sys
 import typing
 from typing import Annotated, Any
 
@@ -25,13 +27,17 @@ def descriptions(model: type[BaseModel]) -> dict[str, str]:
     """The docstrings of a model's fields, read from its source: only schemas and docs need them."""
     found = {name: info.description for name, info in model.model_fields.items() if info.description}
     for base in (base for base in reversed(model.__mro__) if issubclass(base, SpecEntry)):
-        (definition,) = ast.parse(inspect.getsource(base)).body
-        assert isinstance(definition, ast.ClassDef)
-        for field, text in itertools.pairwise(definition.body):
+        for field, text in itertools.pairwise(_classes(base.__module__)[base.__name__].body):
             match field, text:
                 case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(str(description))):
                     found[name] = " ".join(description.split())
     return found
+
+
+@functools.cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:

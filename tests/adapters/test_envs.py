@@ -62,6 +62,7 @@ def spelling(monkeypatch: pytest.MonkeyPatch) -> ReasoningGymEnv:
     return ReasoningGymEnv("spell_backward", worked_format="rollart.quickstart.spelling:SpellSteps", max_tokens=24)
 
 
+@pytest.mark.slow
 def test_environments_implement_the_port() -> None:
     environments: list[Environment] = [FrozenLakeText(), ReasoningGymEnv("chain_sum")]
     for env in environments:

@@ -90,6 +90,7 @@ def test_a_phase_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert made.report["failed"]["endless"] == "TimeoutError: endless took more than 0 s"
 
 
+@pytest.mark.slow
 def test_decoding_by_steps_of_a_fixed_shape_is_measured_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way that a GPU takes, but for the graphs."""
     serving = gpu_engine.serving

@@ -58,6 +58,7 @@ def overlap(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float
     return sum(max(0.0, min(x1, y1) - max(x0, y0)) for x0, x1 in a for y0, y1 in b)
 
 
+@pytest.mark.slow
 def test_each_schedule_is_faster_than_the_one_it_improves() -> None:
     took = {name: seconds(run_of(name)) for name in SCHEDULES}
     assert took["sync"] > took["sync_plus"] > took["one_off"] > took["rollart"], took

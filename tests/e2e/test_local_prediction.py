@@ -101,6 +101,7 @@ def test_more_staleness_hides_more_waiting() -> None:
     assert rates[0] < rates[1] < rates[2]
 
 
+@pytest.mark.slow
 def test_parts_share_the_cores(quickstart: Resolved) -> None:
     """A controller of 4 ms a trajectory leaves no room for more than 250 a second, whatever the trainer could do."""
     busy = replace(MACHINE, trajectory_s=4e-3, turn_s=0.0, said_s=0.0, queue=0.0, token_s=1e-6, update_s=0.0)

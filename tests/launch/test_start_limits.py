@@ -39,6 +39,7 @@ def resolved(tmp_path: Path, *overrides: str, cluster: str = VLLM) -> Resolved:
     return resolve_files(None, path, overrides)
 
 
+@pytest.mark.slow
 def test_by_itself_it_follows_the_kind_of_engine_and_the_size_of_the_model(tmp_path: Path) -> None:
     small = resolve_files(None, builtin("clusters/local.yaml"))
     assert engine_start_limits(small) == StartLimits(START_S, START_S)

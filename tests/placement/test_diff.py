@@ -118,6 +118,7 @@ def test_a_trainer_leaves_a_pool_before_one_starts_there(old: list[Deployment], 
         ]
 
 
+@pytest.mark.slow
 @given(deployments, deployments)
 def test_flips_are_free_and_as_many_as_there_can_be(old: list[Deployment], new: list[Deployment]) -> None:
     """At one pool and tp, after the flips only one side is left over: instances to end, or instances to begin."""

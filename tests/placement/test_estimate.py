@@ -60,6 +60,7 @@ def test_the_median_of_a_long_run_is_that_of_a_sample() -> None:
     assert p.turns.mean == pytest.approx(2500.5)
 
 
+@pytest.mark.slow
 @given(streams)
 def test_quantiles_lie_within_what_was_seen_and_in_order(stream: list[ObservedTrajectory]) -> None:
     for p in estimate_profiles(stream):
@@ -88,6 +89,7 @@ def test_shares_of_the_mix_add_up_and_the_same_stream_gives_the_same(stream: lis
     assert estimate_profiles(stream) == profiles
 
 
+@pytest.mark.slow
 @given(st.lists(works.map(lambda s: replace(s, domain="a")), min_size=1, max_size=40))
 def test_the_mean_length_is_exact(stream: list[ObservedTrajectory]) -> None:
     mean = sum(s.first_tokens + s.new_tokens + s.output_tokens for s in stream) / len(stream)

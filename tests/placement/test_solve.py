@@ -203,6 +203,7 @@ def test_prefill_and_decode_part_between_types() -> None:
     assert all(f.prefill_pool is None for f in plan(without).flows)
 
 
+@pytest.mark.slow
 def test_affinity_is_kept() -> None:
     pools = (Pool("a", GPU, 4), Pool("b", dataclasses.replace(GPU, name="other"), 4))
     asked = problem(*pools, domains=(MATH, AGENT), links=(Link("a", "b", 50.0),), affinity={"math": ("b",)})

@@ -109,6 +109,7 @@ def test_a_window_that_binds_nothing_changes_nothing() -> None:
     assert found.rate == pytest.approx(blind.rate, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_engines_beside_the_trainer_where_weights_have_a_long_way() -> None:
     pools = (Pool("a", GPU, 8), Pool("b", SLOW, 8))
     far = plan(problem(*pools, window=dataclasses.replace(WINDOW, publish=publish(2000.0))))

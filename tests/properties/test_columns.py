@@ -119,7 +119,7 @@ def test_every_row_is_filled_once_per_task_and_trained_with_all_of_them(world: S
     }, "nothing is kept of dropped samples"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=39, deadline=None)
 @given(worlds(), st.integers(0, 2**32), st.floats(0.0, 40.0))
 def test_a_run_killed_at_any_moment_fills_again_and_trains_nothing_twice(
     world: SimulatedRun, fuzz: int, moment: float

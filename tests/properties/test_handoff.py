@@ -153,6 +153,7 @@ def watched_queues() -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     prefill=st.integers(1, 2),
@@ -285,6 +286,7 @@ def test_without_the_fence_the_same_runs_mix_versions(monkeypatch: pytest.Monkey
         assert mixed() > 0, "and KV sent after it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_engines_that_compare_versions_themselves_keep_their_decodes_through_an_update(seed: int) -> None:
     world = World(prefill=2, decode=2, steps=8, pace=BUSY, seed=seed, versioned=True, handoff_s=20.0, train_s=0.01)
@@ -379,6 +381,7 @@ def test_a_restless_rebalancer_breaks_nothing(seed: int, deaths: bool, rule_name
     assert world.events("role_flipped")
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10_000))
 def test_the_same_seed_is_the_same_run(seed: int) -> None:

@@ -115,6 +115,7 @@ def test_invariants_hold_under_any_interleaving(world: World, fuzz: int) -> None
     assert {i for i, end in world.journal.gone.items() if end == "trained"} == set(trained)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(worlds(schedules=("rollart",)), st.integers(0, 2**32))
 def test_no_trajectory_outlives_its_bound(world: World, fuzz: int) -> None:
@@ -151,6 +152,7 @@ def test_no_trajectory_outlives_its_bound(world: World, fuzz: int) -> None:
             assert sum(at < charge.t1 for at in published_at) - charge.v0 <= world.alpha
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(worlds(), st.integers(0, 2**32))
 def test_same_seed_same_run(world: World, fuzz: int) -> None:

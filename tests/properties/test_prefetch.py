@@ -140,7 +140,8 @@ def test_no_more_than_asked_for_and_each_is_closed_and_of_its_seed(
             assert shown == f"seed {training_seed(0, domain, int(index))}", "the seed of its own prompt"
 
 
-@settings(max_examples=20, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
 @given(worlds(LOCKED, faults=False), st.integers(1, 20))
 def test_the_same_is_trained_with_and_without(world: SimulatedRun, ahead: int) -> None:
     world.waits = replace(world.waits, env_reset_s=1e6)

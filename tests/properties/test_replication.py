@@ -119,7 +119,8 @@ def test_every_group_lives_on_one_engine_and_gives_its_seats_back(world: Simulat
     assert all(len(engines) == 1 for engines in seen.values())
 
 
-@settings(max_examples=24, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None)
 @given(worlds(faults=True), st.integers(0, 2**32), st.lists(st.floats(0.1, 20.0), min_size=1, max_size=3))
 def test_engines_that_die_wedge_no_group(world: SimulatedRun, fuzz: int, deaths: list[float]) -> None:
     """One comes back after three seconds; all may be away at once, or have different weights."""
@@ -144,7 +145,8 @@ def test_engines_that_die_wedge_no_group(world: SimulatedRun, fuzz: int, deaths:
     ended(world)
 
 
-@settings(max_examples=33, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
 @given(worlds(), st.integers(0, 2**32), st.integers(0, 60))
 def test_a_resume_holds_what_is_left_of_a_group_together(world: SimulatedRun, fuzz: int, left: int) -> None:
     """The members that a crashed run still owes take seats for themselves alone."""

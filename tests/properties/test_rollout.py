@@ -126,7 +126,8 @@ def test_invariants_hold_with_redundant_environments(world: SimulatedRun, fuzz: 
     assert all(live <= most for _, _, live, most in seen), "I4: and the extra members of running groups"
 
 
-@settings(max_examples=24, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=80, deadline=None)
 @given(worlds(tail=True), st.integers(0, 2**32))
 def test_tail_batching_trains_every_prompt_once_and_loses_none(world: SimulatedRun, fuzz: int) -> None:
     """An epoch is as many prompts as the run trains: all of them are drawn, and each is trained once, whenever."""

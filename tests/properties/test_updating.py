@@ -122,7 +122,7 @@ def test_alpha_is_hard_and_everything_is_trained_once(made: tuple[World, Seen], 
         assert all(serves for _, _, serves in seen.paused), "an engine serves while others load"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=23, deadline=None)
 @given(worlds(), st.integers(0, 2**32), st.lists(st.tuples(st.floats(0, 40), st.integers(0, 4)), max_size=4))
 def test_engines_that_die_and_come_back_join_with_what_is_current(
     made: tuple[World, Seen], fuzz: int, deaths: list[tuple[float, int]]

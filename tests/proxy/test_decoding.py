@@ -94,7 +94,8 @@ def answered(
     return asyncio.run(session.answer(ask, created=0, streamed=tell)), deltas
 
 
-@settings(max_examples=59, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
 @given(
     text=said,
     raw=st.lists(st.integers(0, 255), max_size=6),

@@ -40,7 +40,7 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-@settings(max_examples=86, deadline=None)
+@settings(max_examples=31, deadline=None)
 @given(values=st.lists(numbers, max_size=4), words=st.text(max_size=5))
 def test_what_was_packed_is_the_same_again(values: list[list[Any]], words: str) -> None:
     row: dict[str, Any] = {"columns": {"words": words, **{f"c{i}": pack(v) for i, v in enumerate(values)}}}

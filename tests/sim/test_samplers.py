@@ -10,6 +10,7 @@ from rollart.tools.simulate import simulate
 from tests.tools.test_simulate import Make, made, specs  # noqa: F401
 
 
+@pytest.mark.slow
 def test_a_deadline_trains_what_is_there(made: Make, tmp_path: Path) -> None:  # noqa: F811
     resolved = made("batch.sampler=deadline", "batch.deadline_s=0.5", "batch.least=0.25")
     done = simulate(resolved, tmp_path / "run", steps=4)

@@ -45,6 +45,7 @@ def test_where_kv_memory_bounds_what_engines_take_in(made: Make, tmp_path: Path,
     assert updates(done.directory)
 
 
+@pytest.mark.slow
 def test_the_same_trace_for_the_same_seed(made: Make, tmp_path: Path) -> None:  # noqa: F811
     resolved = made(*BASE, "weights.update=staggered")
     one, same = (simulate(resolved, tmp_path / n, seed=3, steps=3) for n in ("a", "b"))

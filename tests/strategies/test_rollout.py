@@ -155,6 +155,7 @@ def test_a_broken_member_is_tried_again_only_if_the_others_do_not_suffice() -> N
     assert outcomes(run) == {"finished": 4, "redundant": 1, "infra_fault": 1}
 
 
+@pytest.mark.slow
 def test_what_was_cancelled_is_reported_beside_what_was_kept() -> None:
     """The cancelled are cut off at the same second as the kept end or later: older, and that is said."""
     run = sleeping(1, 8, by_trajectory(), redundancy=Redundancy(size=1.5), steps=50)

@@ -259,6 +259,7 @@ def test_other_prices_change_dollars_and_nothing_else(recorded: Path) -> None:
     assert found[3.0]["step"] == found[1.0]["step"]
 
 
+@pytest.mark.slow
 def test_on_other_hardware_the_plan_says_how_fast_it_is(recorded: Path, home: Path, tmp_path: Path) -> None:
     (tmp_path / "g.yaml").write_text(GPUS)
     elsewhere = prepare_from_run(recorded, tmp_path / "g.yaml")

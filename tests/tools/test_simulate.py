@@ -123,6 +123,7 @@ def test_figures_add_up(made: Make, tmp_path: Path) -> None:
     assert 0 < found.wasted < 1
 
 
+@pytest.mark.slow
 def test_a_streamed_step_adds_up_too(made: Make, tmp_path: Path) -> None:
     """Training before the batch is complete counts as waiting, so no publish has a negative duration."""
     done = simulate(made("training.stream=true"), tmp_path / "run", schedule="sync_plus", steps=4)
@@ -158,11 +159,13 @@ def test_a_profile_becomes_the_distribution_that_has_its_quantiles(made: Make) -
     assert math.exp(1.2816 * shape.answers.sigma) * 150 == pytest.approx(400)
 
 
+@pytest.mark.slow
 def test_a_published_shape_may_stand_for_the_profile(made: Make, tmp_path: Path) -> None:
     done = simulate(made("domains.chat.shape=gem_math", "leases.generate_s=3600"), tmp_path / "run", steps=1)
     assert done.steps[0].tokens > 16 * 1_400
 
 
+@pytest.mark.slow
 def test_what_the_spec_forbids_ends_the_simulation_too(made: Make, tmp_path: Path) -> None:
     """A lease that is too short for the work fails here, before a run on the cluster."""
     with pytest.raises(FaultRateExceeded, match=r"waited 0\.2 s"):

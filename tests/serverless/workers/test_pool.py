@@ -62,6 +62,7 @@ def test_a_waiter_that_is_cancelled_as_it_gets_a_worker_passes_it_on() -> None:
     assert books.usage["behave"].cold_starts == 1
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     callers=st.integers(1, 30),

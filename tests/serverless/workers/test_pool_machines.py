@@ -173,7 +173,7 @@ def test_a_worker_that_dies_alone_fails_its_call_at_once() -> None:
     assert [(i.status, i.cause) for i in books.invocations] == [("crash", Cause.CALL)]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=22, deadline=None)
 @given(
     arrivals=st.lists(st.floats(0.0, 20.0), min_size=1, max_size=12),
     changes=st.lists(st.tuples(st.floats(0.0, 20.0), st.booleans()), max_size=8),

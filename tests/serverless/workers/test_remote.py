@@ -172,6 +172,7 @@ async def _knock(port: int, greeting: bytes) -> None:
     writer.close()
 
 
+@pytest.mark.slow
 def test_the_life_of_a_machine(tmp_path: pathlib.Path) -> None:
     run(_life(tmp_path))
 

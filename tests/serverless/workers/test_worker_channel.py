@@ -16,6 +16,7 @@ from serverless.workers.pool import WorkerFault, WorkerRequest
 from serverless.workers.processes import ProcessWorker
 
 
+@pytest.mark.slow
 def test_a_start_that_is_given_up_before_it_waits_leaves_no_error_behind() -> None:
     """Otherwise Python reports an unretrieved exception, in the middle of the user's terminal."""
     reported: list[dict[str, Any]] = []
