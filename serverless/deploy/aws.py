@@ -13,13 +13,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import functools
 import hashlib
 import math
 import random
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from serverless.deploy.aws_control import DeploymentOvertaken, LambdaControl, LambdaVersion, SmokeFailed
 from serverless.deploy.aws_function import ALIAS, AwsFunction, AwsSettings, aws_function
@@ -31,6 +32,7 @@ from serverless.providers.base import DeployedFunction, DeploymentChange, LogLin
 from serverless.providers.faults import LambdaReport
 from serverless.types import Cause, Invocation
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 PROVIDER = "aws_lambda"
@@ -67,6 +69,18 @@ class PinnedVersion:
     memory_mb: int
 
 
+def _step(
+    step: Callable[Concatenate[AwsDeployer, P], T],
+) -> Callable[Concatenate[AwsDeployer, P], Coroutine[Any, Any, T]]:
+    """A method whose body runs in a thread, see `AwsDeployer.run_step`."""
+
+    @functools.wraps(step)
+    async def run(deployer: AwsDeployer, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return await deployer.run_step(functools.partial(step, deployer, *args, **kwargs))
+
+    return run
+
+
 class AwsDeployer:
     """Implements `Deployer`. Owns the boto3 clients. Its methods may be called by any number of tasks and run one at a
     time, each in a thread. A cancelled call waits for its current step and ends.
@@ -86,152 +100,11 @@ class AwsDeployer:
         self._trials: list[tuple[str, LambdaReport]] = []
         """The function and the bill of each trial of the current step."""
 
-    async def plan(self, package: Package) -> DeploymentChange:
+    @_step
+    def plan(self, package: Package) -> DeploymentChange:
         """The changes that a deployment would make, without building the archive."""
-        wanted = aws_function(package, self.settings)
-        lines = await self._run(lambda: self._difference(wanted))
-        return DeploymentChange(package.spec.name, self.provider, tuple(lines))
-
-    async def deploy(self, package: Package) -> DeployedFunction:
-        """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call."""
-        wanted = aws_function(package, self.settings)
-        return await self._run(lambda: self._deploy(wanted))
-
-    async def pin(self, package: Package, run: str, *, existing: bool = False) -> PinnedVersion:
-        """Set the alias of a run to the package's version, with a lease of `LEASE_S`. The version is published and
-        tried if it is missing; it becomes current only if no version is. The alias holds the package's `warm`
-        environments. With `existing`, raises `UnknownFunction` if the function does not exist."""
-        wanted = aws_function(package, self.settings)
-        return await self._run(lambda: self._pin(wanted, _run_alias(run), existing=existing))
-
-    async def current(self, function: str) -> PinnedVersion:
-        """The current version."""
-        return await self._run(lambda: _pinned(function, ALIAS, ALIAS, self._live(function)))
-
-    async def unpin(self, pin: PinnedVersion) -> None:
-        """Remove the alias of a run and its provisioned environments."""
-        name = self.settings.function_name(pin.function)
-        await self._run(lambda: self._control.remove_alias(name, pin.alias))
-
-    async def warm(self, pin: PinnedVersion) -> int:
-        """Provisioned concurrency of the alias that calls go to."""
-        name = self.settings.function_name(pin.function)
-        return await self._run(lambda: self._control.warm(name, pin.qualifier))
-
-    async def set_warm(self, pin: PinnedVersion, count: int) -> None:
-        name = self.settings.function_name(pin.function)
-        await self._run(lambda: self._control.set_warm(name, count, pin.qualifier))
-
-    async def functions(self) -> Sequence[DeployedFunction]:
-        def read() -> list[DeployedFunction]:
-            found = [(name, self._control.live(name)) for name in self._control.names()]
-            return [self._deployed(name, v, v) for name, v in found if v is not None and v.digest]
-
-        return await self._run(read)
-
-    async def versions(self, function: str) -> Sequence[DeployedFunction]:
-        name = self.settings.function_name(function)
-
-        def read() -> list[DeployedFunction]:
-            live = self._control.live(name)
-            return [self._deployed(name, version, live) for version in self._versions(function)]
-
-        return await self._run(read)
-
-    async def rollback(self, function: str, version: str = "") -> DeployedFunction:
-        """See `Deployer`. The previous version is the newest former current one that is older than the current one."""
-        name = self.settings.function_name(function)
-
-        def move() -> DeployedFunction:
-            kept, live, deployed = self._versions(function), self._control.live(name), self._control.deployed(name)
-            newest = int(live.number) if live is not None else math.inf
-            former = [int(v.number) for v in kept if v.number in deployed and int(v.number) < newest]
-            digests = {int(v.number): v.digest for v in kept}
-            number = rollback_number(function, digests, former, version, noun="version")
-            chosen = next(v for v in kept if int(v.number) == number)
-            self._control.point(name, chosen)
-            return self._deployed(name, chosen, chosen)
-
-        return await self._run(move)
-
-    async def scale(
-        self, function: str, *, warm: int | None = None, concurrency: int | None = None
-    ) -> DeployedFunction:
-        """`warm` sets the provisioned concurrency, `concurrency` the reserved one; 0 removes either."""
-        for value in (warm, concurrency):
-            if value is not None and value < 0:
-                raise SpecInvalid(f"{function}: {value} environments: not less than 0")
-        name = self.settings.function_name(function)
-
-        def change() -> DeployedFunction:
-            live = self._live(function)
-            if concurrency is not None:
-                self._control.reserve(name, concurrency)
-            if warm is not None:
-                self._control.set_warm(name, warm)
-            return self._deployed(name, live, live)
-
-        return await self._run(change)
-
-    async def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
-        since_ms = (datetime.datetime.now(datetime.UTC).timestamp() - since_s) * 1000.0
-
-        def read() -> list[dict[str, Any]]:
-            self._live(function)
-            return self._control.log_events(self.settings.function_name(function), max(0, round(since_ms)))
-
-        events = sorted(await self._run(read), key=lambda event: int(event["timestamp"]))
-        return [_line(event) for event in events[-limit:]] if limit > 0 else []
-
-    async def delete(self, function: str) -> None:
-        """Delete the function with its versions. Its logs stay until their retention ends."""
-        name = self.settings.function_name(function)
-
-        def remove() -> None:
-            if not self._control.ours(name):
-                raise UnknownFunction(f"{function} is not deployed on AWS")
-            self._control.remove(name)
-
-        await self._run(remove)
-
-    async def __aenter__(self) -> AwsDeployer:
-        await asyncio.to_thread(library, "boto3")
-        self._open = True
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        self._control.stop()
-        async with self._turn:
-            self._open = False
-            await asyncio.to_thread(self._control.close)
-            self._control.resume()
-
-    async def _run(self, step: Callable[[], T]) -> T:
-        """Run a step in a thread, and bill its trials."""
-        if not self._open:
-            raise BackendFailed("the AWS deployer is not open", remedy="use `async with`")
-        loop = asyncio.get_running_loop()
-        async with self._turn:
-            t0 = loop.time()
-            thread = loop.run_in_executor(None, step)
-            try:
-                return await asyncio.shield(thread)
-            except asyncio.CancelledError:
-                self._control.stop()
-                await asyncio.gather(thread, return_exceptions=True)
-                self._control.resume()
-                raise
-            finally:
-                for function, trial in self._trials:
-                    memory_mb, cause = trial.memory_mb, Cause.SMOKE
-                    bill = lambda_bill(
-                        function, trial, t0, loop.time(), memory_mb=memory_mb, items=0, status="ok", cause=cause
-                    )
-                    self._meter.invocation(bill)
-                self._trials.clear()
-
-    def _difference(self, wanted: AwsFunction) -> list[str]:
-        name, spec, settings, configuration = wanted.name, wanted.spec, self.settings, wanted.configuration
+        wanted, settings = aws_function(package, self.settings), self.settings
+        name, spec, configuration = wanted.name, wanted.spec, wanted.configuration
         lines: list[str] = []
         exists, live = self._control.ours(name), self._control.live(name)
         if live is None:
@@ -258,9 +131,12 @@ class AwsDeployer:
         reserved = self._control.reserved(name) if exists and settings.reserve_concurrency else 0
         if reserved != wanted.reserved:
             lines.append(f"reserved concurrency: {reserved or 'none'} -> {wanted.reserved}")
-        return lines
+        return DeploymentChange(spec.name, self.provider, tuple(lines))
 
-    def _deploy(self, wanted: AwsFunction) -> DeployedFunction:
+    @_step
+    def deploy(self, package: Package) -> DeployedFunction:
+        """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call."""
+        wanted = aws_function(package, self.settings)
         name, spec = wanted.name, wanted.spec
         exists, live = self._control.ours(name), self._control.live(name)
         if exists:
@@ -284,7 +160,12 @@ class AwsDeployer:
             ) from None
         return replace(self._deployed(name, live, live), unchanged=unchanged)
 
-    def _pin(self, wanted: AwsFunction, alias: str, *, existing: bool) -> PinnedVersion:
+    @_step
+    def pin(self, package: Package, run: str, *, existing: bool = False) -> PinnedVersion:
+        """Set the alias of a run to the package's version, with a lease of `LEASE_S`. The version is published and
+        tried if it is missing; it becomes current only if no version is. The alias holds the package's `warm`
+        environments. With `existing`, raises `UnknownFunction` if the function does not exist."""
+        wanted, alias = aws_function(package, self.settings), _run_alias(run)
         name = wanted.name
         exists = self._control.ours(name)
         if existing and not exists:
@@ -311,6 +192,114 @@ class AwsDeployer:
                 with contextlib.suppress(ServerlessError):
                     self._control.set_warm(name, warm, alias, wait=False)
         return _pinned(wanted.spec.name, alias, qualifier, version)
+
+    @_step
+    def current(self, function: str) -> PinnedVersion:
+        """The current version."""
+        return _pinned(function, ALIAS, ALIAS, self._live(function))
+
+    @_step
+    def unpin(self, pin: PinnedVersion) -> None:
+        """Remove the alias of a run and its provisioned environments."""
+        self._control.remove_alias(self.settings.function_name(pin.function), pin.alias)
+
+    @_step
+    def warm(self, pin: PinnedVersion) -> int:
+        """Provisioned concurrency of the alias that calls go to."""
+        return self._control.warm(self.settings.function_name(pin.function), pin.qualifier)
+
+    @_step
+    def set_warm(self, pin: PinnedVersion, count: int) -> None:
+        self._control.set_warm(self.settings.function_name(pin.function), count, pin.qualifier)
+
+    @_step
+    def functions(self) -> Sequence[DeployedFunction]:
+        found = [(name, self._control.live(name)) for name in self._control.names()]
+        return [self._deployed(name, v, v) for name, v in found if v is not None and v.digest]
+
+    @_step
+    def versions(self, function: str) -> Sequence[DeployedFunction]:
+        name = self.settings.function_name(function)
+        live = self._control.live(name)
+        return [self._deployed(name, version, live) for version in self._versions(function)]
+
+    @_step
+    def rollback(self, function: str, version: str = "") -> DeployedFunction:
+        """See `Deployer`. The previous version is the newest former current one that is older than the current one."""
+        name = self.settings.function_name(function)
+        kept, live, deployed = self._versions(function), self._control.live(name), self._control.deployed(name)
+        newest = int(live.number) if live is not None else math.inf
+        former = [int(v.number) for v in kept if v.number in deployed and int(v.number) < newest]
+        digests = {int(v.number): v.digest for v in kept}
+        number = rollback_number(function, digests, former, version, noun="version")
+        chosen = next(v for v in kept if int(v.number) == number)
+        self._control.point(name, chosen)
+        return self._deployed(name, chosen, chosen)
+
+    @_step
+    def scale(self, function: str, *, warm: int | None = None, concurrency: int | None = None) -> DeployedFunction:
+        """`warm` sets the provisioned concurrency, `concurrency` the reserved one; 0 removes either."""
+        for value in (warm, concurrency):
+            if value is not None and value < 0:
+                raise SpecInvalid(f"{function}: {value} environments: not less than 0")
+        name, live = self.settings.function_name(function), self._live(function)
+        if concurrency is not None:
+            self._control.reserve(name, concurrency)
+        if warm is not None:
+            self._control.set_warm(name, warm)
+        return self._deployed(name, live, live)
+
+    @_step
+    def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
+        since_ms = (datetime.datetime.now(datetime.UTC).timestamp() - since_s) * 1000.0
+        self._live(function)
+        events = self._control.log_events(self.settings.function_name(function), max(0, round(since_ms)))
+        events.sort(key=lambda event: int(event["timestamp"]))
+        return [_line(event) for event in events[-limit:]] if limit > 0 else []
+
+    @_step
+    def delete(self, function: str) -> None:
+        """Delete the function with its versions. Its logs stay until their retention ends."""
+        name = self.settings.function_name(function)
+        if not self._control.ours(name):
+            raise UnknownFunction(f"{function} is not deployed on AWS")
+        self._control.remove(name)
+
+    async def __aenter__(self) -> AwsDeployer:
+        await asyncio.to_thread(library, "boto3")
+        self._open = True
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._control.stop()
+        async with self._turn:
+            self._open = False
+            await asyncio.to_thread(self._control.close)
+            self._control.resume()
+
+    async def run_step(self, step: Callable[[], T]) -> T:
+        """Run a step in a thread, and bill its trials."""
+        if not self._open:
+            raise BackendFailed("the AWS deployer is not open", remedy="use `async with`")
+        loop = asyncio.get_running_loop()
+        async with self._turn:
+            t0 = loop.time()
+            thread = loop.run_in_executor(None, step)
+            try:
+                return await asyncio.shield(thread)
+            except asyncio.CancelledError:
+                self._control.stop()
+                await asyncio.gather(thread, return_exceptions=True)
+                self._control.resume()
+                raise
+            finally:
+                for function, trial in self._trials:
+                    memory_mb, cause = trial.memory_mb, Cause.SMOKE
+                    bill = lambda_bill(
+                        function, trial, t0, loop.time(), memory_mb=memory_mb, items=0, status="ok", cause=cause
+                    )
+                    self._meter.invocation(bill)
+                self._trials.clear()
 
     def _published(self, wanted: AwsFunction, *, exists: bool, tried: Collection[str] = ()) -> LambdaVersion:
         """The package's version, kept or newly published. It is tried unless its number is in `tried`."""
