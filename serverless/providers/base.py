@@ -149,10 +149,6 @@ class DeploymentChange:
     provider: str
     lines: tuple[str, ...]
 
-    @property
-    def nothing(self) -> bool:
-        return not self.lines
-
 
 @dataclass(frozen=True, slots=True)
 class LogLine:

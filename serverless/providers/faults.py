@@ -14,7 +14,7 @@ import email.utils
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from serverless.types import FaultKind, InfraFault, Throttle
@@ -44,14 +44,7 @@ _NAMED = re.compile(r"([A-Za-z_][\w.]*): (.*)", re.DOTALL)
 
 
 def encode(fault: InfraFault) -> bytes:
-    form = {
-        "kind": fault.kind,
-        "retryable": fault.retryable,
-        "detail": fault.detail,
-        "throttle": fault.throttle,
-        "retry_after_s": fault.retry_after_s,
-    }
-    return json.dumps({"fault": form}).encode()
+    return json.dumps({"fault": asdict(fault)}).encode()
 
 
 def decode(body: bytes) -> InfraFault | None:
@@ -98,20 +91,17 @@ def fault_of_status(status: int, body: bytes, headers: Mapping[str, str], now: d
         known = {reason: throttle for throttle, reason in REASONS.items() if throttle is not Throttle.QUEUE}
         throttle = next((t for reason, t in known.items() if f'"{reason}"'.encode() in body), None)
         return InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=throttle, retry_after_s=wait)
-    if status in AMBIGUOUS:
-        return InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail, retry_after_s=wait)
     if status >= 500 or status == 408:
-        return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail, retry_after_s=wait)
+        retryable = status not in AMBIGUOUS
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=retryable, detail=detail, retry_after_s=wait)
     kind = FaultKind.ENVIRONMENT if status in (400, 413, 415, 422) else FaultKind.UNAVAILABLE
     return InfraFault(kind, retryable=False, detail=detail)
 
 
 def retry_after_s(value: str, now: datetime.datetime) -> float | None:
     """Seconds of a Retry-After header, which is a number or a date; None if neither."""
-    try:
-        return max(0.0, float(value))
-    except ValueError:
-        pass
+    if (seconds := _seconds(value)) is not None:
+        return seconds
     try:
         at = email.utils.parsedate_to_datetime(value)
     except ValueError:
@@ -189,31 +179,35 @@ def parse_report(log_result: str) -> LambdaReport | None:
     )
 
 
-def function_log_tail(log_result: str, lines: int = 3) -> str:
-    """The last lines of the function's own output, joined to one line."""
-    own = [
-        line.strip() for line in _text(log_result).splitlines() if line.strip() and not line.startswith(_PLATFORM_LINES)
-    ]
-    return " | ".join(own[-lines:])[-600:]
+def function_log_tail(log_result: str) -> str:
+    """The last three lines of the function's own output, joined to one line."""
+    lines = _text(log_result).splitlines()
+    own = [line.strip() for line in lines if line.strip() and not line.startswith(_PLATFORM_LINES)]
+    return " | ".join(own[-3:])[-600:]
 
 
 def function_fault(payload: bytes, used: LambdaReport | None) -> InfraFault:
     """The fault of a call with `FunctionError`. The end of the environment is retryable; an exception in the code is
     not."""
-    kind, message = _error(payload)
+    try:
+        error = json.loads(payload)
+    except ValueError:
+        error = payload[:400].decode(errors="replace")
+    if not isinstance(error, dict):
+        error = {"errorMessage": str(error)[:400]}
+    kind, message = str(error.get("errorType", "Error")), str(error.get("errorMessage", ""))
     detail = f"{kind}: {message}"[:500]
+    full = used is not None and used.used_mb >= used.memory_mb
+    ended = kind == "Runtime.ExitError"
     if kind == "Sandbox.Timedout" or "Task timed out after" in message:
         return InfraFault(FaultKind.TIMEOUT, retryable=True, detail=detail)
-    full = used is not None and used.used_mb >= used.memory_mb
-    if kind in ("Runtime.OutOfMemory", "MemoryError") or (kind == "Runtime.ExitError" and full):
+    if kind in ("Runtime.OutOfMemory", "MemoryError") or (ended and full):
         return InfraFault(FaultKind.OUT_OF_MEMORY, retryable=True, detail=detail)
-    if kind == "Runtime.ExitError":
-        return InfraFault(FaultKind.CRASH, retryable=True, detail=detail)
     if kind in ("Runtime.MarshalError", "Function.ResponseSizeTooLarge"):
         return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail)
     if kind.startswith(("Sandbox.", "Extension.", "Runtime.Unknown")):
         return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
-    return InfraFault(FaultKind.CRASH, retryable=False, detail=detail)
+    return InfraFault(FaultKind.CRASH, retryable=ended, detail=detail)
 
 
 def service_fault(response: Mapping[str, Any]) -> InfraFault | None:
@@ -246,16 +240,6 @@ def _text(log_result: str) -> str:
         return base64.b64decode(log_result).decode(errors="replace")
     except (binascii.Error, ValueError):
         return ""
-
-
-def _error(payload: bytes) -> tuple[str, str]:
-    try:
-        error = json.loads(payload)
-    except ValueError:
-        return "Error", payload[:400].decode(errors="replace")
-    if not isinstance(error, dict):
-        return "Error", str(error)[:400]
-    return str(error.get("errorType", "Error")), str(error.get("errorMessage", ""))
 
 
 def _seconds(value: object) -> float | None:

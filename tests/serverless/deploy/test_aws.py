@@ -46,7 +46,7 @@ def test_a_function_is_deployed_whole(plane: Plane) -> None:
             return planned, await aws.deploy(one), list(await aws.functions())
 
     planned, deployed, listed = asyncio.run(main())
-    assert not planned.nothing
+    assert planned.lines
     assert "create the Lambda function rollart-behave" in planned.lines[0]
     assert (deployed.function, deployed.version, deployed.provider_version) == ("behave", one.version, "1")
     assert (deployed.current, deployed.memory_mb, listed) == (True, 256, [deployed])
@@ -74,7 +74,7 @@ def test_the_same_again_changes_nothing(plane: Plane) -> None:
 
     first, again, planned, (calls, executions) = asyncio.run(main())
     assert again == first
-    assert planned.nothing
+    assert not planned.lines
     changing = {call: n for call, n in plane.calls.items() if not call.startswith("GET")}
     assert changing == {call: n for call, n in calls.items() if not call.startswith("GET")}
     assert sum(plane.executions.values()) == executions
@@ -141,7 +141,7 @@ def test_a_version_that_does_not_work_never_becomes_current(plane: Plane, source
     message, versions, planned = asyncio.run(main())
     assert ("no_such_module" if source == "broken" else "not with a list") in message
     assert [(v.version, v.current) for v in versions] == [(good.version, True)]
-    assert planned.nothing
+    assert not planned.lines
 
 
 def test_a_first_version_that_does_not_work_leaves_nothing(plane: Plane, tmp_path: pathlib.Path) -> None:

@@ -45,9 +45,9 @@ def test_versions_and_the_way_back(tmp_path: pathlib.Path) -> None:
         assert (await deployer.plan(one)).lines == (f"create f at version {one.version[:12]}",)
         first = await deployer.deploy(one)
         assert (first.version, first.provider_version, first.current) == (one.version, "1", True)
-        assert (await deployer.plan(one)).nothing
+        assert not (await deployer.plan(one)).lines
         assert await deployer.deploy(one) == first
-        assert not (await deployer.plan(two)).nothing
+        assert (await deployer.plan(two)).lines
         await deployer.deploy(two)
         assert [(v.version, v.current) for v in await deployer.versions("f")] == [
             (two.version, True),

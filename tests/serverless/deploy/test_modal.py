@@ -137,13 +137,13 @@ def test_the_same_digest_again_is_no_deployment(plane: PlaneProcess, tmp_path: p
         async with both(plane) as (deployer, backend, _):
             first = await deployer.deploy(scoring(tmp_path, "1.0"))
             before = published(plane)
-            assert (await deployer.plan(scoring(tmp_path, "1.0"))).nothing
+            assert not (await deployer.plan(scoring(tmp_path, "1.0"))).lines
             assert await deployer.deploy(scoring(tmp_path, "1.0")) == first
             await backend.deploy(scoring(tmp_path, "1.0"))
             wider = scoring(tmp_path, "1.0", concurrency=9, keep_alive_s=30)
             assert (await deployer.plan(wider)).lines == ("max_containers -> 9", "scaledown_window -> 30")
             assert (await deployer.deploy(wider)).concurrency == 9
-            assert (await deployer.plan(wider)).nothing
+            assert not (await deployer.plan(wider)).lines
             assert published(plane) == before
 
     asyncio.run(main())
