@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from placement.hardware import canonical, catalogue
 from placement.publish import STORE
 from rollart.errors import SpecError, did_you_mean, some_of
-from rollart.settings.cluster import ClusterSpec
+from rollart.settings.cluster import ClusterSpec, DeviceSpec, PoolSpec
 from rollart.settings.document import KeyPath
 from rollart.settings.prices import PriceList
-from rollart.settings.run import LAG, DomainSpec, RunSpec, WeightStoreSpec
+from rollart.settings.run import LAG, DomainSpec, FunctionEntry, RunSpec, WeightStoreSpec
 from rollart.shares import bounded_shares
 
 ROUNDING = 1e-9
@@ -34,11 +34,6 @@ class RuleViolation:
 
 
 Violations: TypeAlias = Iterator[str | RuleViolation]
-
-
-class _Named(Protocol):
-    @property
-    def name(self) -> str: ...
 
 
 def run_problems(run: RunSpec) -> list[RuleViolation]:
@@ -70,7 +65,7 @@ def run_problems(run: RunSpec) -> list[RuleViolation]:
         try:
             quotas(run)
         except SpecError as error:
-            problems.append(RuleViolation(("batch", "trajectories"), error.message))
+            problems.append(_at("batch.trajectories", error.message))
     return problems
 
 
@@ -91,7 +86,7 @@ def price_problems(prices: PriceList) -> list[RuleViolation]:
     """A name has one price per unit."""
     counts = Counter((p.name, p.unit) for p in prices.prices)
     return [
-        RuleViolation(("prices", i, "name"), f"price of '{p.name}' per {p.unit} is given twice (rule: once)")
+        _at(f"prices.{i}.name", f"price of '{p.name}' per {p.unit} is given twice (rule: once)")
         for i, p in enumerate(prices.prices)
         if counts[p.name, p.unit] > 1
     ]
@@ -140,19 +135,14 @@ def known_device(name: str) -> bool:
 def located(*rules: Violations) -> list[RuleViolation]:
     """The violations of several rules, in their order. A text alone begins with its key."""
     found = (one for rule in rules for one in rule)
-    return [one if isinstance(one, RuleViolation) else _violation(one) for one in found]
+    return [one if isinstance(one, RuleViolation) else _at(one.partition(" ")[0], one) for one in found]
 
 
-def _violation(text: str) -> RuleViolation:
-    path = text.partition(" ")[0].split(".")
-    return RuleViolation(tuple(int(part) if part.isdecimal() else part for part in path), text)
+def _at(path: str, text: str) -> RuleViolation:
+    return RuleViolation(tuple(int(part) if part.isdecimal() else part for part in path.split(".")), text)
 
 
-def _of_domain(i: int, path: str, text: str) -> RuleViolation:
-    return RuleViolation(("domains", i, *path.split(".")), text)
-
-
-def _unique(key: str, entries: Sequence[_Named]) -> Violations:
+def _unique(key: str, entries: Sequence[DeviceSpec | PoolSpec | DomainSpec | FunctionEntry]) -> Violations:
     counts = Counter(entry.name for entry in entries)
     for i, entry in enumerate(entries):
         if (n := counts[entry.name]) > 1:
@@ -174,12 +164,8 @@ def _rollout(run: RunSpec) -> Violations:
     rollout = run.rollout
     for i, domain in enumerate(run.domains):
         if not isinstance(domain.environment, str) and rollout.prefetch != 0:
-            yield _of_domain(
-                i,
-                "environment",
-                f"domain '{domain.name}' is a harness with rollout.prefetch {rollout.prefetch} (rule: 0, since it has "
-                "no reset)",
-            )
+            text = f"is a harness with rollout.prefetch {rollout.prefetch} (rule: 0, since it has no reset)"
+            yield _at(f"domains.{i}.environment", f"domain '{domain.name}' {text}")
     largest, size = max(d.group_size for d in run.domains), rollout.redundancy.size
     if size > 1 and int(largest * size + ROUNDING) == largest:
         yield (
@@ -266,16 +252,13 @@ def _fairness(run: RunSpec) -> Violations:
     """Shares of a run are counted in groups of one size, and each batch takes the groups that are due."""
     for i, domain in enumerate(run.domains):
         if domain.floor > domain.cap:
-            yield _of_domain(
-                i, "floor", f"domain '{domain.name}' has floor {domain.floor:g} (rule: at most its cap, {domain.cap:g})"
-            )
+            text = f"domain '{domain.name}' has floor {domain.floor:g} (rule: at most its cap, {domain.cap:g})"
+            yield _at(f"domains.{i}.floor", text)
             return
     floors, caps = sum(d.floor for d in run.domains), sum(d.cap for d in run.domains)
     if floors > 1 + ROUNDING or caps < 1 - ROUNDING:
-        yield RuleViolation(
-            ("domains",),
-            f"the domains' floors add up to {floors:g}, their caps to {caps:g} (rule: 1 lies between them)",
-        )
+        text = f"the domains' floors add up to {floors:g}, their caps to {caps:g} (rule: 1 lies between them)"
+        yield _at("domains", text)
         return
     if not run.fair:
         return
@@ -290,23 +273,20 @@ def _fairness(run: RunSpec) -> Violations:
     ):
         if broken:
             text = f"shares of domains (rollout.fairness, floor or cap) are asked for (rule: {rule})"
-            yield RuleViolation(tuple(path.split(".")), text)
+            yield _at(path, text)
 
 
 def _functions(run: RunSpec) -> Violations:
     for i, entry in enumerate(run.functions):
-        at = ("functions", i)
         if "." in entry.name:
             yield (f"functions.{i}.name is '{entry.name}' (rule: letters, digits, '_', '-': providers take no others)")
         if entry.warm is not None and entry.concurrency is not None and entry.warm > entry.concurrency:
             text = f"function '{entry.name}' has warm {entry.warm} (rule: at most its concurrency, {entry.concurrency})"
-            yield RuleViolation((*at, "warm"), text)
+            yield _at(f"functions.{i}.warm", text)
         several = entry.artefact if isinstance(entry.artefact, list) else []
         if len(several) > 1 and any(":" in path for path in several):
-            yield RuleViolation(
-                (*at, "artefact"),
-                f"function '{entry.name}' has {len(several)} artefacts with a producer (rule: paths, or one producer)",
-            )
+            text = f"has {len(several)} artefacts with a producer (rule: paths, or one producer)"
+            yield _at(f"functions.{i}.artefact", f"function '{entry.name}' {text}")
 
 
 def _rewards(run: RunSpec) -> Violations:
@@ -314,34 +294,23 @@ def _rewards(run: RunSpec) -> Violations:
     for i, domain in enumerate(run.domains):
         for j, use in enumerate(domain.rewards):
             if use.function not in known:
-                hint = did_you_mean(use.function, known)
-                yield RuleViolation(
-                    ("domains", i, "rewards", j, "function"),
-                    f"domain '{domain.name}' uses function '{use.function}' (rule: an entry of `functions`{hint})",
-                )
+                rule = f"an entry of `functions`{did_you_mean(use.function, known)}"
+                text = f"domain '{domain.name}' uses function '{use.function}' (rule: {rule})"
+                yield _at(f"domains.{i}.rewards.{j}.function", text)
         if not domain.rewards and domain.env_reward_weight == 0:
-            yield RuleViolation(
-                ("domains", i),
-                f"domain '{domain.name}' pays nothing (rule: a reward function, or env_reward_weight other than 0)",
-            )
+            text = "pays nothing (rule: a reward function, or env_reward_weight other than 0)"
+            yield _at(f"domains.{i}", f"domain '{domain.name}' {text}")
 
 
 def _turns(run: RunSpec) -> Violations:
     for i, domain in enumerate(run.domains):
+        has = f"domain '{domain.name}' has"
         if domain.max_tokens >= run.model.context:
-            yield _of_domain(
-                i,
-                "max_tokens",
-                f"domain '{domain.name}' has max_tokens {domain.max_tokens} "
-                f"(rule: below model.context, {run.model.context})",
-            )
+            text = f"{has} max_tokens {domain.max_tokens} (rule: below model.context, {run.model.context})"
+            yield _at(f"domains.{i}.max_tokens", text)
         if domain.advantage.baseline == "group" and domain.group_size == 1:
-            yield _of_domain(
-                i,
-                "group_size",
-                f"domain '{domain.name}' has group_size 1 "
-                "(rule: at least 2 for `advantage.baseline: group`, whose mean is the sample itself otherwise)",
-            )
+            rule = "at least 2 for `advantage.baseline: group`, whose mean is the sample itself otherwise"
+            yield _at(f"domains.{i}.group_size", f"{has} group_size 1 (rule: {rule})")
 
 
 def _profiles(run: RunSpec) -> Violations:
@@ -349,28 +318,28 @@ def _profiles(run: RunSpec) -> Violations:
     for i, domain in enumerate(run.domains):
         if (profile := domain.profile) is None:
             continue
-        has = f"domain '{domain.name}' has"
+        has, at = f"domain '{domain.name}' has", f"domains.{i}.profile"
         first = profile.first_tokens or profile.new_tokens
         for field in ("turns", "new_tokens", "output_tokens", "first_tokens"):
             spread = getattr(profile, field)
             if spread is not None and None not in (spread.p50, spread.p90) and spread.p90 < spread.p50:
-                text = f"{has} {field} p90 {spread.p90:g} (rule: at least its p50, {spread.p50:g})"
-                yield _of_domain(i, f"profile.{field}.p90", text)
+                yield _at(
+                    f"{at}.{field}.p90", f"{has} {field} p90 {spread.p90:g} (rule: at least its p50, {spread.p50:g})"
+                )
         if first.mean == 0:
             field = "new_tokens" if profile.first_tokens is None else "first_tokens"
-            yield _of_domain(i, f"profile.{field}", f"{has} {field} 0 (rule: a first prompt above 0 tokens)")
+            yield _at(f"{at}.{field}", f"{has} {field} 0 (rule: a first prompt above 0 tokens)")
         for field, value, bound, limit in (
             ("turns", profile.turns, "max_turns", domain.max_turns),
             ("output_tokens", profile.output_tokens, "max_tokens", domain.max_tokens),
         ):
             if value.mean > limit:
-                text = f"{has} {field} {value.mean:g} (rule: at most its {bound}, {limit})"
-                yield _of_domain(i, f"profile.{field}", text)
+                yield _at(f"{at}.{field}", f"{has} {field} {value.mean:g} (rule: at most its {bound}, {limit})")
         turns, each = profile.turns.mean, profile.new_tokens.mean
         total = first.mean + (turns - 1) * each + turns * profile.output_tokens.mean
         if total > run.model.context:
-            text = f"{has} trajectories of {total:,.0f} tokens by its profile (rule: at most model.context, "
-            yield _of_domain(i, "profile", f"{text}{run.model.context})")
+            rule = f"at most model.context, {run.model.context}"
+            yield _at(at, f"{has} trajectories of {total:,.0f} tokens by its profile (rule: {rule})")
 
 
 def _quota_rules(run: RunSpec) -> Violations:
@@ -379,15 +348,11 @@ def _quota_rules(run: RunSpec) -> Violations:
     ]
     for i, domain, quota in given:
         if quota % domain.group_size:
-            yield _of_domain(
-                i,
-                "trajectories",
-                f"domain '{domain.name}' has trajectories {quota} "
-                f"(rule: a multiple of its group_size {domain.group_size})",
-            )
+            text = f"has trajectories {quota} (rule: a multiple of its group_size {domain.group_size})"
+            yield _at(f"domains.{i}.trajectories", f"domain '{domain.name}' {text}")
     if given and len(given) != len(run.domains):
         text = f"{len(given)} of {len(run.domains)} domains have 'trajectories' (rule: all or none)"
-        yield RuleViolation(("domains",), text)
+        yield _at("domains", text)
     elif given and (total := sum(quota for _, _, quota in given)) != run.batch.trajectories:
         yield (f"batch.trajectories is {run.batch.trajectories} (rule: the sum of the domains' trajectories, {total})")
 
@@ -397,7 +362,7 @@ def _warm_start(run: RunSpec) -> Violations:
     for i, name in enumerate(run.warm_start.domains if run.warm_start else ()):
         if name not in known:
             text = f"warm_start names domain '{name}' (rule: an entry of `domains`{did_you_mean(name, known)})"
-            yield RuleViolation(("warm_start", "domains", i), text)
+            yield _at(f"warm_start.domains.{i}", text)
 
 
 def _temperatures(run: RunSpec) -> Violations:
@@ -405,12 +370,9 @@ def _temperatures(run: RunSpec) -> Violations:
     first = run.domains[0]
     for i, domain in enumerate(run.domains):
         if domain.temperature != first.temperature:
-            yield _of_domain(
-                i,
-                "temperature",
-                f"domain '{domain.name}' has temperature {domain.temperature} "
-                f"(rule: that of every other domain, {first.temperature} in '{first.name}')",
-            )
+            rule = f"that of every other domain, {first.temperature} in '{first.name}'"
+            text = f"domain '{domain.name}' has temperature {domain.temperature} (rule: {rule})"
+            yield _at(f"domains.{i}.temperature", text)
 
 
 def _affinity(run: RunSpec) -> Violations:
@@ -446,12 +408,8 @@ def _batch_baselines(run: RunSpec, setting: str) -> Violations:
     """Advantages that need the mean of the whole batch, which `setting` does not wait for."""
     for i, domain in enumerate(run.domains):
         if domain.advantage.baseline == "domain":
-            yield _of_domain(
-                i,
-                "advantage.baseline",
-                f"domain '{domain.name}' has advantage.baseline 'domain', a mean over the whole batch (rule: group or "
-                f"none with {setting})",
-            )
+            text = f"has advantage.baseline 'domain', a mean over the whole batch (rule: group or none with {setting})"
+            yield _at(f"domains.{i}.advantage.baseline", f"domain '{domain.name}' {text}")
 
 
 def _sampler(run: RunSpec) -> Violations:
@@ -554,11 +512,8 @@ def _device_types(cluster: ClusterSpec) -> Violations:
     for i, pool in enumerate(cluster.pools):
         if pool.device not in own and not known_device(pool.device):
             hint = did_you_mean(pool.device, [*sorted(own), *catalogue()])
-            yield RuleViolation(
-                ("pools", i, "device"),
-                f"pool '{pool.name}': device is '{pool.device}' (rule: for a computed plan, a type of the catalogue or "
-                f"of `devices`{hint})",
-            )
+            rule = f"for a computed plan, a type of the catalogue or of `devices`{hint}"
+            yield _at(f"pools.{i}.device", f"pool '{pool.name}': device is '{pool.device}' (rule: {rule})")
 
 
 def _links(cluster: ClusterSpec) -> Violations:
@@ -571,7 +526,7 @@ def _links(cluster: ClusterSpec) -> Violations:
                 yield f"links.{i}.{end} is '{name}' (rule: the name of a pool, or {STORE}{hint})"
         pair = frozenset((link.a, link.b))
         if pair in seen:
-            yield RuleViolation(("links", i), f"the link of '{link.a}' and '{link.b}' is given twice (rule: once)")
+            yield _at(f"links.{i}", f"the link of '{link.a}' and '{link.b}' is given twice (rule: once)")
         seen.add(pair)
 
 
