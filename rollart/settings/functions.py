@@ -72,7 +72,11 @@ def effective_spec(entry: FunctionEntry, base: str | Path) -> FunctionSpec:
         with importable(base):
             return settings(_located(spec, base), base=Path(base))
     except PackageError:
-        return _validated_entry(entry, spec)
+        try:
+            return FunctionSpec.model_validate(spec.model_dump(exclude_unset=True))
+        except ValidationError as error:
+            text = error.errors()[0]["msg"].removeprefix("Value error, ")
+            raise SpecError(f"function '{entry.name}': {text}") from None
     except ServerlessError as error:
         raise SpecError(f"function '{entry.name}': {error.message}", remedy=error.remedy) from None
 
@@ -90,14 +94,6 @@ def settings_model(key: str) -> type[BaseModel]:
     module, name = MODELS[key]
     found: type[BaseModel] = getattr(import_module(module), name)
     return found
-
-
-def _validated_entry(entry: FunctionEntry, spec: FunctionSpec) -> FunctionSpec:
-    try:
-        return FunctionSpec.model_validate(spec.model_dump(exclude_unset=True))
-    except ValidationError as error:
-        text = error.errors()[0]["msg"].removeprefix("Value error, ")
-        raise SpecError(f"function '{entry.name}': {text}") from None
 
 
 def _located(spec: FunctionSpec, base: str | Path) -> FunctionSpec:

@@ -77,22 +77,16 @@ def price_list(values: Mapping[str, Any], *, where: str) -> PriceList:
 
 
 def load_file(path: str | Path) -> RunSpec | ClusterSpec | PriceList | FaultPlanSpec:
-    """Read any spec; its kind is inferred from its keys."""
+    """Read any spec. Its kind is the one that shares most keys with it, and a cluster if it has pools."""
     loaders: Mapping[str, Callable[[str | Path], RunSpec | ClusterSpec | PriceList | FaultPlanSpec]] = {
         "run": load_run,
         "cluster": load_cluster,
         "prices": load_prices,
         "faults": load_faults,
     }
-    return loaders[kind_of(read_document(path).values)](path)
-
-
-def kind_of(values: Mapping[str, Any]) -> str:
-    """`run`, `cluster`, `prices` or `faults`: the kind that shares most keys with the values."""
-    scores = {kind: len(values.keys() & model.model_fields.keys()) for kind, model in KINDS.items()}
-    if "pools" in values:
-        return "cluster"
-    return max(scores, key=lambda kind: scores[kind])
+    keys = read_document(path).values.keys()
+    scores = {kind: len(keys & model.model_fields.keys()) for kind, model in KINDS.items()}
+    return loaders["cluster" if "pools" in keys else max(scores, key=lambda kind: scores[kind])](path)
 
 
 def saved_specs(
@@ -233,19 +227,14 @@ def _validate(
         raise _spec_error(list(_problems(error, model, document))) from None
     problems = [_LocatedProblem(document.position(p.loc), p.message) for p in rules(spec)]
     if isinstance(spec, ClusterSpec):
-        problems += _settings_problems(spec, document)
+        for at, part, values in settings_parts(spec):  # the function layer's own settings
+            try:
+                part.model_validate(values)
+            except ValidationError as error:
+                problems += _problems(error, part, document, at=at)
     if problems:
         raise _spec_error(problems)
     return spec
-
-
-def _settings_problems(cluster: ClusterSpec, document: Document) -> Iterator[_LocatedProblem]:
-    """Problems that the function layer finds in its own settings."""
-    for at, model, values in settings_parts(cluster):
-        try:
-            model.model_validate(values)
-        except ValidationError as error:
-            yield from _problems(error, model, document, at=at)
 
 
 def _prices_of_functions(cluster: ClusterSpec, base: Path) -> Iterator[RuleViolation]:

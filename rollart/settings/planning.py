@@ -80,7 +80,6 @@ def planning_problem(specs: Specs, fixed: Sequence[Deployment] | None = None) ->
     pools = pools_of(cluster, prices)
     performance = _performance(run, cluster, pools, shape)
     degrees = _degrees(run, shape, fixed)
-    _check_sizes(run, shape)
     domains = profiles_of(run, quotas(run), specs.measured)
     usable = {p.name: _unservable_reason(performance, p, degrees) for p in pools}
     affinity, fallbacks = affinity_of(run, pools, usable)
@@ -241,7 +240,8 @@ def affinity_of(
         wanted = run.hw_affinity.get(tag, run.hw_affinity.get("default"))
         if wanted is None:
             continue
-        named = _pools_named(wanted, pools)
+        named = [p.name for p in pools if p.name == wanted]
+        named = named or [p.name for p in pools if p.device.name == device_name(wanted)]
         if not named and device_name(wanted) not in catalogue():
             names = [*(p.name for p in pools), *dict.fromkeys(p.device.name for p in pools), *catalogue()]
             raise SpecError(
@@ -358,8 +358,10 @@ def load_calibrations(cluster: ClusterSpec) -> dict[str, Calibration]:
     for name, entry in _entries(cluster):
         if "training" in entry or PUBLISH in entry:
             continue
+        engine = entry.get("engine")  # of a whole machine
+        fitted = engine if isinstance(engine, Mapping) else entry
         try:
-            one = _calibration(entry)
+            one = Calibration.from_dict({key: value for key, value in fitted.items() if key != "fit"})
         except ValueError as error:
             raise SpecError(f"calibration '{name}': {' '.join(str(error).split())}", remedy=RECALIBRATE) from None
         found[one.device] = one
@@ -380,26 +382,20 @@ def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shap
 
 
 def _degrees(run: RunSpec, shape: DecoderShape, fixed: Sequence[Deployment] | None) -> tuple[int, ...]:
-    """Tensor-parallel degrees to consider. Degrees that the user names must divide the model."""
+    """Tensor-parallel degrees to consider. SpecError for a degree that the user names and the model does not have."""
+    given, parallelism = run.placement.tensor_parallel, run.rollout.parallelism
+    sizes = None if parallelism is None else parallelism.sizes
+    for key, degrees in (
+        ("placement.tensor_parallel", given if fixed is None else None),
+        ("rollout.parallelism.sizes", sizes),
+    ):
+        for tp in degrees or ():
+            reason = shape.allows_tp(tp)
+            if reason is not None:
+                raise SpecError(f"{key} has {tp}: {reason}")
     if fixed is not None:
         return tuple(sorted({d.tp for d in fixed if d.role not in (Role.TRAINER, Role.REWARD)})) or (1,)
-    given = run.placement.tensor_parallel
-    if given is None:
-        return DEFAULT_TP
-    for tp in given:
-        reason = shape.allows_tp(tp)
-        if reason is not None:
-            raise SpecError(f"placement.tensor_parallel has {tp}: {reason}")
-    return tuple(sorted(set(given)))
-
-
-def _check_sizes(run: RunSpec, shape: DecoderShape) -> None:
-    """SpecError for a size of `rollout.parallelism` that the model does not have."""
-    spec = run.rollout.parallelism
-    for size in (spec.sizes if spec is not None else None) or ():
-        reason = shape.allows_tp(size)
-        if reason is not None:
-            raise SpecError(f"rollout.parallelism.sizes has {size}: {reason}")
+    return DEFAULT_TP if given is None else tuple(sorted(set(given)))
 
 
 def _unservable_reason(performance: RooflinePerformance, pool: Pool, degrees: Sequence[int]) -> str | None:
@@ -449,19 +445,6 @@ def _assumptions(run: RunSpec, domains: Sequence[DomainProfile]) -> tuple[str, .
 
 
 def _pool(pool: PoolSpec, own: DeviceSpec | None, prices: PriceList) -> Pool:
-    device = _device(pool, own)
-    return Pool(
-        name=pool.name,
-        device=device,
-        count=pool.count,
-        usd_per_device_hour=_hourly(pool, prices),
-        memory_gb=pool.memory_gb if device.is_cpu else None,
-        labels=pool.labels,
-        rented=pool.rented,
-    )
-
-
-def _device(pool: PoolSpec, own: DeviceSpec | None) -> Device:
     """The type's figures: the cluster's, else the catalogue's, else none; the pool's own figures replace them."""
     try:
         if own is not None:
@@ -475,7 +458,15 @@ def _device(pool: PoolSpec, own: DeviceSpec | None) -> Device:
         device = replace(device, memory_gb=pool.memory_gb)
     if pool.devices_per_host is not None:
         device = replace(device, devices_per_host=pool.devices_per_host)
-    return device
+    return Pool(
+        name=pool.name,
+        device=device,
+        count=pool.count,
+        usd_per_device_hour=_hourly(pool, prices),
+        memory_gb=pool.memory_gb if device.is_cpu else None,
+        labels=pool.labels,
+        rented=pool.rented,
+    )
 
 
 def _hourly(pool: PoolSpec, prices: PriceList) -> float:
@@ -541,12 +532,6 @@ def _quantity(spec: QuantitySpec) -> Quantity:
     return Quantity(spec.mean, spec.p50, spec.p90)
 
 
-def _pools_named(wanted: str, pools: Sequence[Pool]) -> tuple[str, ...]:
-    if any(p.name == wanted for p in pools):
-        return (wanted,)
-    return tuple(p.name for p in pools if p.device.name == device_name(wanted))
-
-
 def _config_file(path: Path, key: str) -> Mapping[str, object]:
     file = path if path.suffix == ".json" else path / "config.json"
     try:
@@ -585,13 +570,6 @@ def _entries(cluster: ClusterSpec) -> list[tuple[str, Mapping[str, object]]]:
                 )
             found.append((name, entry))
     return found
-
-
-def _calibration(entry: Mapping[str, object]) -> Calibration:
-    """The calibration of an entry: a calibration, a fit (which has more keys), or a whole machine with an `engine`."""
-    engine = entry.get("engine")
-    fitted = engine if isinstance(engine, Mapping) else entry
-    return Calibration.from_dict({key: value for key, value in fitted.items() if key != "fit"})
 
 
 def _measured_speeds(name: str, value: object) -> PublishSpeeds:

@@ -387,17 +387,13 @@ def _computed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
     question = planning_problem(specs)
     found = solve_placement(question)
     plan = _assigned_plan(specs.cluster, pools, demands_of(found))
-    return _with_placement(plan, found), question.problem, (*question.notes, *_ignored_threads_notes(specs.cluster))
-
-
-def _ignored_threads_notes(cluster: ClusterSpec) -> tuple[str, ...]:
-    """Notes on device counts that a computed plan ignores."""
-    instead = {"engines": "placement.tensor_parallel", "trainer": "placement.train.devices"}
-    return tuple(
+    cluster, instead = specs.cluster, {"engines": "placement.tensor_parallel", "trainer": "placement.train.devices"}
+    ignored = [
         f"{part}.threads is {threads}: ignored, since the plan is computed; {instead[part]} says it there"
         for part, threads in (("engines", cluster.engines.threads), ("trainer", cluster.trainer.threads))
         if threads != 1
-    )
+    ]
+    return _with_placement(plan, found), question.problem, (*question.notes, *ignored)
 
 
 def _with_placement(plan: Plan, found: Placement) -> Plan:
@@ -418,23 +414,17 @@ def _assigned_plan(cluster: ClusterSpec, pools: Sequence[Pool], demands: Sequenc
 
 
 def _plan_independent_notes(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
-    """Notes that do not depend on the plan."""
-    played, notes = cluster.functions.local.rehearse, _episode_slot_notes(run, cluster)
-    if played is None or "local" not in cluster.functions.chain:
-        return notes
-    return (
-        *notes,
-        f"a rehearsal: functions run here with the cold starts, overheads and throttles modelled for {played}",
-    )
-
-
-def _episode_slot_notes(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
-    """A note if some episodes will wait for slots of others."""
-    spec, most = cluster.environments, concurrent_episodes(run)
-    if not isinstance(spec.workers, int) or not spec.workers or spec.workers * spec.per_worker >= most.most:
-        return ()
-    ahead = f", {most.ahead} ahead of need" if most.ahead else ""
-    return (
-        f"environments: {spec.workers} x {spec.per_worker} places (workers x per_worker) for up to {most.most} "
-        f"episodes at a time ({most.running} trajectories{ahead}): the others wait for a place",
-    )
+    """Notes that do not depend on the plan: some episodes wait for slots of others, or functions are rehearsed."""
+    spec, most, notes = cluster.environments, concurrent_episodes(run), list[str]()
+    if isinstance(spec.workers, int) and 0 < spec.workers * spec.per_worker < most.most:
+        ahead = f", {most.ahead} ahead of need" if most.ahead else ""
+        notes.append(
+            f"environments: {spec.workers} x {spec.per_worker} places (workers x per_worker) for up to {most.most} "
+            f"episodes at a time ({most.running} trajectories{ahead}): the others wait for a place"
+        )
+    played = cluster.functions.local.rehearse
+    if played is not None and "local" in cluster.functions.chain:
+        notes.append(
+            f"a rehearsal: functions run here with the cold starts, overheads and throttles modelled for {played}"
+        )
+    return tuple(notes)

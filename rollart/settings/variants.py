@@ -115,7 +115,9 @@ def _change(run: Values, cluster: Values, key: str, value: str, text: str) -> No
             at = at[part]
         at[RUN_KEYS[key][-1]] = parse_value(value, name=f"--what-if '{_truncated(text)}'")
         if key == "batch":
-            _counts_to_weights(run)
+            for domain in run["domains"]:  # another batch size has the same mix
+                if domain["trajectories"] is not None:
+                    domain["weight"], domain["trajectories"] = float(domain["trajectories"]), None
     elif head == "price" and rest:
         for pool in _pools(cluster, rest, text):
             pool["price"] = _number(value, text)
@@ -123,13 +125,6 @@ def _change(run: Values, cluster: Values, key: str, value: str, text: str) -> No
         _link(cluster, rest, _number(value, text), text)
     else:
         _count(cluster, key, value, text)
-
-
-def _counts_to_weights(run: Values) -> None:
-    """Turn trajectories per domain into weights, so that another batch size has the same mix."""
-    for domain in run["domains"]:
-        if domain["trajectories"] is not None:
-            domain["weight"], domain["trajectories"] = float(domain["trajectories"]), None
 
 
 def _count(cluster: Values, name: str, value: str, text: str) -> None:
@@ -162,7 +157,11 @@ def _link(cluster: Values, ends: str, gb_per_s: float, text: str) -> None:
     """Set the link's bandwidth. Pool names may contain '-', so every split of `ends` is tried."""
     parts = ends.split("-")
     for cut in range(1, len(parts)):
-        a, b = (_link_ends(cluster, "-".join(some)) for some in (parts[:cut], parts[cut:]))
+        names = "-".join(parts[:cut]), "-".join(parts[cut:])
+        a, b = (  # pools, else the store of weight versions
+            [pool["name"] for pool in _pools_matching(cluster, name)] or [STORE] * (name.lower() == STORE)
+            for name in names
+        )
         if len(a) == 1 and len(b) == 1:
             pair = {a[0], b[0]}
             for link in cluster["links"]:
@@ -171,13 +170,8 @@ def _link(cluster: Values, ends: str, gb_per_s: float, text: str) -> None:
                     return
             cluster["links"].append({"a": a[0], "b": b[0], "gb_per_s": gb_per_s})
             return
-    names = some_of(p["name"] for p in cluster["pools"])
-    raise UsageError(f"--what-if '{text}': '{ends}' is no pair of pools (rule: link.a-b; pools: {names})")
-
-
-def _link_ends(cluster: Values, name: str) -> list[str]:
-    """Link ends of that name: pools, else the store of weight versions."""
-    return [pool["name"] for pool in _pools_matching(cluster, name)] or [STORE] * (name.lower() == STORE)
+    known = some_of(p["name"] for p in cluster["pools"])
+    raise UsageError(f"--what-if '{text}': '{ends}' is no pair of pools (rule: link.a-b; pools: {known})")
 
 
 def _pools_matching(cluster: Values, name: str) -> list[Values]:
