@@ -30,6 +30,12 @@ EPILOG = "Exit codes: 0 ok, 1 run failed, 2 usage or spec, 3 provider, 4 budget,
 
 
 PATH = click.Path(path_type=Path)
+FILE = click.Path(path_type=Path, dir_okay=False)
+DIRECTORY = click.Path(path_type=Path, file_okay=False)
+COUNT = click.IntRange(1)
+
+shown_option = functools.partial(click.option, show_default=True)
+"""An option whose help shows its default."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110}, epilog=EPILOG)
@@ -70,20 +76,17 @@ def several(*options: Callable[[Declared], Declared]) -> Callable[[Declared], De
 json_option = click.option("--json", "as_json", is_flag=True, help="Output for machines.")
 
 output_option = several(
-    click.option(
+    shown_option(
         "-o",
         "--output",
         type=click.Choice(["table", "json", "csv", "html"]),
         default="table",
-        show_default=True,
         help="For people, or for machines.",
     ),
     click.option("--json", "as_json", is_flag=True, help="Short for -o json."),
 )
 
-runs_option = click.option(
-    "--runs-dir", type=PATH, default=Path("runs"), show_default=True, help="Directory that holds the runs."
-)
+runs_option = shown_option("--runs-dir", type=PATH, default=Path("runs"), help="Directory that holds the runs.")
 
 run_argument = click.argument("run", required=False)
 
@@ -94,24 +97,17 @@ spec_arguments = several(
     click.option("--cluster", type=PATH, help="Cluster spec. Default: this machine."),
 )
 
-listen_option = click.option(
-    "--listen",
-    default="127.0.0.1:0",
-    show_default=True,
-    metavar="HOST:PORT",
-    help="Where to listen; port 0: any that is free.",
+listen_option = shown_option(
+    "--listen", default="127.0.0.1:0", metavar="HOST:PORT", help="Where to listen; port 0: any that is free."
 )
 
 provider_options = several(
-    click.option(
-        "--provider", default="local", show_default=True, metavar="[local|aws|modal]", help="Where functions are."
-    ),
+    shown_option("--provider", default="local", metavar="[local|aws|modal]", help="Where functions are."),
     click.option("--cluster", type=PATH, help="Cluster spec with the provider's settings."),
-    click.option(
+    shown_option(
         "--root",
         type=PATH,
         default=Path(".rollart/functions"),
-        show_default=True,
         help="Directory of locally deployed functions; RUN/functions has the logs of a run's.",
     ),
 )
@@ -119,11 +115,10 @@ provider_options = several(
 prices_option = click.option("--cluster", type=PATH, help="Cluster spec; the shipped price list without it.")
 
 writing_options = several(
-    click.option(
+    shown_option(
         "--into",
         type=PATH,
         default=Path("prices.yaml"),
-        show_default=True,
         help="Price file to write: added to if it is there, else started from the cluster's list.",
     ),
     click.option("--region", default="", help="AWS region whose prices are taken."),
@@ -198,7 +193,7 @@ def launch() -> None:
 @click.option("--play", is_flag=True, help="Play the environments to learn the work of domains without a profile.")
 @click.option("--simulate", is_flag=True, help="Also simulate the plan, and show its figures beside the plan's.")
 @click.option("--seeds", type=click.IntRange(1, 1000), help=f"Simulations of --simulate. Default: {SEEDS}.")
-@click.option("--steps", type=click.IntRange(1), help=f"Training steps of each. Default: {STEPS}.")
+@click.option("--steps", type=COUNT, help=f"Training steps of each. Default: {STEPS}.")
 @output_option
 def plan() -> None:
     """Show the placement of the run's parts, its rate and cost, and the reasons.
@@ -212,13 +207,11 @@ def plan() -> None:
 @click.argument("arguments", nargs=-1, metavar="[RUN.yaml|RUN] [KEY=VALUE]...")
 @click.option("--cluster", type=PATH, help="Cluster spec. Default: this machine, or a recorded run's own.")
 @click.option("--policies", metavar="A,B,...", help="Schedules beside each other. Default: the run's own.")
-@click.option("--seeds", type=click.IntRange(1, 1000), default=1, show_default=True, help="Simulations of each.")
+@shown_option("--seeds", type=click.IntRange(1, 1000), default=1, help="Simulations of each.")
 @click.option(
-    "--steps",
-    type=click.IntRange(1),
-    help=f"Training steps, like steps=N. Default: {STEPS}, or as many as a recorded run has.",
+    "--steps", type=COUNT, help=f"Training steps, like steps=N. Default: {STEPS}, or as many as a recorded run has."
 )
-@click.option("--workers", type=click.IntRange(1), help="Processes at a time. Default: one per core.")
+@click.option("--workers", type=COUNT, help="Processes at a time. Default: one per core.")
 @click.option("--fuzz", type=click.IntRange(0), metavar="SEED", help="Shuffle events of the same instant.")
 @click.option("--keep", type=PATH, metavar="DIR", help="Keep ledgers there, for rollart report.")
 @click.option("--html", type=PATH, metavar="FILE", help="Also write a page with charts there.")
@@ -242,13 +235,12 @@ def simulate() -> None:
 
 @command(cli, "calibrate:calibrate")
 @spec_arguments
-@click.option(
+@shown_option(
     "-o",
     "--output",
     "out",
     type=PATH,
     default=Path("calibration.json"),
-    show_default=True,
     help="File to write; name it in the cluster spec's `calibration`.",
 )
 @click.option("--from", "measured", metavar="RUN", help="Fit the counters of this run's engines; start nothing.")
@@ -319,13 +311,8 @@ def rewards_versions() -> None:
 @click.argument("source", metavar="FILE|NAME")
 @click.option("--item", default=None, help="One item as JSON; standard input if not given.")
 @provider_options
-@click.option(
-    "--timeout",
-    "seconds",
-    type=click.FloatRange(min=0.001),
-    default=60.0,
-    show_default=True,
-    help="Seconds to wait, cold start included.",
+@shown_option(
+    "--timeout", "seconds", type=click.FloatRange(min=0.001), default=60.0, help="Seconds to wait, cold start included."
 )
 @json_option
 def rewards_invoke() -> None:
@@ -339,10 +326,8 @@ def rewards_invoke() -> None:
 @command(rewards, "rewards:logs")
 @click.argument("function")
 @provider_options
-@click.option(
-    "--since", "since_s", type=click.FloatRange(min=0), default=3600.0, show_default=True, help="Seconds ago."
-)
-@click.option("--limit", type=click.IntRange(min=1), default=1000, show_default=True, help="Most lines.")
+@shown_option("--since", "since_s", type=click.FloatRange(min=0), default=3600.0, help="Seconds ago.")
+@shown_option("--limit", type=COUNT, default=1000, help="Most lines.")
 @output_option
 def rewards_logs() -> None:
     """Show the output of a function, oldest first."""
@@ -352,7 +337,7 @@ def rewards_logs() -> None:
 @click.argument("function")
 @provider_options
 @click.option("--warm", type=click.IntRange(min=0), default=None, help="Workers that are kept ready.")
-@click.option("--concurrency", type=click.IntRange(min=1), default=None, help="Most workers at once.")
+@click.option("--concurrency", type=COUNT, default=None, help="Most workers at once.")
 @output_option
 def rewards_scale() -> None:
     """Set the number of warm workers of a function, and its concurrency."""
@@ -379,8 +364,8 @@ def rewards_delete() -> None:
 @command(rewards, "rewards:plan")
 @click.argument("source", metavar="FILE")
 @click.option("--cases", type=PATH, help="Items to measure with; cases.jsonl if not given.")
-@click.option("--items", type=click.IntRange(min=1), required=True, help="Items that a run scores.")
-@click.option("--runs-per-month", type=click.FloatRange(min=0), default=1.0, show_default=True)
+@click.option("--items", type=COUNT, required=True, help="Items that a run scores.")
+@shown_option("--runs-per-month", type=click.FloatRange(min=0), default=1.0)
 @click.option("--from", "before", default=None, metavar="PROVIDER", help="Provider that they are on now.")
 @output_option
 def rewards_plan() -> None:
@@ -389,8 +374,8 @@ def rewards_plan() -> None:
 
 @command(rewards, "servers:serve")
 @click.argument("source", metavar="FILE")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default=True, help="0: any that is free.")
+@shown_option("--host", default="127.0.0.1", help="Address to listen on.")
+@shown_option("--port", type=click.IntRange(0, 65535), default=0, help="0: any that is free.")
 @click.option("--token-env", metavar="VAR", help="Variable with the bearer token that every call then needs.")
 @click.option("--cluster", type=PATH, help="Cluster spec whose `functions.local` is used.")
 @click.option("--allow-unsafe", is_flag=True, help="Run untrusted rewards without a sandbox.")
@@ -415,35 +400,20 @@ def rewards_serve() -> None:
 @click.option(
     "--tokenizer",
     required=True,
-    type=click.Path(path_type=Path, file_okay=False),
+    type=DIRECTORY,
     help="Hugging Face directory with tokenizer.json and, for chats, a chat template.",
 )
 @listen_option
-@click.option(
-    "--chat-template",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Jinja file to use instead of the tokenizer's own.",
-)
+@click.option("--chat-template", type=FILE, help="Jinja file to use instead of the tokenizer's own.")
 @click.option(
     "--tool-parser",
     type=click.Choice(["hermes", "json", "none"]),
     help="Format of the model's tool calls; by default inferred from its template.",
 )
-@click.option(
-    "--record",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="File that gets every turn's segments, one JSON line each.",
-)
-@click.option(
-    "--model-name",
-    default="policy",
-    show_default=True,
-    help="Name of the policy in /v1/models. Requests may name any model.",
-)
-@click.option("--max-sessions", type=click.IntRange(1), metavar="N", help="Sessions kept. Default: 4096.")
-@click.option(
-    "--max-tokens", type=click.IntRange(1), metavar="N", help="Tokens kept in all sessions. Default: 100000000."
-)
+@click.option("--record", type=FILE, help="File that gets every turn's segments, one JSON line each.")
+@shown_option("--model-name", default="policy", help="Name of the policy in /v1/models. Requests may name any model.")
+@click.option("--max-sessions", type=COUNT, metavar="N", help="Sessions kept. Default: 4096.")
+@click.option("--max-tokens", type=COUNT, metavar="N", help="Tokens kept in all sessions. Default: 100000000.")
 @click.option(
     "--idle-s",
     type=click.FloatRange(0),
@@ -465,7 +435,7 @@ def proxy() -> None:
 @token_option("bearer token")
 @click.option(
     "--data",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=DIRECTORY,
     metavar="DIR",
     help="Directory that persists the service's data; without it, the data is lost when the service ends.",
 )
@@ -569,12 +539,11 @@ def report_curve() -> None:
 
 @command(report, "reports:offload")
 @report_options
-@click.option(
+@shown_option(
     "--wait",
     "wait_s",
     type=click.FloatRange(min=0),
     default=0.25,
-    show_default=True,
     help="Seconds that the p99 of a call may wait for a dedicated worker.",
 )
 def report_offload() -> None:
@@ -604,7 +573,7 @@ def status() -> None:
     "--role",
     help="Only parts of this role (engine, prefill, decode, trainer, environment, reward, launch) or this name.",
 )
-@click.option("-n", "--lines", type=click.IntRange(0), default=20, show_default=True, help="Last lines of each part.")
+@shown_option("-n", "--lines", type=click.IntRange(0), default=20, help="Last lines of each part.")
 @click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until the run ends.")
 @runs_option
 def logs() -> None:
@@ -617,7 +586,7 @@ def logs() -> None:
 @command(cli, "runs:stop")
 @run_argument
 @runs_option
-@click.option("--wait", "wait_s", type=click.FloatRange(0), default=60.0, show_default=True, help="Seconds to wait.")
+@shown_option("--wait", "wait_s", type=click.FloatRange(0), default=60.0, help="Seconds to wait.")
 @click.option("--kill", is_flag=True, help="Kill it if it has not stopped by then; --resume still continues it.")
 def stop() -> None:
     """Stop a run and wait until it has ended.
@@ -652,7 +621,7 @@ def infra() -> None:
 @click.option(
     "-o",
     "--output",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=DIRECTORY,
     required=True,
     metavar="DIR",
     help="Where the files go; those of the same name are replaced.",
