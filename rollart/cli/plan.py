@@ -56,7 +56,12 @@ def plan(
         if play:
             specs = replace(specs, measured=played_profiles(specs))
         if simulate:
-            report = _simulated(specs, fast=fast, seeds=seeds or SEEDS, steps=steps or STEPS)
+            resolved, extra = _forecast(specs)
+            # First, so that it fails early.
+            table, notes = simulation_tables(resolved, seeds=seeds or SEEDS, steps=steps or STEPS)
+            report = plan_report(resolved, fast=fast, extra=extra)
+            tables = (report.tables[0], table, *report.tables[1:])
+            report = replace(report, tables=tables, notes=(*report.notes, *notes))
         else:
             report = _report(specs, changes, fast=fast)
     print_report(report, output)
@@ -68,13 +73,6 @@ def _report(specs: Specs, changes: Sequence[str], *, fast: bool) -> Report:
         return plan_report(before, fast=fast, extra=extra)
     after, _ = _forecast(apply_changes(specs, changes))
     return comparison_report(before, after, changes)
-
-
-def _simulated(specs: Specs, *, fast: bool, seeds: int, steps: int) -> Report:
-    resolved, extra = _forecast(specs)
-    table, notes = simulation_tables(resolved, seeds=seeds, steps=steps)  # first, so that it fails early
-    report = plan_report(resolved, fast=fast, extra=extra)
-    return replace(report, tables=(report.tables[0], table, *report.tables[1:]), notes=(*report.notes, *notes))
 
 
 def _forecast(specs: Specs) -> tuple[Resolved, Sequence[Table]]:
