@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from rollart.ledger.reader import LedgerReader
+from rollart.ledger.database import FILE
 from rollart.ledger.store import Ledger
 
 CHILD = """
@@ -70,8 +73,12 @@ def test_acknowledged_writes_survive_kill_9(tmp_path: Path) -> None:
         child.wait()
         child.stdout.close()
         _check(tmp_path, finished, trained)
-    with LedgerReader(tmp_path) as reader:
-        assert reader._query("PRAGMA integrity_check") == [("ok",)]
+    assert rows_of(tmp_path, "PRAGMA integrity_check") == [("ok",)]
+
+
+def rows_of(directory: Path, sql: str) -> list[tuple[Any, ...]]:
+    with contextlib.closing(sqlite3.connect(directory / FILE)) as connection:
+        return connection.execute(sql).fetchall()
 
 
 def _note(line: str, finished: set[str], trained: dict[str, int]) -> None:
@@ -89,10 +96,10 @@ def _check(directory: Path, finished: set[str], trained: dict[str, int]) -> None
         recovered = asyncio.run(ledger.recover())
         assert recovered is not None
         live = {str(s.id) for s in recovered.samples}
-    with LedgerReader(directory) as reader:
-        rows = reader._query("SELECT id FROM trajectories ORDER BY id")
-        assert rows == reader._query("SELECT id FROM samples ORDER BY id"), "each sample has its trajectory's row"
-        in_file = {row[0]: row[1] for row in reader._query("SELECT id, version FROM groups WHERE state = 1")}
+    samples = rows_of(directory, "SELECT id FROM samples ORDER BY id")
+    trajectories = rows_of(directory, "SELECT id FROM trajectories ORDER BY id")
+    assert trajectories == samples, "each sample has its trajectory's row"
+    in_file = dict(rows_of(directory, "SELECT id, version FROM groups WHERE state = 1"))
     for group, version in trained.items():
         assert in_file[group] == version, "an acknowledged commit is there, once"
     lost = {id_ for id_ in finished if id_ not in live and id_.partition(".")[0] not in in_file}

@@ -598,11 +598,19 @@ class TestFailure:
             Ledger(tmp_path, clock=zero)
 
     @pytest.mark.parametrize("inline", [True, False])
-    def test_a_full_disk_reaches_everyone(self, tmp_path: Path, inline: bool) -> None:
+    def test_a_full_disk_reaches_everyone(self, tmp_path: Path, inline: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        connect = sqlite3.connect
+
+        def on_a_small_disk(*arguments: Any, **options: Any) -> sqlite3.Connection:
+            connection = connect(*arguments, **options)
+            connection.execute("PRAGMA max_page_count = 40")
+            return connection
+
+        monkeypatch.setattr(sqlite3, "connect", on_a_small_disk)
+
         async def main() -> None:
             ledger = Ledger(tmp_path, clock=zero, inline=inline)
             await ledger.commit(version=0, step=0, consumed=[], metrics={})
-            await ledger._writer.run(lambda db: db.connection.execute("PRAGMA max_page_count = 20"))
 
             async def fill() -> None:
                 while True:
@@ -622,6 +630,7 @@ class TestFailure:
                 ledger.close()
 
         asyncio.run(main())
+        monkeypatch.undo()
         with Ledger(tmp_path, clock=zero) as again:
             assert asyncio.run(again.recover()).version == 0  # type: ignore[union-attr]
 
