@@ -180,7 +180,7 @@ def test_a_killed_host_is_started_again_and_its_time_is_in_one_state_at_a_time(s
         await environment.reset(0)
         waiting = asyncio.get_running_loop().create_task(environment.step("hang"))
         assert isinstance(environment, HostedEnvironment)
-        host = stage.hosts.fleet._hosts[environment.host]
+        host = stage.hosts.fleet.hosts[environment.host]
         assert isinstance(host.part, HostProgram)
         os.kill(host.link.pid, signal.SIGKILL)  # type: ignore[union-attr]
         with pytest.raises(EnvironmentFault, match="on environment-0"):

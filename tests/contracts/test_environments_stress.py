@@ -49,7 +49,7 @@ class Play:
         assert isinstance(environment, HostedEnvironment)
         try:
             await environment.prepare(seed, name)
-            self.most = max(self.most, *(host.live for host in self.hosts.fleet._hosts.values()))
+            self.most = max(self.most, *(host.live for host in self.hosts.fleet.hosts.values()))
             await environment.reset(seed)
             await environment.step("on")
             step = await environment.step(name)
@@ -65,7 +65,7 @@ class Play:
 
     def kill(self) -> None:
         """Any host that serves. Its players are in the middle of their episodes."""
-        serving = [h.link for h in self.hosts.fleet._hosts.values() if h.up]
+        serving = [h.link for h in self.hosts.fleet.hosts.values() if h.up]
         if serving:
             link = self.rng.choice(serving)
             assert isinstance(link, HostConnection)
@@ -98,11 +98,11 @@ def test_hosts_and_controller_agree_on_a_thousand_episodes(tmp_path: Path, monke
             assert all(fault.incident for fault in play.faults), "nothing but ends of hosts is met"
             assert {event["cause"] for event in lost} == {"its process was killed by SIGKILL"}
             # Both agree that no episode is held.
-            assert {host.live for host in fleet._hosts.values()} == {0}
+            assert {host.live for host in fleet.hosts.values()} == {0}
             assert (fleet.places.line.first(), fleet.places.going, len(fleet.places.ahead)) == (None, 0, 0)
-            while not all(host.up for host in fleet._hosts.values()):  # the last that was killed
+            while not all(host.up for host in fleet.hosts.values()):  # the last that was killed
                 await asyncio.sleep(0.05)
-            for host in fleet._hosts.values():
+            for host in fleet.hosts.values():
                 assert isinstance(host.link, HostConnection)
                 assert (await host.link.health()).live == 0
                 assert host.link.outstanding == 0
