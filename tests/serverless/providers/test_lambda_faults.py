@@ -48,7 +48,7 @@ def test_the_last_report_counts_and_none_is_none() -> None:
 
 def test_last_words_are_the_functions_own() -> None:
     assert function_log_tail(log(COLD)) == "hello"
-    assert function_log_tail(log("a\nb\nc\nd\n" + WARM), 2) == "c | d"
+    assert function_log_tail(log("a\nb\nc\nd\n" + WARM)) == "b | c | d"
 
 
 @pytest.mark.parametrize(
