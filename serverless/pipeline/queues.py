@@ -18,10 +18,9 @@ from serverless import wire
 from serverless.deploy.package import Package
 from serverless.meter import MeterSink, Saving, billed_seconds
 from serverless.pipeline.admission import BreakerState, CircuitBreaker, ConcurrencyWindow, is_provider_failure
+from serverless.pipeline.answer_times import AnchorTimes, Latencies, prompt_key
 from serverless.pipeline.cache import Cache, copy_outcome, item_key
-from serverless.pipeline.hedging import Hedger
 from serverless.pipeline.items import CallAttempt, PendingItem, PipelineCall, Timers, Waiter, WaitingItems
-from serverless.pipeline.limits import AnchorTimes, prompt_key
 from serverless.pipeline.retrying import (
     CAUSED_BY,
     TokenBucket,
@@ -42,6 +41,9 @@ Spawn = Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 _UNANSWERED = InfraFault(FaultKind.DEADLINE, retryable=False, detail="a trial had no answer before its deadline")
 """The fault of a trial that was cancelled because the deadlines of its items had passed."""
+
+_SAVED = 5.0
+"""Maximum number of hedges saved in a quiet time for a burst of late calls."""
 
 _EPS = 1e-9
 """Tolerance for comparing loop times, in seconds."""
@@ -77,12 +79,10 @@ class ProviderQueue:
         self._groups: deque[list[PendingItem]] = deque()
         self._window = ConcurrencyWindow(spec.concurrency, settings.admission)
         self.breaker = CircuitBreaker(settings.breaker)
-        self._hedger = Hedger(
-            settings.hedge,
-            self._hedges,
-            has_room=self._room_to_hedge,
-            start_hedge=lambda call: self._start_attempt(call, Cause.HEDGE),
-        )
+        self._latencies = Latencies(settings.hedge)
+        self._hedge_budget = TokenBucket(settings.hedge.budget, most=max(_SAVED, settings.hedge.budget))
+        self._watched: Timers[PipelineCall] = Timers(self._became_late, lambda call: call.done)
+        self._late: dict[PipelineCall, None] = {}
         self._attempts: dict[CallAttempt, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._closed = False
@@ -126,7 +126,8 @@ class ProviderQueue:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
-        self._hedger.close()
+        self._watched.close()
+        self._late.clear()
         self.drain()
 
     def abandon(self, call: PipelineCall) -> None:
@@ -185,7 +186,14 @@ class ProviderQueue:
             waited += now - entry.since
         self._count(call, waited)
         self._start_attempt(call, cause)
-        self._hedger.called(call, now)
+        if self._settings.hedge.enabled:
+            self._hedges.entered += 1
+            self._hedge_budget.earn()
+            after = self._latencies.late_after(len(entries))
+            # The faults of a call that isolates a failing item are needed.
+            if cause is not Cause.ISOLATION and after is not None and expires - now > after:
+                self._watched.add(now + after, call)
+            self._hedge_late_calls()
         if call.tries[0].trial:  # it blocks other calls here: another provider may be sooner
             self._function.provider_unavailable(self.index)
 
@@ -229,8 +237,28 @@ class ProviderQueue:
         if not attempt.reported:
             over = attempt.trial and now >= attempt.call.expires - _EPS
             self._record_end(attempt, _UNANSWERED if over else None, now, cancelled=True)
-        self._hedger.pump()
+        self._hedge_late_calls()
         self._pump()
+
+    def _became_late(self, call: PipelineCall) -> None:
+        if self._room_to_hedge() and self._hedge_budget.take():
+            self._hedge(call)
+        else:
+            self._late[call] = None
+
+    def _hedge_late_calls(self) -> None:
+        """Hedge late calls, the most recent first, while there is room and a token in reserve.
+
+        A call that has just become late needs no token in reserve. If the share of stragglers equals the budget, most
+        are then hedged at once and a few not at all, instead of all of them after a wait.
+        """
+        while self._late and self._room_to_hedge() and self._hedge_budget.take(spare=1.0):
+            self._hedge(self._late.popitem()[0])
+
+    def _hedge(self, call: PipelineCall) -> None:
+        self._hedges.acted += 1
+        self._hedges.extra_calls += 1
+        self._start_attempt(call, Cause.HEDGE)
 
     def _room_to_hedge(self) -> bool:
         """True if a hedge may begin: there is a free slot, the window is not in back-off and the breaker is closed."""
@@ -268,7 +296,7 @@ class ProviderQueue:
         if fault is None:
             self._window.answered(now, seconds, items, in_flight=others, number=attempt.number)
             cold_s = reply.invocation.cold_start_s if reply.invocation is not None else 0.0
-            self._hedger.answered(max(0.0, seconds - cold_s), items)
+            self._latencies.add(max(0.0, seconds - cold_s), items)
         elif fault.kind is FaultKind.THROTTLED:
             self._window.throttled(fault, now, attempt.number, self._function.rng, in_flight=others)
         self._record_end(attempt, fault, now)
@@ -296,7 +324,7 @@ class ProviderQueue:
     def _finish(self, call: PipelineCall) -> None:
         """Mark a call as finished and cancel its remaining attempts."""
         call.done = True
-        self._hedger.over(call)
+        self._late.pop(call, None)
         for attempt in call.tries:
             if attempt.task is not None:
                 attempt.task.cancel()

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 from rollart.sim import loop as virtual
 from serverless.pipeline.admission import BreakerState, CircuitBreaker, ConcurrencyWindow
-from serverless.pipeline.hedging import Latencies
+from serverless.pipeline.answer_times import AnchorTimes, Latencies, prompt_key
 from serverless.pipeline.items import PendingItem, Timers, WaitingItems
-from serverless.pipeline.limits import AnchorTimes, prompt_key
 from serverless.pipeline.retrying import TokenBucket, retry_delay
 from serverless.pipeline.stages import AdmissionSpec, BreakerSpec, HedgeSpec, LimitsSpec, RetrySpec
 from serverless.spec import FunctionBatchSpec
