@@ -99,14 +99,14 @@ def compared(problem: Problem) -> dict[str, object]:
     others = baselines(problem)
     if not isinstance(plan, Placement):
         raise SystemExit(f"no plan: {plan.message}")
-    top, best = max(((b, b.placement) for b in others if b.placement is not None), key=lambda each: each[1].worth)
-    none = next(b.placement for b in others if b.name == "no affinity")
+    plans = {name: other for name, other in others.items() if isinstance(other, Placement)}
+    best, none = max(plans, key=lambda name: plans[name].worth), plans.get("no affinity")
     return {
         "rate": plan.rate,
         "usd_per_hour": plan.usd_per_hour,
-        "baselines": {b.name: None if b.placement is None else b.placement.rate for b in others},
-        "best": top.name,
-        "over_best": gain(plan, best),
+        "baselines": {name: plans[name].rate if name in plans else None for name in others},
+        "best": best,
+        "over_best": gain(plan, plans[best]),
         "over_no_affinity": None if none is None else gain(plan, none),
         "cpu_s": seconds,
         "plan": [f"{d.replicas}×{d.pool} {d.role} tp{d.tp}" for d in plan.deployments],

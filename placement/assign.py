@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush
 
-from placement.types import Assignment, Demand, Plan, Pool, Role, Shortage
+from placement.types import Assignment, Demand, Plan, Pool, Role
 
 _CPU_ROLES = (Role.REWARD, Role.ENVIRONMENT)
 
@@ -89,8 +89,9 @@ class _FreeDevices:
         return range(first, first + devices)
 
 
-def assign(pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan | Shortage:
-    """Place every demand, or return the shortage of the first demand that does not fit."""
+def assign(pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan | str:
+    """Place every demand, or describe the shortage of the first demand that does not fit: the requested and the
+    available resources with their numbers."""
     rooms = {pool.name: _FreeDevices(pool) for pool in pools}
     number: Counter[Role] = Counter()
     first: list[int] = []
@@ -107,7 +108,7 @@ def assign(pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan | Shortage:
             gpus = [p for p in fitting if not p.device.is_cpu] if demand.role not in _CPU_ROLES else []
             pool = max(gpus or fitting, key=lambda p: rooms[p.name].free, default=None)
             if pool is None:
-                return Shortage(demand, _shortage_text(eligible, demand, replica, rooms))
+                return _shortage(eligible, demand, replica, rooms)
             index = first[n] + replica
             taken = rooms[pool.name].take(demand)
             placed[demand.role, index] = Assignment(demand.role, index, pool.name, taken)
@@ -138,7 +139,7 @@ def _eligible(pool: Pool, demand: Demand) -> bool:
     return demand.device in (None, pool.device.name) and demand.pool in (None, pool.name)
 
 
-def _shortage_text(eligible: Sequence[Pool], demand: Demand, replica: int, rooms: Mapping[str, _FreeDevices]) -> str:
+def _shortage(eligible: Sequence[Pool], demand: Demand, replica: int, rooms: Mapping[str, _FreeDevices]) -> str:
     wanted = f"{demand.role} {replica + 1} of {demand.replicas} needs {demand.devices} {demand.device or 'device'}(s)"
     if not eligible:
         return f"{wanted}, and no pool has such devices"

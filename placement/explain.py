@@ -86,19 +86,6 @@ class Explanation:
     affinities: tuple[Affinity, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """A restricted problem and its best plan, or the reason that it has none. `name` is its label in tables: "only
-    H20"."""
-
-    name: str
-    answer: Placement | Infeasible
-
-    @property
-    def placement(self) -> Placement | None:
-        return self.answer if isinstance(self.answer, Placement) else None
-
-
 def explain(problem: Problem, placement: Placement, *, resolve: bool = True) -> Explanation:
     """Explain a plan. `resolve`: solve again with more devices of each serving pool, and confirm the binding
     constraints by the result; up to three first-stage solutions per pool."""
@@ -192,13 +179,14 @@ def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Af
     return tuple(found)
 
 
-def baselines(problem: Problem) -> tuple[Baseline, ...]:
-    """Every baseline of the problem: single types by name (if there are several), then the restrictions in order."""
+def baselines(problem: Problem) -> dict[str, Placement | Infeasible]:
+    """The best plan of every baseline of the problem, or the reason that it has none: single types by name (if there
+    are several), then the restrictions in order."""
     allowed = [p for p in problem.pools if problem.device_types is None or p.device.name in problem.device_types]
     types = sorted({p.device.name for p in _gpus_first(allowed)})
     asked = {f"only {t}": replace(problem, device_types=frozenset({t})) for t in types if len(types) > 1}
     asked |= {str(r): replace(problem, restriction=r) for r in Restriction if r is not Restriction.FULL}
-    return tuple(Baseline(name, solve(restricted)) for name, restricted in asked.items())
+    return {name: solve(restricted) for name, restricted in asked.items()}
 
 
 def gain(placement: Placement, baseline: Placement) -> float:

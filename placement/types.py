@@ -339,11 +339,3 @@ class Plan:
     def of(self, *roles: Role) -> tuple[Assignment, ...]:
         """The parts of the roles, by role and replica."""
         return tuple(a for role in roles for a in self.assignments if a.role is role)
-
-
-@dataclass(frozen=True, slots=True)
-class Shortage:
-    """Parts do not fit. `message` gives the requested and the available resources with their numbers."""
-
-    demand: Demand
-    message: str

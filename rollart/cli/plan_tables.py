@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from placement.diff import MoveCosts, diff
-from placement.explain import NEGLIGIBLE_GAIN, Baseline, Explanation, Marginal, baselines, explain, gain
+from placement.explain import NEGLIGIBLE_GAIN, Explanation, Marginal, baselines, explain, gain
 from placement.problem import Problem
 from placement.solve import solve
 from placement.training import mfu, training_layout
@@ -51,13 +51,13 @@ def plan_report(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table
             notes += _trainer_options(resolved, problem, found)
         notes += _out_of_reach(held, found) + _guessed(resolved) + _tail(resolved, fast=fast)
         if problem is not None:
-            others = () if fast else _others(problem)
+            others = {} if fast else _others(problem)
             tables += [_baselines(others, found)] if others else []
             why = explain(problem, found, resolve=not fast and problem.fixed is None)
             binds = why.binds
             tables += _reasons(why, problem, found)
             notes += _cost_of_publishing(why, found)
-            away += [f"{o.name}: {o.answer.message}" for o in others if isinstance(o.answer, Infeasible)]
+            away += [f"{name}: {other.message}" for name, other in others.items() if isinstance(other, Infeasible)]
         tables += _rewards(found)
         tables.append(_parts(resolved))
         notes += [f"binds: {'; '.join(binds)}"] if binds else []
@@ -329,17 +329,18 @@ def _flows(found: Placement) -> Table:
     return Table.of("flows", "Where trajectories go", rows)
 
 
-def _others(problem: Problem) -> Sequence[Baseline]:
+def _others(problem: Problem) -> dict[str, Placement | Infeasible]:
     """Simpler plans on the same model. Where the engines are given, the placer's computed plan."""
     if problem.fixed is None:
         return baselines(problem)
-    return [Baseline("computed", solve(replace(problem, fixed=None)))]
+    return {"computed": solve(replace(problem, fixed=None))}
 
 
-def _baselines(others: Sequence[Baseline], found: Placement) -> Table:
+def _baselines(others: Mapping[str, Placement | Infeasible], found: Placement) -> Table:
     """This plan beside simpler ones. `ratio`: the gain of this plan by its objective."""
 
-    def row(name: str, plan: Placement | None, ratio: float | None) -> Row:
+    def row(name: str, other: Placement | Infeasible, ratio: float | None) -> Row:
+        plan = other if isinstance(other, Placement) else None
         return {
             "plan": name,
             "trajectories_per_s": as_number(None if plan is None else plan.rate),
@@ -349,9 +350,9 @@ def _baselines(others: Sequence[Baseline], found: Placement) -> Table:
         }
 
     rows: list[Row] = [row("this plan", found, None)]
-    for other in others:
-        ratio = math.inf if other.placement is None else gain(found, other.placement)  # inf: against one of value 0
-        rows.append(row(other.name, other.placement, round(ratio, 4) if math.isfinite(ratio) else None))
+    for name, other in others.items():
+        ratio = gain(found, other) if isinstance(other, Placement) else math.inf  # inf: against one of value 0
+        rows.append(row(name, other, round(ratio, 4) if math.isfinite(ratio) else None))
     return Table.of("baselines", "Beside simpler plans", rows)
 
 

@@ -34,14 +34,13 @@ def yaml_text(*documents: Mapping[str, Any], about: str) -> bytes:
         def ignore_aliases(self, data: Any) -> bool:
             return True
 
-    Plain.add_representer(str, _text_node)
+    def literal(dumper: Any, text: str) -> Any:
+        """Multi-line text as a literal block."""
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+    Plain.add_representer(str, literal)
     text = yaml.dump_all(documents, Dumper=Plain, sort_keys=False, allow_unicode=True, width=110)
     return f"# {about}\n{text}".encode()
-
-
-def _text_node(dumper: Any, text: str) -> Any:
-    """Multi-line text as a literal block."""
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
 def json_text(value: Mapping[str, Any]) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from placement.assign import assign
 from placement.hardware import device_name
 from placement.problem import DomainProfile, Problem
-from placement.types import Demand, Deployment, Flow, Placement, Plan, Pool, RewardChoice, Role, Shortage
+from placement.types import Demand, Deployment, Flow, Placement, Plan, Pool, RewardChoice, Role
 from rollart.errors import SpecError
 from rollart.settings.cluster import ClusterSpec
 from rollart.settings.functions import effective_spec
@@ -405,9 +405,9 @@ def _with_placement(plan: Plan, found: Placement) -> Plan:
 
 def _assigned_plan(cluster: ClusterSpec, pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan:
     plan = assign(pools, demands)
-    if isinstance(plan, Shortage):
+    if isinstance(plan, str):
         raise SpecError(
-            f"cluster '{cluster.name}' cannot hold the run: {plan.message}",
+            f"cluster '{cluster.name}' cannot hold the run: {plan}",
             remedy="add devices to the pool, or lower engines.count, engines.threads or trainer.threads",
         )
     return plan

@@ -176,7 +176,8 @@ def calibrate(
 
 
 def measure(resolved: Resolved) -> SteadyStateMeasurement:
-    """Run to the end in a temporary directory, and measure the steady part."""
+    """Run to the end in a temporary directory, and measure the steady part: after the first `WARMUP_STEPS` steps and
+    before the final ones, in which admission runs dry."""
     marks: list[tuple[float, dict[str, float]]] = []
 
     def watch(event: RunEvent) -> None:
@@ -184,8 +185,48 @@ def measure(resolved: Resolved) -> SteadyStateMeasurement:
             marks.append((event.t, _cpu_by_part()))
 
     with tempfile.TemporaryDirectory(prefix="rollart-measure-") as directory:
-        launch(resolved, run_dir=Path(directory) / "run", on_progress=watch)
-        return _measure_steady_state(resolved, Path(directory) / "run", marks)
+        run_dir = Path(directory) / "run"
+        launch(resolved, run_dir=run_dir, on_progress=watch)
+        last = len(marks) - 1 - (resolved.run.staleness + 1)
+        if last <= WARMUP_STEPS:
+            raise UsageError(
+                f"{len(marks)} steps are too few to measure (rule: more than {WARMUP_STEPS + 2} + staleness)"
+            )
+        with LedgerReader(run_dir) as reader:
+            done = reader.events("step")
+            cpu_s = {v.step: v.metrics.get("cpu_seconds", 0.0) for v in reader.versions()}
+            trainer = [i for i in reader.intervals() if i.role == Role.TRAINER]
+            calls = [c for c in reader.invocation_sums() if c.status == "ok"]
+        profiles, training = profiles_of(run_dir), resolved.run.training
+    window = done[WARMUP_STEPS + 1 : last + 1]
+    (t0, before), (t1, after) = marks[WARMUP_STEPS], marks[last]
+    batch = resolved.run.batch.trajectories
+    trained = batch * len(window)
+    own = fmean(cpu_s[step] for e in window if isinstance(step := e.fields["step"], int))
+    span = (done[WARMUP_STEPS].t, done[last].t)
+    spent = {
+        state: seconds_within((i for i in trainer if i.state == state), *span) / len(window)
+        for state in (ResourceState.BUSY, ResourceState.SYNC)
+    }
+    waits = {name: spec.batch.max_wait_ms / 1e3 for name, spec in resolved.functions.items()}
+    return SteadyStateMeasurement(
+        rate=trained / (t1 - t0),
+        batch=batch,
+        steps=len(window),
+        seconds=t1 - t0,
+        publish_s=spent[ResourceState.SYNC],
+        handover_s=max(0.0, spent[ResourceState.BUSY] - own),
+        train=TrainingMeasurement(
+            tokens=batch * mix_mean(profiles, lambda p: p.total_tokens),
+            actions=batch * mix_mean(profiles, lambda p: p.turns.mean * p.output_tokens.mean),
+            epochs=training.epochs,
+            minibatches=training.minibatches,
+            cpu_s=own,
+        ),
+        reward_latency_s=max([waits.get(c.function, 0.0) + c.billed_s / c.calls for c in calls], default=0.0),
+        cpu={part: max(0.0, after[part] - before.get(part, 0.0)) / trained for part in after},
+        profiles=profiles,
+    )
 
 
 def fit_machine(
@@ -224,51 +265,6 @@ def fit_machine(
         queue=fmean(r.handover_s / (r.batch * r.cpu["controller"]) for r in runs),
         reward_latency_s=fmean(r.reward_latency_s for r in runs),
         cores=os.cpu_count() or 1,
-    )
-
-
-def _measure_steady_state(
-    resolved: Resolved, run_dir: Path, marks: Sequence[tuple[float, Mapping[str, float]]]
-) -> SteadyStateMeasurement:
-    """Measure a finished run after its first `WARMUP_STEPS` steps and before the final steps, in which admission runs
-    dry."""
-    last = len(marks) - 1 - (resolved.run.staleness + 1)
-    if last <= WARMUP_STEPS:
-        raise UsageError(f"{len(marks)} steps are too few to measure (rule: more than {WARMUP_STEPS + 2} + staleness)")
-    with LedgerReader(run_dir) as reader:
-        done = reader.events("step")
-        cpu_s = {v.step: v.metrics.get("cpu_seconds", 0.0) for v in reader.versions()}
-        trainer = [i for i in reader.intervals() if i.role == Role.TRAINER]
-        calls = [c for c in reader.invocation_sums() if c.status == "ok"]
-    window = done[WARMUP_STEPS + 1 : last + 1]
-    (t0, before), (t1, after) = marks[WARMUP_STEPS], marks[last]
-    batch = resolved.run.batch.trajectories
-    trained = batch * len(window)
-    own = fmean(cpu_s[step] for e in window if isinstance(step := e.fields["step"], int))
-    span = (done[WARMUP_STEPS].t, done[last].t)
-    spent = {
-        state: seconds_within((i for i in trainer if i.state == state), *span) / len(window)
-        for state in (ResourceState.BUSY, ResourceState.SYNC)
-    }
-    waits = {name: spec.batch.max_wait_ms / 1e3 for name, spec in resolved.functions.items()}
-    profiles, training = profiles_of(run_dir), resolved.run.training
-    return SteadyStateMeasurement(
-        rate=trained / (t1 - t0),
-        batch=batch,
-        steps=len(window),
-        seconds=t1 - t0,
-        publish_s=spent[ResourceState.SYNC],
-        handover_s=max(0.0, spent[ResourceState.BUSY] - own),
-        train=TrainingMeasurement(
-            tokens=batch * mix_mean(profiles, lambda p: p.total_tokens),
-            actions=batch * mix_mean(profiles, lambda p: p.turns.mean * p.output_tokens.mean),
-            epochs=training.epochs,
-            minibatches=training.minibatches,
-            cpu_s=own,
-        ),
-        reward_latency_s=max([waits.get(c.function, 0.0) + c.billed_s / c.calls for c in calls], default=0.0),
-        cpu={part: max(0.0, after[part] - before.get(part, 0.0)) / trained for part in after},
-        profiles=profiles,
     )
 
 
