@@ -50,7 +50,7 @@ def test_hosts_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert isinstance(environment, HostedEnvironment)
             await environment.reset(0)
             hanging = asyncio.get_running_loop().create_task(environment.step("hang"))
-            before = hosts.fleet.hosts["environment-0"].part._program.node  # type: ignore[attr-defined]
+            before = hosts.fleet.hosts["environment-0"].part.program.node  # type: ignore[attr-defined]
             assert before.startswith("cores-")
             cluster.kill_node(before)
             with pytest.raises(EnvironmentFault, match="on environment-0"):
@@ -59,7 +59,7 @@ def test_hosts_on_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             again = hosts.make("tale")
             await again.reset(0)
             await again.close()
-            after = hosts.fleet.hosts["environment-0"].part._program.node  # type: ignore[attr-defined]
+            after = hosts.fleet.hosts["environment-0"].part.program.node  # type: ignore[attr-defined]
             assert {before, after} == {"cores-0", "cores-1"}
             (lost,) = {event["subject"] for event in hosts.events("host_lost")}
             assert lost == "environment-0"

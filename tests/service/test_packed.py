@@ -20,6 +20,7 @@ from rollart.adapters.service.packed import LEAST, PackedColumn, columns, decode
 from rollart.adapters.service.state import ExperienceRequest, ServiceSetup, ServiceState, ServiceTask
 from rollart.adapters.service.storage import SegmentLocation, ServiceStore
 from rollart.service import Service
+from tests.service import put
 from tests.service.test_uploads import TOKEN, serving
 
 ROOT = Path(__file__).parents[2]
@@ -86,9 +87,9 @@ def test_large_values_are_on_the_disk_alone(tmp_path: Path) -> None:
         await desk.begin()
         ids, words = list(range(50_000)), "w" * 70_000
         (row,) = await desk.put_prompts([{"ids": ids}], 1)
-        assert await desk.put(row, {"words": words}, None)
+        assert await put(desk, row, {"words": words}, None)
         assert all(isinstance(v, SegmentLocation) for v in desk.rows[row].values.values())
-        assert await desk.put(row, {"words": words}, None), "said again"
+        assert await put(desk, row, {"words": words}, None), "said again"
         for _ in range(2):
             lease, ((given_,),) = await desk.lease_rows(ExperienceRequest("train", 1), 0.0, lease_s=60.0)
             assert (plain(given_.values["ids"]), given_.values["words"]) == (ids, words)

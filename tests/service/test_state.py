@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rollart.adapters.service.state import ExperienceRequest, RequestRefused, ServiceSetup, ServiceState, ServiceTask
 from rollart.sim import loop
+from tests.service import put
 
 COLUMNS = ("prompt", "response", "reward")
 TASKS = {
@@ -39,7 +40,7 @@ def test_rows_go_from_task_to_task_and_are_freed_by_the_last() -> None:
         assert (first.id, first.group, first.values) == ("g0.0", "g0", {"prompt": "a"})
         assert await it.get(ExperienceRequest("rollout", 1), 0.0) == [], "each row once"
         for row in ids:
-            assert await it.put(row, {"response": row.upper(), "reward": 1.0}, 0)
+            assert await put(it, row, {"response": row.upper(), "reward": 1.0}, 0)
         ((trained, other),) = await it.get(ExperienceRequest("train", 1, columns=("response",)), 0.0)
         assert [g.values for g in (trained, other)] == [{"response": "G0.0"}, {"response": "G0.1"}]
         assert it.status()["rows"] == 4, "score has not taken them"
@@ -83,23 +84,23 @@ def test_new_weights_are_heard_of_and_drop_what_is_too_old() -> None:
     async def main() -> None:
         it = desk(staleness=1)
         await it.put_prompts([{"prompt": "a"}, {"prompt": "b"}], 2)
-        await it.put("g0.0", {"response": "x"}, 0)
+        await put(it, "g0.0", {"response": "x"}, 0)
         async with asyncio.TaskGroup() as tasks:
             hearing = tasks.create_task(it.weights(1, 60.0))
             for version in (1, 2):
                 await asyncio.sleep(1.0)
                 await it.notify(version, f"v{version}")
         assert hearing.result() == (2, "v2")
-        assert not await it.put("g0.1", {"response": "y"}, 2), (
+        assert not await put(it, "g0.1", {"response": "y"}, 2), (
             "its group went with the other, sampled two publishes ago"
         )
-        assert await it.put("g1.0", {"response": "z"}, 2)
+        assert await put(it, "g1.0", {"response": "z"}, 2)
         assert it.status()["counts"]["dropped.stale"] == 2
-        assert not await it.put("g1.1", {"response": "z"}, 0), "sampled too long ago already"
+        assert not await put(it, "g1.1", {"response": "z"}, 0), "sampled too long ago already"
         with pytest.raises(RequestRefused, match="versions grow"):
             await it.notify(2, "")
         with pytest.raises(RequestRefused, match="the service knows 2"):
-            await it.put("g1.1", {"response": "z"}, 3)
+            await put(it, "g1.1", {"response": "z"}, 3)
 
     virtual(main)
 
@@ -115,7 +116,7 @@ def test_new_weights_are_heard_of_and_drop_what_is_too_old() -> None:
             lambda it: it.get(ExperienceRequest("train", 1, at_least=1), 0.0),
             "at_least is for tasks that take single rows",
         ),
-        (lambda it: it.put("g0.0", {"prompt": 2}, None), "was written before"),
+        (lambda it: put(it, "g0.0", {"prompt": 2}, None), "was written before"),
     ],
 )
 def test_a_call_that_breaks_a_rule_is_told(wrong: Callable[[ServiceState], Awaitable[object]], said: str) -> None:
@@ -167,8 +168,8 @@ class Play:
         if what == "drop":
             await self.desk.drop(row.partition(".")[0], "asked")
         elif what == "reward":
-            await self.desk.put(row, {"reward": 1}, None)
-        elif await self.desk.put(row, {"response": 1}, self.desk.version):
+            await put(self.desk, row, {"reward": 1}, None)
+        elif await put(self.desk, row, {"response": 1}, self.desk.version):
             self.sampled[row] = self.desk.version
 
     async def take(self, name: str) -> None:

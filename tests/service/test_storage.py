@@ -25,6 +25,7 @@ from rollart.adapters.service.state import (
 from rollart.adapters.service.storage import ServiceStore
 from rollart.errors import StorageFailed, UsageError
 from rollart.sim import loop
+from tests.service import put
 
 COLUMNS = ("prompt", "response")
 TASKS = {"rollout": ServiceTask(("prompt",)), "train": ServiceTask(COLUMNS, whole_groups=True)}
@@ -59,14 +60,14 @@ def test_what_was_answered_is_there_again(tmp_path: Path) -> None:
         desk = await life.begin()
         ids = await desk.put_prompts([{"prompt": "a" * 70_000}, {"prompt": "b"}], 2, key="first")
         lease, ((row, *_),) = await desk.lease_rows(ExperienceRequest("rollout", 3), 0.0, lease_s=60.0, key="mine")
-        assert await desk.put(row.id, {"response": [1, 2]}, 0)
+        assert await put(desk, row.id, {"response": [1, 2]}, 0)
         await desk.notify(1, "/v1")
         desk = await life.die()
         assert await desk.put_prompts([{"prompt": "a" * 70_000}, {"prompt": "b"}], 2, key="first") == ids
         assert (desk.version, desk.path, desk.status()["rows"]) == (1, "/v1", 4)
         again, ((same, *_),) = await desk.lease_rows(ExperienceRequest("rollout", 3), 0.0, lease_s=60.0, key="mine")
         assert (again, same.id, same.values["prompt"]) == (lease, row.id, "a" * 70_000)
-        assert await desk.put(row.id, {"response": [1, 2]}, 0), "said again"
+        assert await put(desk, row.id, {"response": [1, 2]}, 0), "said again"
         assert await desk.done(lease)
         desk = await life.die()
         assert await desk.done(lease), "said again"
@@ -125,7 +126,7 @@ def test_rows_of_a_consumer_that_dies_return_at_the_deadline(tmp_path: Path) -> 
         desk = await Life(tmp_path).begin()
         ids = await desk.put_prompts([{"prompt": 1}], 2)
         for row in ids:
-            await desk.put(row, {"response": 1}, None)
+            await put(desk, row, {"response": 1}, None)
         clock = asyncio.get_running_loop()
         dead, ((one, other),) = await desk.lease_rows(ExperienceRequest("train", 1), 0.0, lease_s=30.0)
         assert await desk.get(ExperienceRequest("train", 1), 0.0) == []
@@ -205,7 +206,7 @@ class Busy:
             assert len(rows) in (0, self.size)
             assert len({r.group for r in rows}) <= 1
         for row in rows if task == "rollout" else ():
-            assert await self.life.desk.put(row.id, {"response": row.id}, None)
+            assert await put(self.life.desk, row.id, {"response": row.id}, None)
         if not rows or self.chance.random() < 0.3:  # the consumer dies with its leased rows
             await asyncio.sleep(self.chance.choice((0.0, 2.0, 6.0)))
             return

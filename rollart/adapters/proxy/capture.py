@@ -101,10 +101,6 @@ class SessionCapture:
     def __init__(self, form: ChatFormat) -> None:
         self._form = form
         self.turns: list[CapturedTurn] = []
-        self.tokens = 0
-        """Tokens of all turns. Each turn counts with all earlier tokens of its path, because it stores them."""
-        self.size = 0
-        """Estimated bytes of all turns."""
         self._by_messages: dict[str, list[int]] = {}
         """Turn numbers by the digest of the conversation up to and including their response."""
 
@@ -153,8 +149,6 @@ class SessionCapture:
             stopped and completion.token_ids[-1] in self._form.stops,
         )
         self.turns.append(turn)
-        self.tokens += len(turn.token_ids)
-        self.size += turn.size
         if planned.prompt.chat:
             *_, digest = _prefix_digests((*planned.prompt.messages, answer))
             self._by_messages.setdefault(digest, []).append(turn.number)
@@ -164,8 +158,6 @@ class SessionCapture:
         """Remove the latest turn, whose response was not sent to the harness."""
         assert turn is self.turns[-1]
         self.turns.pop()
-        self.tokens -= len(turn.token_ids)
-        self.size -= turn.size
         if turn.planned.prompt.chat:
             *_, digest = _prefix_digests((*turn.planned.prompt.messages, turn.answer))
             self._by_messages[digest].remove(turn.number)
@@ -178,18 +170,14 @@ class SessionCapture:
         for turn in self.turns:
             if turn.number in followed:
                 continue
-            path = self.path(turn)
+            path = [turn]
+            while path[-1].planned.after is not None:
+                path.append(self.turns[path[-1].planned.after])
+            path.reverse()
             shared = [t for t in path if t.number in seen]
-            found.append(Branch(path, len(shared[-1].token_ids) if shared else 0))
+            found.append(Branch(tuple(path), len(shared[-1].token_ids) if shared else 0))
             seen.update(t.number for t in path)
         return tuple(found)
-
-    def path(self, turn: CapturedTurn) -> tuple[CapturedTurn, ...]:
-        """The turn and its predecessors, first turn first."""
-        path = [turn]
-        while path[-1].planned.after is not None:
-            path.append(self.turns[path[-1].planned.after])
-        return tuple(reversed(path))
 
     def _text_after(self, turn: CapturedTurn, prompt: PromptInput, text: str) -> str:
         """The text that follows the turn's last token in the rendered conversation. _RendersDifferently unless the text

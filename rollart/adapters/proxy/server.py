@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any
 
@@ -87,6 +88,7 @@ class EndBody(RequestBody):
     success: Annotated[bool | None, PlainValidator(_boolean)] = None
 
 
+@dataclass
 class Proxy:
     """Owns the sessions. Requests of one session may overlap; each waits only for its policy.
 
@@ -95,25 +97,17 @@ class Proxy:
     lines that `recording` wrote about evicted sessions remain.
     """
 
-    def __init__(
-        self,
-        form: ChatFormat,
-        *,
-        policy: Callable[[str], SessionPolicy] | None = None,
-        paused: Callable[[], Awaitable[bool]] | None = None,
-        recording: SessionRecorder | None = None,
-        token: str = "",
-        model: str = "policy",
-        limits: SessionLimits | None = None,
-    ) -> None:
-        self._form = form
-        self._policy = policy
-        self._engines_paused = paused
-        self._recording = recording or SessionRecorder(None)
-        self._token = token
-        self._model = model
+    form: ChatFormat
+    policy: Callable[[str], SessionPolicy] | None = None
+    paused: Callable[[], Awaitable[bool]] | None = None
+    recording: SessionRecorder = field(default_factory=lambda: SessionRecorder(None))
+    token: str = ""
+    model: str = "policy"
+    limits: SessionLimits | None = None
+
+    def __post_init__(self) -> None:
         self._paused = False
-        self._cache = SessionCache(limits or SessionLimits())
+        self._cache = SessionCache(self.limits or SessionLimits())
         self._sessions = self._cache.sessions
 
     def app(self) -> web.Application:
@@ -142,11 +136,11 @@ class Proxy:
         """Open a session that `policy` generates for; ValueError if the name is taken."""
         if name in self._sessions:
             raise ValueError(f"session {name} is open already")
-        session = self._sessions[name] = ProxySession(name, self._form, policy, on_turn=self._record_turn)
+        session = self._sessions[name] = ProxySession(name, self.form, policy, on_turn=self._record_turn)
         return session
 
     def _record_turn(self, session: ProxySession, turn: CapturedTurn) -> None:
-        self._recording.turn(session, turn)
+        self.recording.turn(session, turn)
         if self._sessions.get(session.name) is session:
             self._cache.count(turn)
 
@@ -179,16 +173,16 @@ class Proxy:
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {
-            "id": self._model,
+            "id": self.model,
             "object": "model",
             "type": "model",
-            "display_name": self._model,
+            "display_name": self.model,
             "created": 0,
             "created_at": "1970-01-01T00:00:00Z",
             "owned_by": "rollart",
         }
         return _json(
-            {"object": "list", "data": [model], "has_more": False, "first_id": self._model, "last_id": self._model}
+            {"object": "list", "data": [model], "has_more": False, "first_id": self.model, "last_id": self.model}
         )
 
     async def _list(self, request: web.Request) -> web.Response:
@@ -210,7 +204,7 @@ class Proxy:
     async def _end(self, request: web.Request) -> web.Response:
         session, body = self._existing_session(request), EndBody.read(await _body(request))
         session.ending, session.ended = SessionOutcome(body.reward, body.success), True
-        self._recording.ended(session)
+        self.recording.ended(session)
         return _json({"session": session.name})
 
     async def _forget(self, request: web.Request) -> web.Response:
@@ -238,7 +232,7 @@ class Proxy:
         return web.Response()
 
     async def _policy_paused(self) -> bool:
-        return self._paused or (self._engines_paused is not None and await self._engines_paused())
+        return self._paused or (self.paused is not None and await self.paused())
 
     async def _session(self, request: web.Request) -> ProxySession:
         """The request's session; created if necessary."""
@@ -250,11 +244,11 @@ class Proxy:
                 raise BadRequest(
                     f"session {name!r} (rule: letters, digits, '_.:@-', at most 128)", field=SESSION_HEADER
                 )
-            if self._policy is None:
+            if self.policy is None:
                 raise BadRequest(f"session {name} is not open at {request.url}: {_base_urls_text(request)}", status=404)
             await self._cache.make_room(begins=True)
-            session = self._sessions.get(name) or self.open(name, self._policy(name))
-        elif self._policy is not None:
+            session = self._sessions.get(name) or self.open(name, self.policy(name))
+        elif self.policy is not None:
             await self._cache.make_room(begins=False)
         self._cache.touch(name)
         return session
@@ -271,9 +265,9 @@ class Proxy:
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the API key, and render errors in the format of the called API."""
         api: type[ApiResponse] = Messages if "/v1/messages" in request.path else ChatCompletions
-        if self._token and request.path != "/health":
+        if self.token and request.path != "/health":
             given = request.headers.get("x-api-key") or request.headers.get("Authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(errors="replace"), self._token.encode()):
+            if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):
                 return _json(api.error_body("the API key is not this proxy's", 401), status=401)
         try:
             return await handler(request)

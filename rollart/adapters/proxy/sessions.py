@@ -250,8 +250,8 @@ class SessionCache:
         """Remove a session without ending it."""
         session = self.sessions.pop(name, None)
         if session is not None:
-            self.tokens -= session.capture.tokens
-            self.size -= session.capture.size
+            self.tokens -= sum(len(turn.token_ids) for turn in session.capture.turns)
+            self.size -= sum(turn.size for turn in session.capture.turns)
         return session
 
     def touch(self, name: str) -> None:

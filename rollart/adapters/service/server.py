@@ -7,7 +7,7 @@ import hmac
 import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,23 +38,16 @@ MAX_WAIT_S = 60.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
+@dataclass(slots=True)
 class ServiceServer:
     """The routes. The first setup creates the state; later ones are accepted if equal and refused otherwise."""
 
-    def __init__(
-        self,
-        *,
-        token: str = "",
-        state: ServiceState | None = None,
-        store: ServiceStore | None = None,
-        uploads: WeightUploads | None = None,
-    ) -> None:
-        """`state`: the state recovered from `store`, if there was one; a state created by a later setup uses the same
-        store. `uploads`: receives weights from senders without a shared disk."""
-        self._token = token
-        self._uploads = uploads
-        self._state = state
-        self._store = store
+    token: str
+    state: ServiceState | None
+    """The state recovered from `store`, if there was one; a state created by a later setup uses the same store."""
+    store: ServiceStore | None = None
+    uploads: WeightUploads | None = None
+    """Receives weights from senders without a shared disk."""
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY, middlewares=[self._guard])
@@ -90,12 +83,12 @@ class ServiceServer:
         staleness = None if body.get("staleness") is None else _whole(body, "staleness", 0)
         columns = tuple(map(_name, _list(body, "columns")))
         setup = ServiceSetup(columns, tasks, _whole(body, "capacity", 4096), staleness)
-        if self._state is None:
-            self._state = ServiceState(setup, self._store)
-            await self._state.begin()
-        elif self._state.setup != setup:
+        if self.state is None:
+            self.state = ServiceState(setup, self.store)
+            await self.state.begin()
+        elif self.state.setup != setup:
             raise RequestRefused("the service is set up otherwise (rule: one setup for all who share it)", 409)
-        return _json(self._state.status())
+        return _json(self.state.status())
 
     async def _put_prompts(self, request: web.Request) -> web.Response:
         (body, blob), state = await _packed_body(request), self._current_state()
@@ -104,7 +97,7 @@ class ServiceServer:
             prompts = [_columns(p, blob) for p in prompts]
         size = _whole(body, "group_size", 1)
         key = _name(body.get("key") or "")
-        if not state.answered(key):
+        if key not in state.answered:
             await state.room(size * len(prompts), _seconds(body))
         return _json({"ids": await state.put_prompts(prompts, size, tokens=_whole(body, "tokens", 0), key=key)})
 
@@ -223,9 +216,9 @@ class ServiceServer:
         return await self._disk().listed(state.path, version)
 
     def _disk(self) -> WeightUploads:
-        if self._uploads is None:
+        if self.uploads is None:
             raise RequestRefused("this service has no directory for weights (rule: start it with --data)", 409)
-        return self._uploads
+        return self.uploads
 
     async def _weights(self, request: web.Request) -> web.Response:
         after, wait = (_number(request.query.get(name, "-1")) for name in ("after", "timeout_s"))
@@ -239,17 +232,17 @@ class ServiceServer:
         return web.Response()
 
     def _current_state(self) -> ServiceState:
-        if self._state is None:
+        if self.state is None:
             raise RequestRefused("the service is not set up (rule: PUT /v1/setup first)", 409)
-        return self._state
+        return self.state
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         given = request.headers.get("Authorization", "").removeprefix("Bearer ")
         if (
-            self._token
+            self.token
             and request.path != "/health"
-            and not hmac.compare_digest(given.encode(errors="replace"), self._token.encode())
+            and not hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
         ):
             return _json({"error": "the token is not this service's"}, status=401)
         try:

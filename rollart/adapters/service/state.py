@@ -98,7 +98,7 @@ class ServiceState:
         self._changed = asyncio.Event()
         """Set at the next change, and then replaced."""
         self._leases = RowLeases()
-        self._answered: OrderedDict[str, list[str]] = OrderedDict()
+        self.answered: OrderedDict[str, list[str]] = OrderedDict()
         """Row ids by the key of the request that put the prompts."""
         with refuse_value_errors():
             self.table = SampleTable(setup.columns, capacity=setup.capacity)
@@ -128,7 +128,7 @@ class ServiceState:
             if name.startswith(DONE_KEY_PREFIX):
                 state._leases.mark_done(name.removeprefix(DONE_KEY_PREFIX))
             else:
-                state._answered[name] = answer
+                state.answered[name] = answer
         return state
 
     def _recover(self, group: Sequence[ServiceRow], stored: StoredState) -> None:
@@ -155,9 +155,9 @@ class ServiceState:
     ) -> list[str]:
         """Add one group of `size` rows per prompt, with the prompt's columns written; returns the row ids in order.
         All or none: RequestRefused (503) if they do not fit. A repeated `key` returns the earlier request's ids."""
-        if key and key in self._answered:
+        if key and key in self.answered:
             await self._flush()
-            return self._answered[key]
+            return self.answered[key]
         if size < 1:
             raise RequestRefused(f"group_size {size} (rule: at least 1)")
         if size * len(prompts) > self.table.room():
@@ -176,27 +176,19 @@ class ServiceState:
                 self._store.row(row, values)
         self.counts["put"] += len(ids)
         if key:
-            self._answered[key] = ids
-            if len(self._answered) > MAX_REMEMBERED_KEYS:
-                self._answered.popitem(last=False)
+            self.answered[key] = ids
+            if len(self.answered) > MAX_REMEMBERED_KEYS:
+                self.answered.popitem(last=False)
         self._store.meta(groups=self._groups)
         if key:
             self._store.key(key, ids)
         await self._notify_and_flush()
         return ids
 
-    def answered(self, key: str) -> bool:
-        """True if a request with this key has put its prompts."""
-        return key in self._answered
-
-    async def put(self, row: str, values: Mapping[str, Any], version: int | None) -> bool:
-        """Write columns of a row, and the version that it was sampled with. False if the row is gone; its data is then
-        dropped. Idempotent."""
-        return (await self.put_all([(row, values, version)]))[row]
-
     async def put_all(self, rows: Sequence[tuple[str, Mapping[str, Any], int | None]]) -> dict[str, bool]:
-        """As `put`, for several rows, persisted together. On RequestRefused, the rows before the refused one stay
-        written."""
+        """Write columns of rows, and the version that each was sampled with, persisted together. False for a row that
+        is gone; its data is then dropped. On RequestRefused, the rows before the refused one stay written. Idempotent.
+        """
         try:
             stored = {row: self._put(row, values, version) for row, values, version in rows}
         finally:
