@@ -66,9 +66,6 @@ class _BroadcastGroup:
     members: tuple[tuple[HttpEngine, int, int], ...]
     """Each engine with the number of its first worker and its number of workers."""
 
-    def is_of(self, trainer: HttpTrainer, engines: Sequence[HttpEngine]) -> bool:
-        return self.trainer is trainer and [engine for engine, *_ in self.members] == list(engines)
-
     @property
     def size(self) -> int:
         return 1 + sum(workers for *_, workers in self.members)
@@ -136,7 +133,8 @@ class WeightBroadcaster:
         engines = list(self._engines.values())
         while engines:
             group, missing = self._group, dict[HttpEngine, str]()
-            if group is None or not group.is_of(trainer, engines):
+            known = None if group is None else (group.trainer, [engine for engine, *_ in group.members])
+            if group is None or known != (trainer, engines):
                 group, missing = await self._form_group(trainer, engines)
             if not missing:
                 missing = await _call_all(

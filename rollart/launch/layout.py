@@ -228,11 +228,6 @@ def trainer_actors(resolved: Resolved, directory: Path, config: Path) -> list[Ac
     return actors
 
 
-def trainer_actor(resolved: Resolved, directory: Path, config: Path) -> ActorSpec:
-    """The program of rank 0, which is the whole trainer on one host."""
-    return trainer_actors(resolved, directory, config)[0]
-
-
 def engine_actor(resolved: Resolved, directory: Path, assignment: Assignment) -> ActorSpec:
     if resolved.cluster.engines.kind == "vllm":
         return _vllm_actor(resolved, directory, assignment)

@@ -296,8 +296,10 @@ def resolve_start(resolved: Resolved, directory: Path) -> RunStart:
     start = RunStart(resolved, names=names)
     if not adopted or resolved.cluster.engines.fixed or resolved.problem is None:
         return start
-    changed = _changed_section(before, resolved.to_dict())
-    if changed:
+    now, run = resolved.to_dict(), before.get("run", {})
+    parts = {"cluster": before.get("cluster") != now["cluster"]}
+    parts |= {key: run.get(key) != now["run"][key] for key in ("placement", "hw_affinity", "model")}
+    if (changed := next((part for part, differs in parts.items() if differs), None)) is not None:
         return replace(start, why_not=f"{changed} changed since it was adopted")
     fields = adopted[-1].fields
     engines = [
@@ -310,21 +312,11 @@ def resolve_start(resolved: Resolved, directory: Path) -> RunStart:
     return replace(start, resolved=found, roles={e.name: e.role for e in engines}, moved=True)
 
 
-def _changed_section(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first section of the specs that a plan depends on and that has changed; '' if none has."""
-    parts = {"cluster": before.get("cluster") != now["cluster"]}
-    for key in ("placement", "hw_affinity", "model"):
-        parts[key] = before.get("run", {}).get(key) != now["run"][key]
-    return next((part for part, differs in parts.items() if differs), "")
-
-
 def _with_engines(
     resolved: Resolved, engines: Sequence[_AdoptedEngine], work: Mapping[str, DomainWork]
 ) -> Resolved | str:
     """The run with these engines in place of its plan's, solved for the measured work; the reason as text if that is
     infeasible."""
-    from placement.solve import solve
-
     plan, problem = resolved.plan, resolved.problem
     assert problem is not None
     assert plan.placement is not None
@@ -340,7 +332,7 @@ def _with_engines(
     if train is not None and trainer is not None:
         train = replace(train, pool=trainer.pool, devices=trainer.devices)
     problem = replace(problem, domains=with_measured_work(problem.domains, work), fixed=fixed, train=train)
-    solution = solve(problem)
+    solution = _solve(problem)
     if isinstance(solution, Infeasible):
         return solution.message
     plan = replace(

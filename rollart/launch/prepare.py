@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import importlib
 import inspect
 import os
@@ -291,7 +290,14 @@ def harness_factory(spec: DomainSpec, harnesses: HarnessRunner | None) -> Harnes
 @guard
 def environment_factory(spec: DomainSpec) -> Callable[[], Any]:
     if not isinstance(spec.environment, str):
-        return functools.partial(_no_environment, spec.name)
+
+        def refuse() -> Any:
+            raise SpecError(
+                f"domain '{spec.name}' is a harness, which nothing but the policy plays",
+                remedy="give it a `profile` for plans and simulations, and leave it out of warm_start",
+            )
+
+        return refuse
     make = import_attribute(spec.environment, f"environment of domain '{spec.name}'")
     arguments = dict(spec.environment_args)
     try:
@@ -306,13 +312,6 @@ def environment_factory(spec: DomainSpec) -> Callable[[], Any]:
             f"environment of domain '{spec.name}' cannot be made: {one_line(error)}", remedy=f"mend {spec.environment}"
         ) from None
     return lambda: make(**arguments)
-
-
-def _no_environment(domain: str) -> Any:
-    raise SpecError(
-        f"domain '{domain}' is a harness, which nothing but the policy plays",
-        remedy="give it a `profile` for plans and simulations, and leave it out of warm_start",
-    )
 
 
 async def _produce(function: str, producer: str, directory: Path, seed: int) -> None:

@@ -68,11 +68,15 @@ def build_rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) ->
     """Build the package of every function; `SpecError` for problems in its source."""
     packed, stateful, why, base = [], {}, {}, Path(resolved.base)
     for function in resolved.run.functions:
+        given = artefacts.get(function.name, ())
         try:
-            packed.append(_package(function, artefacts.get(function.name, ()), base))
+            packed.append(_package(function, given, base))
         except NotOffloadable as refused:
-            stateful[function.name] = _inline(function, artefacts.get(function.name, ()), base, refused)
-            why[function.name] = "; ".join(refused.reasons)
+            target, spec = _import_stateful(function, base, refused)
+            directory = Path(given[0]).parent if given else None
+            with _in_this_process(function, refused):
+                scorer = inline(target, takes=spec.takes, artefacts=directory, timeout_s=spec.timeout_s)
+            stateful[function.name], why[function.name] = scorer, "; ".join(refused.reasons)
     return RunRewards(tuple(packed), stateful, why)
 
 
@@ -85,15 +89,9 @@ def function_packages(specs: Specs, artefacts: Mapping[str, Sequence[str]]) -> t
     return tuple(found)
 
 
-def _inline(function: FunctionEntry, artefacts: Sequence[str], base: Path, refused: NotOffloadable) -> InlineScorer:
-    """A reward in this process. `SpecError` if it is untrusted, or takes an environment."""
-    target, spec = _import_stateful(function, base, refused)
-    with _in_this_process(function, refused):
-        return inline(target, takes=spec.takes, artefacts=_directory(artefacts), timeout_s=spec.timeout_s)
-
-
 def _import_stateful(function: FunctionEntry, base: Path, refused: NotOffloadable) -> tuple[Any, FunctionSpec]:
-    """The imported object of a function's entry, and its settings. SpecError as from `_inline`."""
+    """The imported object of a function's entry, and its settings. SpecError if it is untrusted, or takes an
+    environment."""
     with _in_this_process(function, refused):
         spec = effective_spec(function, base)
         if spec.trust == "untrusted":
@@ -114,10 +112,6 @@ def _in_this_process(function: FunctionEntry, refused: NotOffloadable) -> Iterat
         raise SpecError(
             f"function '{function.name}': {refused.message}; {error.message}", remedy=error.remedy
         ) from None
-
-
-def _directory(artefacts: Sequence[str]) -> Path | None:
-    return Path(artefacts[0]).parent if artefacts else None
 
 
 def _import_handler(function: FunctionEntry, base: Path) -> Any:

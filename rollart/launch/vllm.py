@@ -70,7 +70,15 @@ def vllm_command(
     else:
         args += ["--tensor-parallel-size", str(devices), "--gpu-memory-utilization", f"{spec.memory:g}"]
     if role in (Role.PREFILL, Role.DECODE):
-        args += ["--kv-transfer-config", json.dumps(_kv_transfer_config(cpu))]
+        transfer = {
+            "kv_connector": CONNECTOR,
+            "kv_role": "kv_both",  # roles are the router's, and may flip
+            "kv_buffer_device": "cpu" if cpu else "cuda",
+            "kv_load_failure_policy": "fail",  # the gateway then prefills on the decode engine, and records it
+            # Without `bidirectional_kv_xfer`: a weight update would wait for all KV offered back to prefill engines.
+            "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": KV_LEASE_S},
+        }
+        args += ["--kv-transfer-config", json.dumps(transfer)]
         if cpu:
             env["UCX_TLS"] = "tcp,sm,self"
     return VllmCommand((*args, *spec.args), {**env, **spec.env})
@@ -88,17 +96,6 @@ CPU_ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default all engines of a host share core 0
     "TORCH_COMPILE_DISABLE": "1",  # the first log-probability would be compiled, eager or not
 }
-
-
-def _kv_transfer_config(cpu: bool) -> dict[str, object]:
-    return {
-        "kv_connector": CONNECTOR,
-        "kv_role": "kv_both",  # roles are the router's, and may flip
-        "kv_buffer_device": "cpu" if cpu else "cuda",
-        "kv_load_failure_policy": "fail",  # the gateway then prefills on the decode engine, and records it
-        # Without `bidirectional_kv_xfer`: a weight update would wait for all KV offered back to prefill engines.
-        "kv_connector_extra_config": {"backends": ["UCX"], "kv_lease_duration": KV_LEASE_S},
-    }
 
 
 INTERPRETER_TIMEOUT_S = 60.0

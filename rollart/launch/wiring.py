@@ -443,6 +443,10 @@ async def open_run(
     tokenizer_dir = prepare_tokenizer(resolved, directory)
     tokenizer = HubTokenizer(tokenizer_dir)
     config = trainer_config(resolved, directory, tokenizer_dir)
+    # The resources of pools that are not rented: their cost accrues whether the run uses them or not.
+    owned = {pool.name for pool in resolved.cluster.pools if not pool.rented}
+    held = {a.name for a in resolved.plan.assignments if a.pool in owned}
+    held |= {f"unused-{pool}" for pool in owned if resolved.plan.idle.get(pool)}
     async with contextlib.AsyncExitStack() as stack:
         ledger = stack.enter_context(
             Ledger(
@@ -451,7 +455,7 @@ async def open_run(
                 config=resolved.to_dict(),
                 prices=PriceBook(resolved.prices),
                 began=began,
-                held=_owned_resources(resolved),
+                held=held,
                 on_event=lambda event: progress(event) if event.kind in SHOWN_EVENTS else None,
             )
         )
@@ -523,10 +527,3 @@ async def open_run(
         if isinstance(loop := asyncio.get_running_loop(), ControllerLoop):
             loop.on_pause = context.on_loop_pause
         yield context
-
-
-def _owned_resources(resolved: Resolved) -> set[str]:
-    """The plan's resources in pools that are not rented: their cost accrues whether the run uses them or not."""
-    owned = {pool.name for pool in resolved.cluster.pools if not pool.rented}
-    parts = {a.name for a in resolved.plan.assignments if a.pool in owned}
-    return parts | {f"unused-{pool}" for pool in owned if resolved.plan.idle.get(pool)}

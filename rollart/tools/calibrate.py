@@ -37,7 +37,7 @@ from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.trainers.http import HttpTrainer
 from rollart.errors import UsageError
 from rollart.launch.launch import launch
-from rollart.launch.layout import engine_actor, pool_nodes, trainer_actor
+from rollart.launch.layout import engine_actor, pool_nodes, trainer_actors
 from rollart.launch.prepare import prepare_tokenizer, trainer_config
 from rollart.launch.routing import SERVING_ROLES
 from rollart.ledger.events import ENGINE_DID
@@ -488,7 +488,7 @@ async def probe(resolved: Resolved, directory: Path, *, passes: int) -> tuple[li
     runtime = LocalRuntime(pool_nodes(resolved))
     await runtime.start()
     try:
-        program = await runtime.spawn(trainer_actor(resolved, directory, config))
+        program = await runtime.spawn(trainer_actors(resolved, directory, config)[0])
         trainer = HttpTrainer(await program.call("start", []))
         try:
             weights = await trainer.publish(0)

@@ -13,7 +13,7 @@ from rollart.adapters.clusters.local import LocalRuntime
 from rollart.errors import SpecError, UsageError
 from rollart.fleet import ActorSpec, Node
 from rollart.launch.clusters import _wait_for_nodes, join_commands, place_actor, plan_bundles, record_cluster_events
-from rollart.launch.layout import engine_actor, host_nodes, trainer_actor
+from rollart.launch.layout import engine_actor, host_nodes, trainer_actors
 from rollart.settings.resolve import Resolved, resolve_files
 from rollart.sim import loop as virtual
 
@@ -38,7 +38,7 @@ def test_every_host_of_a_pool_is_a_node_and_the_head_has_plain_cores(fake: Resol
 def test_parts_ask_for_the_labels_of_their_pools(fake: Resolved, tmp_path: Path) -> None:
     engines = [engine_actor(fake, tmp_path, a) for a in fake.plan.of(Role.ENGINE)]
     assert sorted(str(dict(e.labels)) for e in engines) == ["{'gpu': 'H20'}", "{'gpu': 'H800'}"]
-    trainer = trainer_actor(fake, tmp_path, tmp_path / "trainer.json")
+    trainer = trainer_actors(fake, tmp_path, tmp_path / "trainer.json")[0]
     assert dict(trainer.labels) == {"gpu": "none"}
     assert all(spec.factory.endswith(":NodeProgram") and spec.max_restarts == -1 for spec in (*engines, trainer))
     assert all(spec.max_concurrency < 10 for spec in engines), "Ray's default is 1000"
@@ -46,7 +46,7 @@ def test_parts_ask_for_the_labels_of_their_pools(fake: Resolved, tmp_path: Path)
 
 def test_local_clusters_are_as_they_were(tmp_path: Path) -> None:
     here = resolve_files()
-    spec = trainer_actor(here, tmp_path, tmp_path / "trainer.json")
+    spec = trainer_actors(here, tmp_path, tmp_path / "trainer.json")[0]
     assert (spec.factory, dict(spec.labels)) == ("rollart.adapters.clusters.program:Program", {"pool": "here"})
     assert (spec.max_restarts, spec.max_concurrency) == (0, ActorSpec("a", "b").max_concurrency)
 

@@ -9,7 +9,7 @@ import yaml
 
 from placement.types import Role
 from rollart.errors import SpecError
-from rollart.launch.layout import engine_actor, trainer_actor
+from rollart.launch.layout import engine_actor, trainer_actors
 from rollart.settings.resolve import Resolved, resolve_files
 
 POOLS = [
@@ -48,7 +48,7 @@ def test_pools_share_no_gpu_and_take_those_that_were_given(
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
     run = resolved(tmp_path)
-    assert dict(trainer_actor(run, tmp_path, tmp_path / "t.json").kwargs["env"])["CUDA_VISIBLE_DEVICES"] == train
+    assert dict(trainer_actors(run, tmp_path, tmp_path / "t.json")[0].kwargs["env"])["CUDA_VISIBLE_DEVICES"] == train
     engines = [engine_actor(run, tmp_path, engine) for engine in run.plan.of(Role.ENGINE)]
     assert [dict(e.kwargs["env"])["CUDA_VISIBLE_DEVICES"] for e in engines] == serve
 

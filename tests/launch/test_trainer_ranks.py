@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from rollart.errors import SpecError
-from rollart.launch.layout import trainer_actor, trainer_ranks
+from rollart.launch.layout import trainer_actors, trainer_ranks
 from rollart.launch.prepare import trainer_config
 from rollart.settings.resolve import Resolved, resolve_files
 from rollart.train.config import load_config
@@ -50,7 +50,7 @@ def test_ranks_are_those_given_or_one_per_gpu(
     assert trainer_ranks(run) == ranks
     config = told(tmp_path, run)
     assert (config["parallel"]["ranks"], config["threads"]) == (ranks, threads)
-    actor = trainer_actor(run, tmp_path, tmp_path / "trainer.json")
+    actor = trainer_actors(run, tmp_path, tmp_path / "trainer.json")[0]
     env = dict(actor.kwargs["env"])
     assert env["OMP_NUM_THREADS"] == str(threads)
     assert env.get("CUDA_VISIBLE_DEVICES") == (",".join(map(str, range(ranks))) if pools else None)
