@@ -45,19 +45,14 @@ class _FreeDevices:
         return self._spans(demand) or self._host(demand.devices) is not None
 
     def take(self, demand: Demand) -> tuple[int, ...]:
-        """The lowest free indices; in one host if the part must be in one: of the fullest host that has room.
-
-        ValueError if there is no room.
-        """
+        """The lowest free indices; in one host if the part must be in one: of the fullest host that has room. The
+        part has to fit."""
         if not self._spans(demand):
             host = self._host(demand.devices)
-            if host is None:
-                raise ValueError(f"no host has {demand.devices} free devices (rule: take what fits)")
+            assert host is not None, "only what fits is taken"
             return tuple(self._cut(host, demand.devices))
         taken: list[int] = []
         while len(taken) < demand.devices:
-            if self._lowest == len(self._left):
-                raise ValueError(f"no {demand.devices} free devices (rule: take what fits)")
             left = self._left[self._lowest]
             if left:
                 taken += self._cut(self._lowest, min(left, demand.devices - len(taken)))

@@ -139,15 +139,12 @@ def fit(
 
     Settings (rows but for their seconds) are ordered by kind and size; every `HELD_OUT`-th is predicted by a fit to the
     others, and that is the error reported. The constants returned are of a second fit, to all rows. Deterministic.
-    ValueError for rows of a device that is not in `devices`, or that cannot run the model.
+    ValueError for rows of a device that cannot run the model.
     """
     chosen = sorted(rows, key=lambda r: (*_setting(r), r.seconds))
     if not chosen:
         raise ValueError("rows is empty (rule: at least one row)")
-    for name in free:
-        if name not in BOUNDS or list(free).count(name) > 1:
-            raise ValueError(f"free names {name!r} (rule: each at most once, of {', '.join(BOUNDS)})")
-    used = _devices(chosen, devices)
+    used = [devices[name] for name in sorted({row.device for row in chosen})]
     generation = used[0].generation if len({d.generation for d in used}) == 1 else ""
     moe = shape.is_moe
     begin = start if start is not None else prior(generation, moe=moe)[0]
@@ -304,14 +301,6 @@ class _LeastSquares:
         belief = np.eye(len(self.free)) * (noise / PRIOR_SPREAD) ** 2
         left = np.diag(np.linalg.inv(jacobian.T @ jacobian + belief)) * belief[0, 0]
         return [self.free[i] for i in np.argsort(-left, kind="stable") if left[i] > 0.5]
-
-
-def _devices(rows: Sequence[Row], devices: Mapping[str, Device]) -> list[Device]:
-    """The devices that rows are of, by name."""
-    for row in rows:
-        if row.device not in devices:
-            raise ValueError(f"row ({row.kind}): device {row.device!r} is not among {', '.join(sorted(devices))}")
-    return [devices[name] for name in sorted({r.device for r in rows})]
 
 
 def _setting(row: Row) -> tuple[str, str, float, float, float, float, float, float]:

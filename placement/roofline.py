@@ -231,9 +231,6 @@ def band_of(reason: str, *, moe: bool) -> float:
 
 def transfer_s(size_bytes: float, gb_per_s: float, latency_s: float = 0.0) -> float:
     """Seconds to move `size_bytes` over a link: latency + size / bandwidth."""
-    require_at_least("size_bytes", size_bytes)
-    require_at_least("latency_s", latency_s)
-    require_positive("gb_per_s", gb_per_s)
     return latency_s + size_bytes / (gb_per_s * 1e9)
 
 
@@ -294,9 +291,6 @@ class Roofline:
 
     def mixed_step_s(self, batch: float, context: float, new: float, cached: float) -> float:
         """One step of chunked prefill: `new` tokens of one sequence (after `cached`) beside `batch` decoding ones."""
-        require_at_least("batch", batch, 1)
-        for name, value in (("context", context), ("new", new), ("cached", cached)):
-            require_at_least(name, value)
         shape = self.shape
         prefill = shape.flops(new, cached, min(1.0, new)) / self.flops_per_s
         compute = prefill + batch * shape.decode_flops(context) / self.decode_flops_per_s
@@ -313,7 +307,6 @@ class Roofline:
         by its `batch` rows; arithmetic, KV traffic, communication and `row_s` are each row's own. With batch 1 it is
         prefill_s + (S − 1) × decode_step_s; for long outputs it tends to S × decode_step_s(batch) / batch + prefill.
         """
-        require_at_least("output", output)
         steps = max(1.0, output)
         prefill = self._prefill_row_s(batch, new, cached)
         decode = (steps - 1) * self._decode_row_s(batch, cached + new + steps / 2) if steps > 1 else 0.0
@@ -337,9 +330,6 @@ class Roofline:
     def _prefill_row_s(self, batch: float, new: float, cached: float) -> float:
         """A row's own share of prefills in steps that `batch` rows share: arithmetic or memory, the way to the experts
         and back, and communication."""
-        require_at_least("batch", batch, 1)
-        require_at_least("new", new)
-        require_at_least("cached", cached)
         compute = self.shape.flops(new, cached, 1.0) / self.flops_per_s
         weights = self.shape.touched_weight_bytes(max(1.0, batch * new)) / batch
         kv = self.shape.kv_bytes(cached) * self._copies
@@ -347,8 +337,6 @@ class Roofline:
 
     def _decode_row_s(self, batch: float, context: float) -> float:
         """A row's own share of a decode step."""
-        require_at_least("batch", batch, 1)
-        require_at_least("context", context)
         compute = self.shape.decode_flops(context) / self.decode_flops_per_s
         weights = self.shape.touched_weight_bytes(batch) / batch
         kv = self.shape.kv_bytes(context) * self._copies
