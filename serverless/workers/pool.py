@@ -166,6 +166,11 @@ _MOVES = 2
 itself be the cause."""
 
 
+_FIRST_S, _LONGEST_S = 1.0, 60.0
+"""The first and the longest pause between starts without a waiting call: a function that crashes on loading costs at
+most one start per minute and worker."""
+
+
 class WorkerPool:
     """Owns the workers of one function version.
 
@@ -205,7 +210,10 @@ class WorkerPool:
         self._closed = False
         self._kept = package.spec.warm
         self._keep_alive_s = package.spec.keep_alive_s
-        self._failures = StartFailures()
+        self._failed_rounds = 0
+        """Rounds of failed starts and of ends of idle workers since the last answered call."""
+        self._starts_at = 0.0
+        """The loop time of the next start without a waiting call."""
         self._refill: asyncio.TimerHandle | None = None
 
     @property
@@ -240,7 +248,7 @@ class WorkerPool:
         if self._closed or len(self._slots) >= self._kept:
             return
         loop = asyncio.get_running_loop()
-        if pause_s := self._failures.pause_s(loop.time()):
+        if (pause_s := self._starts_at - loop.time()) > 0.0:
             self._refill = self._refill or loop.call_later(pause_s, self._refilled)
             return
         while len(self._slots) < self._kept:
@@ -352,7 +360,7 @@ class WorkerPool:
             if answer is None or not answer.keep:
                 self._replace(slot)
             else:
-                self._failures.rounds = 0
+                self._failed_rounds = 0
                 self._release(slot)
         return Reply(answer.body if answer and fault is None else None, fault, bill), lost
 
@@ -459,9 +467,15 @@ class WorkerPool:
             self._fail_waiters(fault)
         elif self._waiters and not (first := self._waiters.popleft()).done():
             first.set_result(fault)
-        self._failures.another(now)
+        self._pause_starts(now)
         self._pump()
         self.warm_up()
+
+    def _pause_starts(self, now: float) -> None:
+        """A start failed, or an idle worker ended. Failures within one pause count as one round."""
+        if now >= self._starts_at:
+            self._starts_at = now + min(_LONGEST_S, _FIRST_S * 2.0 ** min(self._failed_rounds, 16))
+            self._failed_rounds += 1
 
     def _fail_waiters(self, fault: InfraFault) -> None:
         waiters, self._waiters = self._waiters, deque()
@@ -487,7 +501,7 @@ class WorkerPool:
     def _gone(self, slot: WorkerSlot) -> None:
         """Handle the end of a worker: drop an idle one; a busy one's call already receives the fault."""
         if slot.state is WorkerState.IDLE:
-            self._failures.another(asyncio.get_running_loop().time())
+            self._pause_starts(asyncio.get_running_loop().time())
             self._replace(slot)
 
     def _replace(self, slot: WorkerSlot) -> None:
@@ -531,29 +545,6 @@ class WorkerPool:
                 self._schedule_reaper()
                 return
             self._retire(self._idle[0])
-
-
-_FIRST_S, _LONGEST_S = 1.0, 60.0
-"""The first and the longest pause between starts without a waiting call: a function that crashes on loading costs at
-most one start per minute and worker."""
-
-
-@dataclass(slots=True)
-class StartFailures:
-    """Failed starts, and ends of idle workers, since the last answered call. Failures within one pause count as one
-    round. Loop seconds."""
-
-    rounds: int = 0
-    until: float = 0.0
-
-    def another(self, now: float) -> None:
-        if now >= self.until:
-            self.until = now + min(_LONGEST_S, _FIRST_S * 2.0 ** min(self.rounds, 16))
-            self.rounds += 1
-
-    def pause_s(self, now: float) -> float:
-        """Seconds until the next start should be tried, 0 for now."""
-        return max(0.0, self.until - now)
 
 
 _EARLY_S = 0.0005

@@ -38,20 +38,17 @@ async def start_runtime(
     """Start a worker and wait until the function is loaded. `fork` makes a confined process, which executes the program
     and environment that it is given; the Python of this process must have awslambdaric."""
     began = asyncio.get_running_loop().time()
-    server = _Server(package.spec.name)
+    worker = _RuntimeWorker(package.spec.name, log)
     environment = {
-        "AWS_LAMBDA_RUNTIME_API": await server.open(),
+        "AWS_LAMBDA_RUNTIME_API": await worker.open(),
         "PYTHONPATH": "",  # a package contains all its modules
         "AWS_DEFAULT_REGION": "local",
         "AWS_REGION": "local",
     }
     try:
-        process = await fork({"exec": [sys.executable, "-m", "awslambdaric", HANDLER], "environment": environment})
-    except BaseException:
-        server.close()
-        raise
-    worker = _RuntimeWorker(process, server, log)
-    try:
+        worker.process = await fork(
+            {"exec": [sys.executable, "-m", "awslambdaric", HANDLER], "environment": environment}
+        )
         await worker.ready()
     except BaseException:
         worker.kill()
@@ -61,21 +58,40 @@ async def start_runtime(
 
 
 class _RuntimeWorker:
-    """One process and its server. Implements `pool.Worker`."""
+    """A process and the Runtime API that serves it: hands out one event at a time and takes its answer. Implements
+    `pool.Worker`.
 
-    def __init__(self, process: ProcessWorker, server: _Server, log: pathlib.Path) -> None:
+    `call` is unblocked by the answer or by the end of the process; the process's own `next` by `call`, and by `kill`.
+    The process is killed if it requests an event before it has answered the last one, or answers another request than
+    the current one.
+    """
+
+    def __init__(self, function: str, log: pathlib.Path) -> None:
         self.init_s = 0.0
-        self._process = process
-        self._server = server
+        self.process: ProcessWorker | None = None
+        self._function = function
         self._log = log
-        server.broken = process.kill
+        self._ready: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+        self._asked: asyncio.Queue[tuple[WorkerRequest, bytes] | None] = asyncio.Queue()
+        self._taken = False
+        self._answer: asyncio.Future[tuple[bool, bytes]] | None = None
+        self._current = ""
+        self._server: asyncio.Server | None = None
 
     @property
     def alive(self) -> bool:
-        return self._process.alive
+        return self.process is not None and self.process.alive
+
+    async def open(self) -> str:
+        """Listen. Returns the address for AWS_LAMBDA_RUNTIME_API."""
+        # asyncio sets TCP_NODELAY: with Nagle's algorithm a call takes 40 ms more.
+        handler = web.Server(self._handle, access_log=None, handler_cancellation=True)
+        self._server = await asyncio.get_running_loop().create_server(handler, "127.0.0.1", 0)
+        host, port = self._server.sockets[0].getsockname()
+        return f"{host}:{port}"
 
     async def ready(self) -> None:
-        error = await self._or_death(self._server.ready)
+        error = await self._or_death(self._ready)
         if error is not None:
             fault = InfraFault(FaultKind.CRASH, retryable=False, detail=f"the function did not load: {error}"[:500])
             raise WorkerFault(fault)
@@ -89,7 +105,9 @@ class _RuntimeWorker:
             return WorkerReply(None, 0.0, InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
         size = self._log.stat().st_size if self._log.exists() else 0
         began = loop.time()
-        failed, answer = await self._or_death(self._server.ask(request, body))
+        self._answer, self._current = loop.create_future(), request.id
+        self._asked.put_nowait((request, body))
+        failed, answer = await self._or_death(self._answer)
         run_s = loop.time() - began
         append_end(self._log, size, request.id)
         if failed:
@@ -102,8 +120,11 @@ class _RuntimeWorker:
             return WorkerReply(None, run_s, InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail))
 
     def kill(self) -> None:
-        self._process.kill()
-        self._server.close()
+        if self.process is not None:
+            self.process.kill()
+        self._asked.put_nowait(None)
+        if self._server is not None:
+            self._server.close()
 
     async def _or_death(self, awaited: asyncio.Future[Any]) -> Any:
         """Await a result. Raises `WorkerFault` if the process ends first."""
@@ -111,55 +132,17 @@ class _RuntimeWorker:
         def ended(_: object) -> None:
             awaited.cancel()
 
-        self._process.ended.add_done_callback(ended)
+        assert self.process is not None, "it was forked"
+        self.process.ended.add_done_callback(ended)
         try:
             return await awaited
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise await self._process.death() from None
+            raise await self.process.death() from None
         finally:
-            self._process.ended.remove_done_callback(ended)
-
-
-class _Server:
-    """The Runtime API of one worker: hands out one event at a time and takes its answer.
-
-    `ask` is unblocked by the answer; the worker's own `next` by `ask`, and by `close`. `broken` is called if the worker
-    requests an event before it has answered the last one, or answers another request than the current one.
-    """
-
-    def __init__(self, function: str) -> None:
-        loop = asyncio.get_running_loop()
-        self._function = function
-        self.ready: asyncio.Future[str | None] = loop.create_future()
-        self.broken: Callable[[], None] = lambda: None
-        self._taken = False
-        self._asked: asyncio.Queue[tuple[WorkerRequest, bytes] | None] = asyncio.Queue()
-        self._answer: asyncio.Future[tuple[bool, bytes]] | None = None
-        self._current = ""
-        self._server: asyncio.Server | None = None
-
-    async def open(self) -> str:
-        """Listen. Returns the address for AWS_LAMBDA_RUNTIME_API."""
-        # asyncio sets TCP_NODELAY: with Nagle's algorithm a call takes 40 ms more.
-        handler = web.Server(self._handle, access_log=None, handler_cancellation=True)
-        self._server = await asyncio.get_running_loop().create_server(handler, "127.0.0.1", 0)
-        host, port = self._server.sockets[0].getsockname()
-        return f"{host}:{port}"
-
-    def ask(self, request: WorkerRequest, body: bytes) -> asyncio.Future[tuple[bool, bytes]]:
-        """Hand out an event. The result is True if the function failed, and its answer."""
-        self._answer = asyncio.get_running_loop().create_future()
-        self._current = request.id
-        self._asked.put_nowait((request, body))
-        return self._answer
-
-    def close(self) -> None:
-        self._asked.put_nowait(None)
-        if self._server is not None:
-            self._server.close()
+            self.process.ended.remove_done_callback(ended)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         path = request.path.removeprefix(_RUNTIME)
@@ -167,15 +150,15 @@ class _Server:
             return await self._next()
         if request.method == "POST" and path == "init/error":
             error = json.loads(await request.content.read())
-            if not self.ready.done():
-                self.ready.set_result(f"{error.get('errorType')}: {error.get('errorMessage')}")
+            if not self._ready.done():
+                self._ready.set_result(f"{error.get('errorType')}: {error.get('errorMessage')}")
             return web.json_response(status=202, data={"status": "OK"})
         kind, _, rest = path.partition("/")
         key, _, what = rest.partition("/")
         if request.method != "POST" or kind != "invocation" or what not in ("response", "error"):
             return web.json_response(status=404, data={"errorType": "NotFound", "errorMessage": request.path})
         if key != self._current or self._answer is None:
-            self.broken()
+            self._break()
             return web.json_response(status=400, data={"errorType": "InvalidRequestID", "errorMessage": key})
         body = await request.content.read()  # aiohttp's own limit is 1 MB
         if len(body) > _EVENT_BYTES:
@@ -188,10 +171,10 @@ class _Server:
         return web.json_response(status=202, data={"status": "OK"})
 
     async def _next(self) -> web.Response:
-        if not self.ready.done():
-            self.ready.set_result(None)
+        if not self._ready.done():
+            self._ready.set_result(None)
         if self._taken:
-            self.broken()
+            self._break()
             error = {"errorType": "Forbidden", "errorMessage": "the worker has not answered its last event"}
             return web.json_response(status=403, data=error)
         self._taken = True
@@ -207,3 +190,7 @@ class _Server:
             "Content-Type": "application/json",
         }
         return web.Response(body=body, headers=headers)
+
+    def _break(self) -> None:
+        if self.process is not None:
+            self.process.kill()

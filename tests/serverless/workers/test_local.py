@@ -6,6 +6,7 @@ import asyncio
 import os
 import pathlib
 import signal
+import tempfile
 from collections.abc import Coroutine
 from typing import Any
 
@@ -27,11 +28,11 @@ pytestmark = pytest.mark.slow  # real processes
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
     """As `asyncio.run`, and no process and no directory may be left."""
-    before, temporary = set(descendants()), pathlib.Path("/tmp").glob("rollart-functions-*")
+    before, temporary = set(descendants()), pathlib.Path(tempfile.gettempdir()).glob("rollart-functions-*")
     known = set(temporary)
     result = asyncio.run(main)
     assert set(descendants()) <= before
-    assert set(pathlib.Path("/tmp").glob("rollart-functions-*")) <= known
+    assert set(pathlib.Path(tempfile.gettempdir()).glob("rollart-functions-*")) <= known
     return result
 
 
