@@ -58,7 +58,7 @@ class WordList:
 
 @pytest.fixture
 def spelling(monkeypatch: pytest.MonkeyPatch) -> ReasoningGymEnv:
-    monkeypatch.setattr(reasoning_gym, "_dataset", lambda name, config: WordList())
+    monkeypatch.setattr(reasoning_gym, "load_dataset", lambda name, config: WordList())
     return ReasoningGymEnv("spell_backward", worked_format="rollart.quickstart.spelling:SpellSteps", max_tokens=24)
 
 
@@ -166,7 +166,7 @@ def test_words_outside_the_alphabet_are_no_items(spelling: ReasoningGymEnv) -> N
 
 
 def test_the_plain_format_is_the_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasoning_gym, "_dataset", lambda name, config: WordList())
+    monkeypatch.setattr(reasoning_gym, "load_dataset", lambda name, config: WordList())
     env = ReasoningGymEnv("chain_sum", worked_format=PlainFormat())
     assert now(env.reset(3)).text.startswith("Spell this word")
     answer = env.draw(3)["answer"]

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+import msgpack
 import pytest
 
 from rollart.adapters.service import bridge as bridge_module
@@ -169,10 +171,12 @@ def test_a_batch_that_cannot_be_offered_is_refused_in_words(tmp_path: Path, monk
                 samples = [sample(f"a.{m}", "a", 0.0) for m in range(4)]
                 with pytest.raises(TrainerError, match="4 rows do not fit"):
                     await trainer.train(samples, 0)
-                with pytest.raises(TrainerRefused, match="cannot be read"):
-                    await trainer._post("train", {"version": 0})
             finally:
                 await trainer.aclose()
+            body = msgpack.packb({"version": 0})
+            async with aiohttp.ClientSession() as client, client.post(f"{url}/train", data=body) as answer:
+                assert answer.status == 400
+                assert "cannot be read" in msgpack.unpackb(await answer.read())["error"]
 
     asyncio.run(main())
 

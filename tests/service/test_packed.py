@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollart.adapters.service import packed
 from rollart.adapters.service.packed import LEAST, PackedColumn, columns, decoded, encoded, pack, plain
 from rollart.adapters.service.state import ExperienceRequest, ServiceSetup, ServiceState, ServiceTask
 from rollart.adapters.service.storage import SegmentLocation, ServiceStore
@@ -104,7 +105,9 @@ def test_large_values_are_on_the_disk_alone(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_client_that_knows_json_alone_sees_lists(tmp_path: Path) -> None:
+def test_a_client_that_knows_json_alone_sees_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent_packed: list[Any] = []
+    monkeypatch.setattr(packed, "encoded", lambda *body: sent_packed.append(body) or encoded(*body))
     ids, logprobs = list(range(1000, 1100)), [-0.1] * 100
     with serving(tmp_path / "data", token="") as url:
         packs, plainly = Service(url), Service(url, arrays=True)
@@ -113,8 +116,9 @@ def test_a_client_that_knows_json_alone_sees_lists(tmp_path: Path) -> None:
         sent = urllib.request.Request(f"{url}/v1/prompts", json.dumps(body).encode(), {"Content-Type": "text/json"})
         with urllib.request.urlopen(sent, timeout=60) as answer:
             (row,) = json.loads(answer.read())["ids"]
-        assert packs._packs, "the service said that it takes them"
+        assert sent_packed == []
         assert packs.put_experience(row, logprobs=array("d", logprobs), x=[1, 2])
+        assert len(sent_packed) == 1, "the service said that it takes them"
         take = urllib.request.Request(f"{url}/v1/experience/take", b'{"task": "b"}')
         with urllib.request.urlopen(take, timeout=60) as answer:
             assert json.loads(answer.read())["batches"][0][0]["columns"] == {"logprobs": logprobs}

@@ -92,7 +92,7 @@ class ReasoningGymEnv:
         self._format = _resolve_format(worked_format)
         self._max_tokens = max_tokens
         self._entry: Entry | None = None
-        _dataset(*self._dataset_key)  # here and not in a reset, which would block other episodes
+        load_dataset(*self._dataset_key)  # here and not in a reset, which would block other episodes
 
     async def reset(self, seed: int) -> Observation:
         self._entry = self.draw(seed)
@@ -102,7 +102,7 @@ class ReasoningGymEnv:
         entry = self._entry
         if entry is None:
             raise RuntimeError("step before reset")
-        score = float(_dataset(*self._dataset_key).score_answer(self._format.answer(action), dict(entry)))
+        score = float(load_dataset(*self._dataset_key).score_answer(self._format.answer(action), dict(entry)))
         success = score >= 1.0
         metadata = {
             "reference_answer": str(entry["answer"]),
@@ -128,7 +128,7 @@ class ReasoningGymEnv:
 
     def draw(self, seed: int) -> Entry:
         """The item of a seed: the same in every process."""
-        dataset = _dataset(*self._dataset_key)
+        dataset = load_dataset(*self._dataset_key)
         rng = random.Random(seed)
         wanted = held_out_seed(seed)
         for _ in range(_DRAWS):
@@ -151,7 +151,8 @@ def _names() -> frozenset[str]:
 
 
 @functools.cache
-def _dataset(name: str, config: str) -> Any:
+def load_dataset(name: str, config: str) -> Any:
+    """The dataset with this name and these options, as JSON."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(name, seed=0, size=_ITEMS, **json.loads(config))
