@@ -16,7 +16,7 @@ from typing import Any
 
 from serverless.deploy.aws import LEASE_S, PROVIDER, AwsDeployer, PinnedVersion, lambda_bill
 from serverless.deploy.aws_function import AwsSettings
-from serverless.deploy.aws_session import library, translate_error, translate_errors
+from serverless.deploy.aws_session import error_code, library, translate_error, translate_errors
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, CredentialsMissing, ServerlessError, UnknownFunction
 from serverless.meter import MeterSink, NullMeter
@@ -235,6 +235,7 @@ class AwsLambdaBackend:
             task.add_done_callback(self._left.discard)
 
     async def _call(self, call: _InFlightCall) -> Reply | ServerlessError:
+        """A caller's mistake is returned, not raised, so that the task group stays intact."""
         gate = call.gate
         async with gate.slots:
             call.sent = True
@@ -242,12 +243,13 @@ class AwsLambdaBackend:
             gate.running += 1
             try:
                 return await self._send(call)
+            except ServerlessError as error:
+                return error
             finally:
                 gate.running -= 1
 
-    async def _send(self, call: _InFlightCall) -> Reply | ServerlessError:
-        """One request and its answer. A caller's mistake is returned, not raised, so that the task group stays
-        intact."""
+    async def _send(self, call: _InFlightCall) -> Reply:
+        """One request and its answer. Raises `ServerlessError` for a caller's mistake."""
         now = asyncio.get_running_loop().time
         t0 = now()
         gate, pin = call.gate, call.gate.pin
@@ -276,13 +278,11 @@ class AwsLambdaBackend:
             call.left = call.left or "cancelled"
             raise
         except Exception as error:
-            found = _transport_fault(error, gate.pin.function)
-            if isinstance(found, ServerlessError):
-                taken = False
-                if not isinstance(found, UnknownFunction):
-                    return found
-                moved, found = True, (_version_changed_fault(pin, ""), False)
-            fault, taken = found
+            taken, moved = False, error_code(error) == "ResourceNotFoundException"
+            if moved:
+                fault = _version_changed_fault(pin, "")
+            else:
+                fault, taken = _transport_fault(error, pin.function)
         finally:
             bill = None
             if taken:
@@ -301,8 +301,8 @@ class AwsLambdaBackend:
         if moved:
             try:
                 await self._pin_again(gate, pin)
-            except (CredentialsMissing, UnknownFunction) as error:
-                return error
+            except (CredentialsMissing, UnknownFunction):
+                raise
             except ServerlessError as error:  # the next call retries
                 assert fault is not None
                 fault = replace(fault, detail=f"{fault.detail}, which failed: {error.message}"[:500])
@@ -337,18 +337,15 @@ def _body(data: bytes) -> tuple[InfraFault | None, object]:
         return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail), None
 
 
-def _transport_fault(error: Exception, function: str) -> tuple[InfraFault, bool] | ServerlessError:
-    """Classify a transport error: its fault and whether Lambda may have accepted the call; or the caller's mistake.
+def _transport_fault(error: Exception, function: str) -> tuple[InfraFault, bool]:
+    """Classify a transport error: its fault and whether Lambda may have accepted the call. Raises `ServerlessError` for
+    a caller's mistake.
 
     A timeout is not retryable: the call may still run, and the next one would be as slow.
     """
     response = getattr(error, "response", None)
-    if isinstance(response, dict):
-        if response.get("Error", {}).get("Code") == "ResourceNotFoundException":
-            return UnknownFunction(f"{function} is gone from AWS: {error}", remedy="deploy it again")
-        fault = service_fault(response)
-        if fault is not None:
-            return fault, False
+    if isinstance(response, dict) and (fault := service_fault(response)) is not None:
+        return fault, False
     names = {one.__name__ for one in type(error).__mro__}
     if names.intersection(("ConnectTimeoutError", "EndpointConnectionError", "SSLError", "ProxyConnectionError")):
         return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"no way to Lambda: {error}"[:500]), False
@@ -359,4 +356,4 @@ def _transport_fault(error: Exception, function: str) -> tuple[InfraFault, bool]
         detail = f"the connection to Lambda broke: {type(error).__name__}: {error}"[:500]
         return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail), True
     ours = translate_error(error, f"calling {function}")
-    return ours or BackendFailed(f"calling {function}: {type(error).__name__}: {error}")
+    raise ours or BackendFailed(f"calling {function}: {type(error).__name__}: {error}") from error
