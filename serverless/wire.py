@@ -61,47 +61,45 @@ def outcomes(body: object, event: Sequence[WireItem], *, deterministic: bool) ->
             shown = repr(answer)[:80]
             return [_bad(f"an answer is for no item of the call: {shown}", retryable)] * len(event)
         answers.setdefault(key, []).append(answer)
-    return [_one(answers.get(wire["id"], []), wire["id"], retryable) for wire in event]
+    found: list[Outcome] = []
+    for wire in event:
+        try:
+            found.append(_one(answers.get(wire["id"], []), wire["id"]))
+        except ValueError as error:
+            found.append(_bad(str(error), retryable))
+    return found
 
 
-def _one(answers: list[dict[str, Any]], key: str, retryable: bool) -> Outcome:
+def _one(answers: list[dict[str, Any]], key: str) -> Outcome:
+    """Raises `ValueError` for an invalid answer."""
     if len(answers) != 1:
-        return _bad(f"{len(answers)} answers for item {key}", retryable)
+        raise ValueError(f"{len(answers)} answers for item {key}")
     answer = answers[0]
     if "error" in answer:
         return _error(answer["error"])
     value = _number(answer.get("aggregate_reward_score"))
     if value is None:
-        return _bad(f"aggregate_reward_score is {answer.get('aggregate_reward_score')!r:.60}, not a number", retryable)
+        raise ValueError(f"aggregate_reward_score is {answer.get('aggregate_reward_score')!r:.60}, not a number")
     if "model_fault" in answer:
         return ModelFault(floor=value, reason=str(answer["model_fault"]))
-    metrics = _metrics(answer.get("metrics_list"))
-    if isinstance(metrics, str):
-        return _bad(metrics, retryable)
+    metrics: dict[str, float] = {}
+    entries = answer.get("metrics_list")
+    if not isinstance(entries, list | None):
+        raise ValueError(f"metrics_list is {type(entries).__name__}, not a list")
+    for entry in entries or ():
+        name = entry.get("name") if isinstance(entry, dict) else None
+        number = _number(entry.get("value")) if isinstance(entry, dict) else None
+        if not isinstance(name, str) or number is None:
+            raise ValueError(f"a metric is {entry!r:.60}, not a name and a number")
+        metrics[name] = number
     steps = answer.get("step_rewards")
     if steps is None:
         return Scored(value, metrics)
-    paid = tuple(map(_number, steps)) if isinstance(steps, list) else (None,)
-    numbers = tuple(p for p in paid if p is not None)
-    if len(numbers) != len(paid):
-        return _bad("step_rewards is not a list of numbers", retryable)
-    return Scored(value, metrics, numbers)
-
-
-def _metrics(entries: object) -> dict[str, float] | str:
-    """The metrics by name, or an error text."""
-    if entries is None:
-        return {}
-    if not isinstance(entries, list):
-        return f"metrics_list is {type(entries).__name__}, not a list"
-    metrics: dict[str, float] = {}
-    for entry in entries:
-        name = entry.get("name") if isinstance(entry, dict) else None
-        value = _number(entry.get("value")) if isinstance(entry, dict) else None
-        if not isinstance(name, str) or value is None:
-            return f"a metric is {entry!r:.60}, not a name and a number"
-        metrics[name] = value
-    return metrics
+    numbers = [_number(step) for step in steps] if isinstance(steps, list) else [None]
+    paid = tuple(number for number in numbers if number is not None)
+    if len(paid) != len(numbers):
+        raise ValueError("step_rewards is not a list of numbers")
+    return Scored(value, metrics, paid)
 
 
 def _number(value: object) -> float | None:

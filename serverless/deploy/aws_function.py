@@ -253,23 +253,18 @@ def _wheels(package: Package, settings: AwsSettings) -> dict[str, bytes]:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
         command += ["--no-compile", "--only-binary=:all:", "--implementation", "cp"]
         command += ["--python-version", settings.runtime.removeprefix("python"), "--target", str(root)]
-        for platform in _platforms(settings):
-            command += ["--platform", platform]
+        # Amazon Linux 2023 (glibc 2.34) from Python 3.12 on, before it 2 (glibc 2.26).
+        modern = int(settings.runtime.rpartition(".")[2]) >= 12
+        machine = "aarch64" if settings.architecture == "arm64" else "x86_64"
+        minors = (34, 31, 28, 27, 26, 24, 17) if modern else (26, 24, 17)
+        for tag in (*(f"manylinux_2_{minor}" for minor in minors), "manylinux2014"):
+            command += ["--platform", f"{tag}_{machine}"]
         _run([*command, "--", *package.spec.requirements], package.spec.name)
         found = {(d.metadata["Name"], d.version) for d in metadata.distributions(path=[directory])}
         files = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
         wheels = {name: path.read_bytes() for name, path in files.items() if _wanted(name)}
     lock = "".join(f"{re.sub(r'[-_.]+', '-', name).lower()}=={version}\n" for name, version in sorted(found))
     return {**wheels, _LOCK: lock.encode()}
-
-
-def _platforms(settings: AwsSettings) -> list[str]:
-    """The wheel tags that run on Lambda: Amazon Linux 2023 (glibc 2.34) from Python 3.12 on, before it 2 (glibc
-    2.26)."""
-    machine = "aarch64" if settings.architecture == "arm64" else "x86_64"
-    modern = int(settings.runtime.rpartition(".")[2]) >= 12
-    minors = (34, 31, 28, 27, 26, 24, 17) if modern else (26, 24, 17)
-    return [f"manylinux_2_{minor}_{machine}" for minor in minors] + [f"manylinux2014_{machine}"]
 
 
 def _wanted(path: str) -> bool:

@@ -47,7 +47,7 @@ from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 if TYPE_CHECKING:
     import modal
 
-_CONNECT_S = 20.0
+CONNECT_S = 20.0
 """Seconds to connect. Modal's client tries for a minute; a command that cannot connect must report it sooner."""
 
 _CLOSE_S = 5.0
@@ -88,7 +88,7 @@ async def open_client() -> AsyncIterator[modal.Client]:
     with _no_pickles():
         try:
             with translate_errors():
-                async with asyncio.timeout(_CONNECT_S) as limit:
+                async with asyncio.timeout(CONNECT_S) as limit:
                     client = await _connect(modal)
                     await client.hello.aio()
             yield client
@@ -96,7 +96,7 @@ async def open_client() -> AsyncIterator[modal.Client]:
             if not limit.expired():
                 raise
             raise BackendFailed(
-                f"Modal does not answer within {_CONNECT_S:g} s", remedy="check the network and MODAL_SERVER_URL"
+                f"Modal does not answer within {CONNECT_S:g} s", remedy="check the network and MODAL_SERVER_URL"
             ) from None
         finally:
             if client is not None:

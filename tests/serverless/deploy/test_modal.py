@@ -368,7 +368,7 @@ def test_a_server_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch, pla
     with socket.socket() as unheard:
         unheard.bind(("127.0.0.1", 0))
         monkeypatch.setenv("MODAL_SERVER_URL", f"http://127.0.0.1:{unheard.getsockname()[1]}")
-        monkeypatch.setattr(modal_client, "_CONNECT_S", 1.0)
+        monkeypatch.setattr(modal_client, "CONNECT_S", 1.0)
 
         async def main() -> None:
             async with ModalDeployer():
