@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -141,28 +142,22 @@ def spread_changes(arguments: Sequence[str]) -> list[str]:
     """Give every change its own `--what-if`; the changes end at an option or an argument that is not key=value.
     UsageError for `--what-if` without a change."""
     spread: list[str] = []
-    inside = False
-    for argument in arguments:
-        if argument == WHAT_IF or argument.startswith(f"{WHAT_IF}="):
-            _require_change(spread, inside)
-            inside = True
-            spread.append(WHAT_IF)
-            changes = argument.removeprefix(WHAT_IF).removeprefix("=").split()
-        elif inside and "=" in argument and not argument.startswith("-"):
-            changes = argument.split()
-        else:
-            _require_change(spread, inside)
-            inside, changes = False, []
+    rest = deque(arguments)
+    while rest:
+        argument = rest.popleft()
+        if argument != WHAT_IF and not argument.startswith(f"{WHAT_IF}="):
             spread.append(argument)
+            continue
+        changes = argument.removeprefix(WHAT_IF).removeprefix("=").split()
+        while rest and "=" in rest[0] and not rest[0].startswith("-"):
+            changes += rest.popleft().split()
+        if not changes:
+            raise UsageError(
+                "--what-if names no change", remedy="write it like h20=+32, price.h800=4.10 or in_flight=512"
+            )
         for change in changes:
-            spread += [change] if spread[-1] == WHAT_IF else [WHAT_IF, change]
-    _require_change(spread, inside)
+            spread += [WHAT_IF, change]
     return spread
-
-
-def _require_change(spread: Sequence[str], inside: bool) -> None:
-    if inside and spread[-1] == WHAT_IF:
-        raise UsageError("--what-if names no change", remedy="write it like h20=+32, price.h800=4.10 or in_flight=512")
 
 
 @command(cli, "launch:launch")

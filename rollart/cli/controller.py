@@ -159,19 +159,15 @@ def _heartbeat_loop(directory: Path, life: str, done: threading.Event) -> None:
     while True:
         with contextlib.suppress(OSError):  # a full disk or a missing file system: retry at the next heartbeat
             (directory / BEAT_FILE).write_text(f"{life} {number}")
-            for action, path in _pending_requests(directory, life):
-                path.with_suffix(f".{ANSWER}").touch()
-                path.unlink(missing_ok=True)
-                os.kill(os.getpid(), SIGNALS[action])
+            for path in sorted((directory / REQUESTS).glob("*.*")):
+                action = path.suffix[1:]
+                if action in SIGNALS and _read(path) == life:  # requests to other processes are ignored
+                    path.with_suffix(f".{ANSWER}").touch()
+                    path.unlink(missing_ok=True)
+                    os.kill(os.getpid(), SIGNALS[action])
         number += 1
         if done.wait(HEARTBEAT_INTERVAL_S):
             return
-
-
-def _pending_requests(directory: Path, life: str) -> list[tuple[str, Path]]:
-    """Requests to the process `life`; requests to other processes are ignored."""
-    found = [(path.suffix[1:], path) for path in sorted((directory / REQUESTS).glob("*.*"))]
-    return [(action, path) for action, path in found if action in SIGNALS and _read(path) == life]
 
 
 def _read(path: Path) -> str:

@@ -140,21 +140,18 @@ class SimulationProgress:
 
     def __call__(self, progress: TaskProgress) -> None:
         with self._lock:
-            self._print(progress)
-
-    def _print(self, progress: TaskProgress) -> None:
-        self._latest[progress.task] = progress
-        now = _now()
-        if now - self._printed < (REDRAWN_S if self._terminal else LOG_INTERVAL_S):
-            return
-        self._printed = now
-        line = f"{'; '.join(map(self._of, sorted(self._latest)))} ({now - self._began:,.0f} s)"
-        if not self._terminal:
-            click.echo(line, err=True)
-            return
-        line = line[: shutil.get_terminal_size().columns - 1]
-        click.echo("\r" + line.ljust(self._drawn), nl=False, err=True)
-        self._drawn = len(line)
+            self._latest[progress.task] = progress
+            now = _now()
+            if now - self._printed < (REDRAWN_S if self._terminal else LOG_INTERVAL_S):
+                return
+            self._printed = now
+            line = f"{'; '.join(map(self._of, sorted(self._latest)))} ({now - self._began:,.0f} s)"
+            if not self._terminal:
+                click.echo(line, err=True)
+                return
+            line = line[: shutil.get_terminal_size().columns - 1]
+            click.echo("\r" + line.ljust(self._drawn), nl=False, err=True)
+            self._drawn = len(line)
 
     def over(self, task: int | None = None) -> None:
         """Erase the line after one simulation has ended, or all have."""

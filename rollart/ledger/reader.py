@@ -183,7 +183,8 @@ class GroupRow:
 
 
 class LedgerReader:
-    """Read-only view of one ledger; a consistent snapshot per query. UsageError if the directory holds none."""
+    """Read-only view of one ledger; a consistent snapshot per query. UsageError if the directory holds none,
+    StorageFailed for an unknown version."""
 
     def __init__(self, directory: str | Path) -> None:
         self._path = Path(directory) / FILE
@@ -194,7 +195,15 @@ class LedgerReader:
             found = self._connection.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()
         except sqlite3.Error as error:
             raise self._failed(error) from None
-        self._look_like_today(found and found[0])
+        version = found and found[0]
+        if version == str(SCHEMA_VERSION):
+            return
+        known = {str(older): statements for older, statements in OLDER.items()}
+        if version not in known:
+            rule = ", ".join((*known, str(SCHEMA_VERSION)))
+            raise StorageFailed(f"{self._path}: schema version {version} (rule: {rule})")
+        for statement in known[version]:  # makes an older file look like a current one
+            self._query(statement)
 
     def config(self) -> dict[str, Any]:
         """The run's configuration (`Resolved.to_dict`); empty if there is none."""
@@ -364,20 +373,6 @@ class LedgerReader:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _look_like_today(self, version: str | None) -> None:
-        """Older files are read as they are. StorageFailed for a version that is unknown."""
-        known = {str(older): older for older in OLDER}
-        if version == str(SCHEMA_VERSION):
-            return
-        if version not in known:
-            rule = ", ".join((*known, str(SCHEMA_VERSION)))
-            raise StorageFailed(f"{self._path}: schema version {version} (rule: {rule})")
-        try:
-            for statement in OLDER[known[version]]:
-                self._connection.execute(statement)
-        except sqlite3.Error as error:
-            raise self._failed(error) from None
 
     def _cursor(self, sql: str, *parameters: object) -> Iterator[Any]:
         """Rows of a result that may be too large for a list."""

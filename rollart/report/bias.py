@@ -111,7 +111,10 @@ def read_attempts(reader: LedgerReader) -> tuple[list[TrajectoryAttempt], Prompt
 
 def bias(run: str, found: Sequence[TrajectoryAttempt], prompts: Prompts) -> Report:
     """The bias report."""
-    sets = {domain: _sets(attempts) for domain, attempts in _by_domain(found).items()}
+    by_domain: dict[str, list[TrajectoryAttempt]] = defaultdict(list)
+    for one in found:
+        by_domain[one.domain].append(one)
+    sets = {domain: _sets(attempts) for domain, attempts in sorted(by_domain.items())}
     for domain, fate in prompts:
         sets.setdefault(domain, {}).setdefault(fate, [])
     return Report("bias", run, (_compared(sets), _described(sets, prompts)), NOTES)
@@ -220,13 +223,6 @@ def _sets(attempts: Sequence[TrajectoryAttempt]) -> dict[str, list[TrajectoryAtt
         found[DELAYED] = delayed
     found |= dict(sorted(by_fate.items()))
     return found if still is None else found | {OPEN: still}
-
-
-def _by_domain(found: Iterable[TrajectoryAttempt]) -> dict[str, list[TrajectoryAttempt]]:
-    domains: dict[str, list[TrajectoryAttempt]] = defaultdict(list)
-    for one in found:
-        domains[one.domain].append(one)
-    return dict(sorted(domains.items()))
 
 
 def _fate(attempt: AttemptRow, group: GroupRow | None) -> str:

@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import TypeAlias, TypeVar
 
 from rollart.ledger.events import DOMAIN_SHARE
@@ -120,9 +121,9 @@ def simulation_figures(
         steps=len(steps),
         skipped=skipped,
         step_s=span / len(kept),
-        waited_s=_mean(s.waited_s for s in kept),
-        train_s=_mean(s.train_s for s in kept),
-        publish_s=_mean(s.publish_s for s in kept),
+        waited_s=fmean(s.waited_s for s in kept),
+        train_s=fmean(s.train_s for s in kept),
+        publish_s=fmean(s.publish_s for s in kept),
         trajectories_per_s=sum(s.trajectories for s in kept) / span,
         tokens_per_s=sum(s.tokens for s in kept) / span,
         engine_busy=math.fsum(i.unit_seconds for i in engines if i.state == ResourceState.BUSY) / life if life else 0.0,
@@ -221,7 +222,7 @@ def _sums(name: str, title: str, by: Figures, of: Callable[[SimulationFigures], 
         cause: {schedule: [one.get(cause, 0.0) for one in own] for schedule, own in amounts.items()}
         for cause in _keys(one for own in amounts.values() for one in own)
     }
-    ordered = sorted(causes.items(), key=lambda item: -max(_mean(values) for values in item[1].values()))
+    ordered = sorted(causes.items(), key=lambda item: -max(fmean(values) for values in item[1].values()))
     return Table.of(name, title, ({"cause": cause, **_intervals(values, as_number)} for cause, values in ordered))
 
 
@@ -283,18 +284,13 @@ def _lag(found: SimulationFigures) -> float:
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
     """Mean, and half of its 95 % confidence interval (Student's t), None for a single value."""
-    mean = _mean(values)
+    mean = fmean(values)
     if len(values) < 2:
         return mean, None
     from scipy.special import stdtrit  # scipy.stats would take a second to import
 
     deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
     return mean, float(stdtrit(len(values) - 1, 0.975)) * deviation / math.sqrt(len(values))
-
-
-def _mean(values: Iterable[float]) -> float:
-    given = list(values)
-    return math.fsum(given) / len(given)
 
 
 def fault_cost(rows: RunRows, events: Sequence[RunEvent], observed: ObservedFaults) -> FaultCost:
@@ -321,7 +317,7 @@ def faults_table(by: Mapping[str, Sequence[FaultCost]]) -> Table:
     rows: list[Row] = []
 
     def add(label: str, unit: str, values: Mapping[str, Sequence[float]]) -> None:
-        rows.append({"what": label, "unit": unit, **{name: as_number(_mean(own)) for name, own in values.items()}})
+        rows.append({"what": label, "unit": unit, **{name: as_number(fmean(own)) for name, own in values.items()}})
 
     def each(label: str, unit: str, parts: Mapping[str, Sequence[Mapping[str, float]]], scale: float = 1.0) -> None:
         for key in _keys(part for own in parts.values() for part in own):
