@@ -13,7 +13,10 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rollart.strategies.skew_aware import lpt_order
+
+def lpt_order(lengths: Sequence[float]) -> list[int]:
+    """Indices, longest first; ties keep the given order."""
+    return sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
 
 
 def lpt(lengths: Sequence[float], workers: int) -> list[list[int]]:

@@ -39,10 +39,6 @@ class AdmissionWindow:
     quotas: tuple[DomainQuota, ...]
     alpha: int
 
-    def capacity(self, domain: str) -> int:
-        """Slots of the domain, in samples."""
-        return self._capacity(next(q for q in self.quotas if q.domain == domain))
-
     def next_domain(
         self,
         outstanding: Mapping[str, int],

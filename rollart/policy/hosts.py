@@ -77,9 +77,6 @@ class HostRecord:
     def quarantined(self, now: float) -> bool:
         return self.proofs > 0 and now < self.until
 
-    def probation(self, now: float) -> bool:
-        return self.proofs > 0 and now >= self.until
-
 
 @dataclass(slots=True)
 class HostSelector:

@@ -1,8 +1,7 @@
 """Prediction of trajectory lengths from finished trajectories, for dispatch and lending.
 
 StreamRL (arXiv 2504.15930) trains a small model to rank prompts by length; this module uses running quantiles instead:
-of the prompt (the prompts of an epoch recur, and the members of a group finish one after another), of its domain, and
-of the attempt (a prompt was deferred because it was long).
+of the prompt (the prompts of an epoch recur, and the members of a group finish one after another) and of its domain.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 WINDOW = 512
-"""Finished trajectories per domain and attempt in the window of its quantiles: a P90 over this many has an error of
+"""Finished trajectories per domain in the window of its quantiles: a P90 over this many has an error of
 about 1.3 % of rank, and a policy whose answers grow is followed within a few steps."""
 
 PROMPT_WINDOW = 32
@@ -26,9 +25,6 @@ PROMPTS = 16_384
 PRIOR = 2.0
 """Weight of the domain's quantile in a prompt's estimate, in trajectories: with a smaller weight one odd answer would
 determine the rank; with a larger one a group of eight would not."""
-
-ATTEMPTS = 3
-"""Attempts that are distinguished: the first, the second, and later ones."""
 
 
 class QuantileWindow:
@@ -58,10 +54,6 @@ class QuantileWindow:
             raise ValueError("no quantile of nothing: ask only where something finished")
         return _at(self._sorted, 0, q)
 
-    def values(self) -> tuple[float, ...]:
-        """Ascending."""
-        return tuple(self._sorted)
-
 
 @dataclass(frozen=True, slots=True)
 class LengthEstimate:
@@ -76,7 +68,7 @@ class LengthEstimate:
 
 @dataclass(slots=True)
 class LengthRanker:
-    """Updated once per finished trajectory; estimates depend only on the recorded trajectories, in order.
+    """Updated once per ended trajectory; estimates depend only on the recorded trajectories, in order.
 
     The lengths of trajectories that were stopped early are lower bounds: `stopped` records them only where they already
     exceed the estimate, so a batch that keeps its short members does not bias the estimates towards short lengths.
@@ -84,32 +76,29 @@ class LengthRanker:
 
     default_tokens: float = 512.0
     """The estimate before any trajectory has finished; P50 of the published workloads."""
-    _domains: dict[tuple[str, int], QuantileWindow] = field(default_factory=dict)
+    _domains: dict[str, QuantileWindow] = field(default_factory=dict)
     _all: QuantileWindow = field(default_factory=lambda: QuantileWindow(WINDOW))
     _prompts: OrderedDict[tuple[str, str], QuantileWindow] = field(default_factory=OrderedDict)
 
-    def finished(self, prompt: str, domain: str, tokens: float, *, attempt: int = 0) -> None:
+    def finished(self, prompt: str, domain: str, tokens: float) -> None:
         """A trajectory generated `tokens` and ended by itself. `prompt` identifies it within its domain (a hash)."""
-        _check(tokens, attempt)
+        if not 0 <= tokens < math.inf:
+            raise ValueError(f"{tokens} tokens: finite and not negative")
         self._all.add(tokens)
-        kind = (domain, min(attempt, ATTEMPTS - 1))
-        if kind not in self._domains:
-            self._domains[kind] = QuantileWindow(WINDOW)
-        self._domains[kind].add(tokens)
+        if domain not in self._domains:
+            self._domains[domain] = QuantileWindow(WINDOW)
+        self._domains[domain].add(tokens)
         self._own(prompt, domain).add(tokens)
 
-    def stopped(self, prompt: str, domain: str, tokens: float, *, attempt: int = 0) -> None:
+    def stopped(self, prompt: str, domain: str, tokens: float) -> None:
         """A trajectory was stopped after `tokens`: it was too long, stale or redundant."""
-        _check(tokens, attempt)
-        if tokens > self.estimate(prompt, domain, attempt=attempt).p50:
+        if tokens > self.estimate(prompt, domain).p50:
             self._own(prompt, domain).add(tokens)
 
-    def estimate(self, prompt: str, domain: str, *, attempt: int = 0) -> LengthEstimate:
-        """Quantiles of the domain and attempt, blended with the prompt's own on the log scale with weights PRIOR and n.
-        Without data the estimate falls back: attempt to earlier attempts, domain to all domains, all to
-        `default_tokens`."""
-        _check(0.0, attempt)
-        known = self._known(domain, attempt)
+    def estimate(self, prompt: str, domain: str) -> LengthEstimate:
+        """Quantiles of the domain, blended with the prompt's own on the log scale with weights PRIOR and n. Without
+        data the estimate falls back: domain to all domains, all to `default_tokens`."""
+        known = self._domains.get(domain, self._all)
         p50 = known.quantile(0.5) if known else self.default_tokens
         p90 = known.quantile(0.9) if known else self.default_tokens
         own = self._prompts.get((domain, prompt))
@@ -117,27 +106,6 @@ class LengthRanker:
             return LengthEstimate(p50, p90, 0, len(known))
         a = _blend(own.quantile(0.5), len(own), p50)
         return LengthEstimate(a, max(_blend(own.quantile(0.9), len(own), p90), a), len(own), len(known))
-
-    def ranked(self, prompts: Sequence[tuple[str, str, int]]) -> list[int]:
-        """Indices of (prompt, domain, attempt), longest estimate first; ties keep the given order."""
-        estimates = [self.estimate(p, d, attempt=a) for p, d, a in prompts]
-        return sorted(range(len(prompts)), key=lambda n: (-estimates[n].p50, -estimates[n].p90, n))
-
-    def overall(self, q: float) -> float:
-        """Quantile of all finished trajectories in the window; `default_tokens` if there is none."""
-        return self._all.quantile(q) if self._all else self.default_tokens
-
-    def lengths(self, domain: str, *, attempt: int = 0) -> tuple[float, ...]:
-        """Finished lengths of a domain and attempt in the window, ascending: a distribution for
-        `parallelism.plan_lending`."""
-        return self._known(domain, attempt).values()
-
-    def _known(self, domain: str, attempt: int) -> QuantileWindow:
-        for k in range(min(attempt, ATTEMPTS - 1), -1, -1):
-            found = self._domains.get((domain, k))
-            if found:
-                return found
-        return self._all
 
     def _own(self, prompt: str, domain: str) -> QuantileWindow:
         key = (domain, prompt)
@@ -147,6 +115,10 @@ class LengthRanker:
                 self._prompts.popitem(last=False)
         self._prompts.move_to_end(key)
         return self._prompts[key]
+
+    def overall(self, q: float) -> float:
+        """Quantile of all finished trajectories in the window; `default_tokens` if there is none."""
+        return self._all.quantile(q) if self._all else self.default_tokens
 
 
 def conditional_quantile(lengths: Sequence[float], so_far: float, q: float) -> float | None:
@@ -166,8 +138,3 @@ def _at(ascending: Sequence[float], start: int, q: float) -> float:
 def _blend(own: float, count: int, known: float) -> float:
     """Weighted geometric mean: lengths are closer to log-normal than to normal."""
     return math.exp((count * math.log1p(own) + PRIOR * math.log1p(known)) / (count + PRIOR)) - 1.0
-
-
-def _check(tokens: float, attempt: int) -> None:
-    if not 0 <= tokens < math.inf or attempt < 0:
-        raise ValueError(f"{tokens} tokens at attempt {attempt}: finite, and neither is negative")

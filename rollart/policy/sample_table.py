@@ -13,15 +13,12 @@ so a resumed run makes the same choices.
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-
-from rollart.policy.staleness import StalenessBound
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,11 +246,6 @@ class SampleTable:
                 task.held.pop(row, None)
         return held
 
-    def stale(self, version: int, bound: StalenessBound) -> tuple[str, ...]:
-        """Groups with a row that may no longer be trained at `version`: to be dropped whole (I3, I6)."""
-        old = (e.row.group for e in self._rows.values() if bound.stale(e.row.version, version))
-        return tuple(dict.fromkeys(old))
-
     def _make_ready(self, task: _Task, row: SampleRow) -> None:
         count = task.counts[row.group] = task.counts.get(row.group, 0) + 1
         if not task.whole_groups:
@@ -302,15 +294,6 @@ class SampleTable:
         return mask
 
 
-class Balancing(enum.StrEnum):
-    """How rows are spread over consumers."""
-
-    LPT = "lpt"
-    """Longest first to the least loaded: at most 4/3 - 1/(3n) times the best largest load (Graham 1969)."""
-    KK = "kk"
-    """Largest differencing (Karmarkar and Karp 1982): usually better, slower, no better bound."""
-
-
 @dataclass(frozen=True, slots=True)
 class Fifo:
     """The `count` rows that became ready first; with `at_least`, that many suffice."""
@@ -347,14 +330,13 @@ class Balanced:
 
     inner: Sampler
     consumers: int
-    how: Balancing = Balancing.LPT
 
     def __call__(self, ready: ReadyRows) -> Selection | None:
         chosen = self.inner(ready)
         if chosen is None:
             return None
         picks = [p for batch in chosen.batches for p in batch]
-        parts = partition([p.tokens for p in picks], self.consumers, self.how)
+        parts = partition([p.tokens for p in picks], self.consumers)
         return Selection(tuple(tuple(picks[i] for i in part) for part in parts), chosen.consumed)
 
 
@@ -443,43 +425,21 @@ def age_weights(versions: Sequence[int], version: int, gamma: float) -> tuple[fl
     return tuple(w * len(raw) / sum(raw) for w in raw)
 
 
-def partition(sizes: Sequence[int], parts: int, how: Balancing = Balancing.LPT) -> tuple[tuple[int, ...], ...]:
+def partition(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
     """Indices of `sizes` in `parts` lists of about equal sums; some are empty where there are fewer sizes than parts.
 
-    The largest sum is at most the mean plus the largest size. Ties go to the earlier index and the earlier part.
+    Longest first to the least loaded: the largest sum is at most 4/3 - 1/(3n) times the best one (Graham 1969). Ties go
+    to the earlier index and the earlier part.
     """
     if parts < 1:
         raise ValueError(f"{parts} consumers: at least 1 is needed")
-    order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-    found = _lpt(sizes, order, parts) if how is Balancing.LPT else _differencing(sizes, order, parts)
-    return tuple(tuple(sorted(part)) for part in found)
-
-
-def _lpt(sizes: Sequence[int], order: Sequence[int], parts: int) -> list[list[int]]:
     loads = [(0, part) for part in range(parts)]
     found: list[list[int]] = [[] for _ in range(parts)]
-    for i in order:
+    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         load, part = heapq.heappop(loads)
         found[part].append(i)
         heapq.heappush(loads, (load + sizes[i], part))
-    return found
-
-
-def _differencing(sizes: Sequence[int], order: Sequence[int], parts: int) -> list[list[int]]:
-    """Repeatedly join the two partial solutions whose sums differ most, heaviest part to lightest."""
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
-    for number, i in enumerate(order):
-        empty: list[tuple[int, list[int]]] = [(0, []) for _ in range(parts - 1)]
-        heap.append((-sizes[i] if parts > 1 else 0, number, [*empty, (sizes[i], [i])]))
-    heapq.heapify(heap)
-    number = len(heap)
-    while len(heap) > 1:
-        (_, _, a), (_, _, b) = heapq.heappop(heap), heapq.heappop(heap)
-        pairs = zip(a, reversed(b), strict=True)
-        joined = sorted(((x + y, [*xs, *ys]) for (x, xs), (y, ys) in pairs), key=lambda part: part[0])
-        heapq.heappush(heap, (joined[0][0] - joined[-1][0], number, joined))
-        number += 1
-    return [part for _, part in heap[0][2]] if heap else [[] for _ in range(parts)]
+    return tuple(tuple(sorted(part)) for part in found)
 
 
 def _whole(ready: ReadyRows) -> list[list[SampleRow]]:

@@ -22,18 +22,6 @@ LONG_SHARE = 0.2
 """Share of the trajectories, by predicted length, that are called long (StreamRL's alpha)."""
 
 
-def lpt_order(lengths: Sequence[float]) -> list[int]:
-    """Indices, longest first; ties keep the given order."""
-    return sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
-
-
-def longest(predicted: Sequence[float], share: float = LONG_SHARE) -> list[int]:
-    """Indices of that share (rounded up) with the largest predictions, longest first; ties keep the given order."""
-    if not 0 <= share <= 1:
-        raise ValueError(f"share {share} of the trajectories: between 0 and 1")
-    return lpt_order(predicted)[: math.ceil(share * len(predicted) - 1e-9)]
-
-
 @dataclass(frozen=True, slots=True)
 class DispatchGroup:
     """Trajectories that are served alike: their number, the tokens that each is assumed to generate (StreamRL: P90 of

@@ -66,13 +66,6 @@ class TensorParallelState:
     since_halved: int | None = None
 
 
-def default_tp(throughput: Mapping[int, float]) -> int:
-    """Initial TP size, from a profile of tokens/s on the same devices: the fastest; ties go to the smallest."""
-    if not throughput:
-        raise ValueError("no profile: measure at least one TP size")
-    return min(throughput, key=lambda tp: (-throughput[tp], tp))
-
-
 def next_tensor_parallelism(
     rule: TensorParallelRule, state: TensorParallelState, preemptions: int
 ) -> tuple[TensorParallelState, str]:
@@ -81,8 +74,7 @@ def next_tensor_parallelism(
 
     An increase to more than `rise` times the previous step's doubles the TP size (weights take less of each device, so
     there is more KV per sequence); `quiet_steps` consecutive steps without preemption halve it (more engines, less
-    communication). A constant number of preemptions changes nothing: the profile determines the initial size
-    (`default_tp`).
+    communication). A constant number of preemptions changes nothing.
     """
     if state.tp not in rule.sizes:
         raise ValueError(f"tp {state.tp} is none of {rule.sizes}")

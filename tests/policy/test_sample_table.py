@@ -19,7 +19,6 @@ from rollart.policy.sample_table import (
     TakenRows,
     WholeGroups,
 )
-from rollart.policy.staleness import StalenessBound
 
 COLUMNS = ("responses", "reward", "ref", "advantage")
 TASKS = {
@@ -191,11 +190,10 @@ def test_streaming_hands_over_in_half_the_time_of_batches() -> None:
     assert lasts(2) == 34
 
 
-def test_stale_groups_are_named_once_and_dropped_whole() -> None:
+def test_groups_are_dropped_whole() -> None:
     t = table()
     for i, version in enumerate((0, 3, 3)):
         t.add(SampleRow(f"r{i}", "g" if i < 2 else "h", 2, 1, version), "responses")
-    assert t.stale(3, StalenessBound(2)) == ("g",)
     assert t.drop("g") == ("r0", "r1")
     assert t.drop("g") == ()
     assert not t.put("r0", "reward")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.papers.bounds import lpt_order
 from rollart.serving.kv_admission import GRACE, AdmissionQueue
-from rollart.strategies.skew_aware import lpt_order
 
 LENGTHS = st.lists(st.integers(0, 50), max_size=80)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.papers.bounds import lpt, makespan
-from rollart.strategies.skew_aware import DispatchGroup, InstanceSplit, longest, lpt_order, split_instances
+from benchmarks.papers.bounds import lpt, lpt_order, makespan
+from rollart.strategies.skew_aware import DispatchGroup, InstanceSplit, split_instances
 
 Lengths = st.lists(st.integers(1, 60), max_size=30)
 
@@ -60,16 +60,6 @@ def test_everything_is_taken_once_and_longest_first(lengths: list[int], workers:
 def test_list_scheduling_is_work_conserving(lengths: list[int], workers: int) -> None:
     end = makespan(lengths, workers)
     assert max(sum(lengths) / workers, max(lengths, default=0)) <= end <= sum(lengths)
-
-
-def test_the_long_group() -> None:
-    assert longest([5, 50, 7, 50, 6], 0.2) == [1]
-    assert longest([5, 50, 7, 50, 6], 0.4) == [1, 3]
-    assert longest([5, 50, 7], 0) == []
-    assert longest([], 0.2) == []
-    assert longest(list(range(10)), 0.2) == [9, 8], "a fifth of ten is two"
-    with pytest.raises(ValueError, match="between 0 and 1"):
-        longest([1], 1.5)
 
 
 def token_s(batch: int) -> float:

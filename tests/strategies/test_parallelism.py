@@ -19,7 +19,7 @@ from rollart.strategies.lending import (
     peak_kv_tokens,
     plan_lending,
 )
-from rollart.strategies.tp_change import TensorParallelRule, TensorParallelState, default_tp, next_tensor_parallelism
+from rollart.strategies.tp_change import TensorParallelRule, TensorParallelState, next_tensor_parallelism
 
 RULE = TensorParallelRule((1, 2, 4, 8), devices=8)
 
@@ -90,12 +90,6 @@ def test_a_ramp_of_lengths_is_followed_up_and_down() -> None:
         state, _ = next_tensor_parallelism(RULE, state, 0)
         sizes.append(state.tp)
     assert sizes[-1] == 1
-
-
-def test_the_default_comes_from_the_profile() -> None:
-    assert default_tp({1: 900.0, 2: 1000.0, 4: 1000.0, 8: 700.0}) == 2
-    with pytest.raises(ValueError, match="no profile"):
-        default_tp({})
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12))

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.bounds import lpt_order
 from rollart.fleet import EnginePlacement
 from rollart.leases import Leases
 from rollart.ledger.intervals import EngineShares, ResourceClock
@@ -21,7 +22,7 @@ from rollart.serving.kv_admission import ConcurrencySettings, TrajectoryDispatch
 from rollart.settings.rollout import ConcurrencySpec
 from rollart.sim import loop
 from rollart.sim.engine import EngineLimits, ModelledEngine
-from rollart.strategies.skew_aware import SkewAwareDispatcher, lpt_order
+from rollart.strategies.skew_aware import SkewAwareDispatcher
 from rollart.testing.ledger import MemoryRecorder
 from tests.sim.models import steps
 
