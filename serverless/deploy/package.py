@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from serverless import keys
-from serverless.analysis.sources import SourceDefinition, SourceFiles, collect, files_below
+from serverless.analysis.sources import SourceDefinition, SourceFiles, collect, files_below, tree
 from serverless.analysis.stateless import Stateful, inspect_source
 from serverless.declare import declarations
 from serverless.deploy.requirements import lock
@@ -100,13 +100,11 @@ def build(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Package:
     of range and for parameters of no known convention.
     """
     root = base or pathlib.Path.cwd()
-    sources, attribute, found, declared = _read_source(spec, root)
-    merged = _merge(spec, declared, root, found.path.parent)
+    sources, attribute, found, merged = _read_source(spec, root)
     locked = lock(merged.requirements, root if "requirements" in spec.model_fields_set else found.path.parent)
-    merged = merged.model_copy(update={"requirements": locked.all})
     warnings = _refuse_state(sources, found, merged)
     warnings += tuple(f"{one} is not installed here, so it is not pinned" for one in locked.unpinned)
-    merged = merged.model_copy(update={"takes": _takes(merged, found)})
+    merged = merged.model_copy(update={"requirements": locked.all, "takes": _takes(merged, found)})
     manifest = {
         "schema_version": 1,
         "file": sources.file,
@@ -153,38 +151,27 @@ def settings(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Functio
     """The effective settings of a function, without packing it: the spec's own, then those of `@reward`, then defaults.
     Artefacts are paths as `build` would read them; requirements are not locked. Raises as `build` does."""
     root = base or pathlib.Path.cwd()
-    _, _, found, declared = _read_source(spec, root)
-    return _merge(spec, declared, root, found.path.parent)
+    return _read_source(spec, root)[3]
 
 
-def _read_source(
-    spec: FunctionSpec, root: pathlib.Path
-) -> tuple[SourceFiles, str, SourceDefinition, Mapping[str, Any] | None]:
-    """The source, the attribute of the reward, its definition, and the arguments of its `@reward`."""
+def _read_source(spec: FunctionSpec, root: pathlib.Path) -> tuple[SourceFiles, str, SourceDefinition, FunctionSpec]:
+    """The source, the attribute of the reward, its definition, and the effective settings."""
     sources = collect(spec.source, root, function=spec.name)
-    declared = _declared(sources)
+    declared = _declarations(sources.entry)
+    if not declared and sources.package:  # the decorated rewards that the entry imports from its own package
+        imports = [node for node in tree(sources.entry).body if isinstance(node, ast.ImportFrom)]
+        for name in (alias.asname or alias.name for node in imports for alias in node.names):
+            there = sources.find(name)
+            if (settings := _declarations(there.path).get(there.name)) is not None:
+                declared[name] = settings
     attribute = spec.handler or sources.attribute or _single_reward(declared, spec.name, sources)
     found = sources.find(attribute)
-    return sources, attribute, found, declared.get(attribute) or _definition_of(found)
+    decorated = declared.get(attribute) or _declarations(found.path).get(found.name)
+    return sources, attribute, found, _merge(spec, decorated or {}, root, found.path.parent)
 
 
-def _declared(sources: SourceFiles) -> dict[str, dict[str, Any]]:
-    """The decorated rewards of the entry, else the ones it imports from its own package."""
-    text = sources.entry.read_bytes().decode(errors="replace")
-    own = declarations(text, filename=str(sources.entry))
-    if own or not sources.package:
-        return own
-    found: dict[str, dict[str, Any]] = {}
-    for path, module in sources.modules():
-        if path == sources.entry:
-            names = [a.asname or a.name for n in module.body if isinstance(n, ast.ImportFrom) for a in n.names]
-            found = {name: settings for name in names if (settings := _definition_of(sources.find(name))) is not None}
-    return found
-
-
-def _definition_of(found: SourceDefinition) -> dict[str, Any] | None:
-    text = found.path.read_bytes().decode(errors="replace")
-    return declarations(text, filename=str(found.path)).get(found.name)
+def _declarations(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    return declarations(path.read_bytes().decode(errors="replace"), filename=str(path))
 
 
 def _single_reward(declared: Mapping[str, object], name: str, sources: SourceFiles) -> str:
@@ -201,16 +188,13 @@ def _single_reward(declared: Mapping[str, object], name: str, sources: SourceFil
     found = sources.find(name)
     if definition(found.body, found.name) is not None:
         return name
-    body = next(module.body for path, module in sources.modules() if path == sources.entry)
-    public = [n.name for n in body if isinstance(n, _DEFINITIONS) and not n.name.startswith("_")]
+    public = [n.name for n in tree(sources.entry).body if isinstance(n, _DEFINITIONS) and not n.name.startswith("_")]
     return public[0] if len(public) == 1 else "handler"
 
 
-def _merge(
-    spec: FunctionSpec, declared: Mapping[str, Any] | None, root: pathlib.Path, beside: pathlib.Path
-) -> FunctionSpec:
+def _merge(spec: FunctionSpec, declared: Mapping[str, Any], root: pathlib.Path, beside: pathlib.Path) -> FunctionSpec:
     """Merge settings: given ones override declared ones, which override defaults; `batch` key by key."""
-    decorated = {k: v for k, v in (declared or {}).items() if k != "name"}
+    decorated = {k: v for k, v in declared.items() if k != "name"}
     chosen = {k: getattr(spec, k) for k in spec.model_fields_set}
     origin = root if "artefacts" in chosen else beside
     if "batch" in chosen and isinstance(decorated.get("batch"), Mapping):

@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from serverless.deploy.handler import ListHandler, adapt, is_async, score_concurrently
@@ -150,23 +150,21 @@ class SimulatedBackend(PooledBackend):
         return adapt(target, takes=package.spec.takes)
 
 
+@dataclass(slots=True, eq=False)
 class _SimulatedWorker:
-    def __init__(
-        self, handler: ListHandler, profile: Profile, rng: random.Random, init_s: float, gone: Callable[[], None]
-    ) -> None:
-        self._handler = handler
-        self._profile = profile
-        self._rng = rng
-        self.init_s = init_s
-        self.alive = True
-        self.left: Callable[[], object] | None = None
-        """Called at the worker's end, if it is on a machine that may go down."""
-        self._gone = gone
-        self._lost = asyncio.Event()
+    handler: ListHandler
+    profile: Profile
+    rng: random.Random
+    init_s: float
+    gone: Callable[[], None]
+    alive: bool = True
+    left: Callable[[], object] | None = None
+    """Called at the worker's end, if it is on a machine that may go down."""
+    lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def call(self, request: WorkerRequest) -> WorkerReply:
-        profile = self._profile
-        factor = self._rng.lognormvariate(0.0, profile.sigma)
+        profile = self.profile
+        factor = self.rng.lognormvariate(0.0, profile.sigma)
         seconds = (profile.call_s + profile.item_s * len(request.event)) * factor
         kind = self._fault()
         if kind is FaultKind.TIMEOUT:
@@ -179,7 +177,7 @@ class _SimulatedWorker:
         if kind is not None:
             return WorkerReply(None, seconds, InfraFault(kind, retryable=True, detail="simulated"))
         try:
-            body = self._handler(list(request.event), None)
+            body = self.handler(list(request.event), None)
             return WorkerReply(await body if inspect.isawaitable(body) else body, seconds)
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"
@@ -193,8 +191,8 @@ class _SimulatedWorker:
     def lose(self) -> None:
         """Handle the loss of its machine."""
         self.kill()
-        self._lost.set()
-        self._gone()
+        self.lost.set()
+        self.gone()
 
     async def _pass(self, seconds: float) -> None:
         """Let a part of a call's time pass. Raises `WorkerLost` if the machine goes down meanwhile."""
@@ -203,13 +201,13 @@ class _SimulatedWorker:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._lost.wait()
-        if self._lost.is_set():
+                await self.lost.wait()
+        if self.lost.is_set():
             raise _lost()
 
     def _fault(self) -> FaultKind | None:
-        draw = self._rng.random()
-        for kind, probability in (self._profile.faults or {}).items():
+        draw = self.rng.random()
+        for kind, probability in (self.profile.faults or {}).items():
             if draw < probability:
                 return kind
             draw -= probability
