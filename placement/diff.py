@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from placement.problem import RunningPlan
-from placement.types import ROLLOUT_ROLES, Deployment, Pool, Role, require_at_least
+from placement.types import ROLLOUT_ROLES, Deployment, Pool, Role
 
 _ORDER = {role: position for position, role in enumerate(Role)}
 
@@ -41,10 +41,6 @@ class MoveCosts:
     restart_s: float = 120.0
     restore_s: float = 300.0
     usd_per_device_hour: Mapping[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for name in ("restart_s", "restore_s"):
-            require_at_least(f"move costs: {name}", getattr(self, name))
 
     @staticmethod
     def of(pools: Iterable[Pool], running: RunningPlan) -> MoveCosts:
@@ -69,10 +65,6 @@ class Move:
     usd: float
     words: str
 
-    @property
-    def devices(self) -> int:
-        return self.tp * self.replicas
-
 
 _Key = tuple[str, Role, int]
 """(pool, role, tp): instances with the same key are the same to the router."""
@@ -81,26 +73,16 @@ _Key = tuple[str, Role, int]
 def diff(old: Iterable[Deployment], new: Iterable[Deployment], *, costs: MoveCosts) -> tuple[Move, ...]:
     """The moves that turn `old` into `new`; batch and utilisation figures are predictions and move nothing."""
     have, want = _count(old), _count(new)
-    flips = _flips(have, want, costs)
-    for move in flips:
-        assert move.before is not None
-        assert move.after is not None
-        have[(move.pool, move.before, move.tp)] -= move.replicas
-        have[(move.pool, move.after, move.tp)] += move.replicas
+    moves = _flips(have, want, costs)
     drains, starts = have - want, want - have
     if _trainers(have) != _trainers(want):
         drains |= _trainers(have)
         starts |= _trainers(want)
-    use: Counter[str] = Counter()
-    room: Counter[str] = Counter()
-    for counts, towards in ((have, use), (want, room)):
-        for (pool, _, tp), replicas in counts.items():
-            towards[pool] += replicas * tp
-    moves = list(flips)
     left = {k[0] for k in drains if k[1] is Role.TRAINER}
     drained = {k[0] for k in drains}
     for pool in sorted(drained | {k[0] for k in starts}, key=lambda p: (p not in left, p not in drained, p)):
-        moves += _pool_moves(pool, drains, starts, max(room[pool] - use[pool], 0), costs)
+        use, room = (sum(n * k[2] for k, n in counts.items() if k[0] == pool) for counts in (have, want))
+        moves += _pool_moves(pool, drains, starts, max(room - use, 0), costs)
     return tuple(moves)
 
 
@@ -116,7 +98,8 @@ def _trainers(counts: Counter[_Key]) -> Counter[_Key]:
 
 
 def _flips(have: Counter[_Key], want: Counter[_Key], costs: MoveCosts) -> list[Move]:
-    """As many flips as there can be: at one pool and tp, surplus roles against missing ones."""
+    """As many flips as there can be: at one pool and tp, surplus roles against missing ones. `have` changes with
+    them."""
     moves = []
     for pool, tp in sorted({(pool, tp) for pool, role, tp in [*have, *want] if role in ROLLOUT_ROLES}):
         surplus = {r: have[(pool, r, tp)] - want[(pool, r, tp)] for r in ROLLOUT_ROLES}
@@ -126,6 +109,8 @@ def _flips(have: Counter[_Key], want: Counter[_Key], costs: MoveCosts) -> list[M
                 if replicas > 0:
                     surplus[before] -= replicas
                     surplus[after] += replicas
+                    have[(pool, before, tp)] -= replicas
+                    have[(pool, after, tp)] += replicas
                     moves.append(_move(MoveKind.FLIP, pool, before, after, tp, replicas, costs))
     return moves
 
