@@ -169,10 +169,14 @@ def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Af
         prefill: dict[str, float] = {}
         decode: dict[str, float] = {}
         for name, device in types.items():
-            options = list(_instance_options(problem, device, turns.kv_longest, placement))
-            if options:
-                prefill[name] = min(tp * float(paths.prefill_cost(model, turns).load[0]) for tp, model in options)
-                decode[name] = min(tp * _decode_s(problem, model, tp, turns) for tp, model in options)
+            for tp, model in _instance_options(problem, device, turns.kv_longest, placement):
+                instances = sum(pool.count // tp for pool in _gpus_first(problem.pools)) or 1
+                in_memory = model.kv_capacity_bytes / 1e9 / turns.kv_running
+                batch = min(float(problem.max_batch), in_memory, problem.trajectories_in_flight / instances)
+                cost = paths.decode_cost(model, turns, np.array([max(batch, 1.0)]))
+                decode[name] = min(decode.get(name, math.inf), tp * float(cost.load[0]))
+                alone = paths.prefill_cost(model, turns)
+                prefill[name] = min(prefill.get(name, math.inf), tp * float(alone.load[0]))
         for phase, seconds in (("prefill", prefill), ("decode", decode)):
             if seconds:
                 found.append(_affinity(domain.name, phase, seconds, prices))
@@ -288,21 +292,9 @@ def _instance_options(
     there = () if placement is None else placement.deployments
     used = {d.tp for d in there if d.pool in pools and d.role in ROLLOUT_ROLES}
     for tp in sorted(used or set(problem.tensor_parallel)):
-        if problem.performance.shape.allows_tp(tp) is None:
-            model = problem.performance.instance(device, tp)
-            if not isinstance(model, str) and model.kv_capacity_bytes / 1e9 >= longest_gb:
-                yield tp, model
-
-
-def _decode_s(problem: Problem, model: Roofline, tp: int, turns: paths.RepresentativeTurns) -> float:
-    """Instance-seconds of decode per trajectory, at the largest possible batch."""
-    instances = sum(p.count // tp for p in _gpus_first(problem.pools)) or 1
-    batch = min(
-        float(problem.max_batch),
-        model.kv_capacity_bytes / 1e9 / turns.kv_running,
-        problem.trajectories_in_flight / instances,
-    )
-    return float(paths.decode_cost(model, turns, np.array([max(batch, 1.0)])).load[0])
+        model = problem.performance.instance(device, tp)
+        if not isinstance(model, str) and model.kv_capacity_bytes / 1e9 >= longest_gb:
+            yield tp, model
 
 
 def _affinity(domain: str, phase: str, seconds: dict[str, float], prices: Mapping[str, float] | None) -> Affinity:

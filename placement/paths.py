@@ -4,6 +4,7 @@ may take through them. The coefficients of the solver; nothing is solved here.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from placement.architecture import DecoderShape
 from placement.milp import Floats, Ints
 from placement.problem import DomainProfile, Problem, Restriction
 from placement.roofline import Roofline
-from placement.types import ROLLOUT_ROLES, Device, KvMode, Link, Pool, Role
+from placement.types import ROLLOUT_ROLES, Device, KvMode, Link, Role
 
 AGGREGATED_ONLY = (Restriction.AGGREGATED, Restriction.STRICT, Restriction.NO_AFFINITY)
 MODES = (KvMode.KEEP, KvMode.RECOMPUTE, KvMode.PULL)
@@ -135,9 +136,19 @@ def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[lis
     if problem.restriction is Restriction.PD_ONLY:
         roles -= {Role.ENGINE}
     offered = [r for r in ROLLOUT_ROLES if r in roles & problem.roles]
-    known: dict[tuple[Device, int], Roofline | str] = {}
     units: list[InstanceKind] = []
     models: list[Roofline] = []
+    shape = problem.performance.shape
+
+    @functools.cache
+    def instance(device: Device, tp: int) -> Roofline | str:
+        found = shape.allows_tp(tp) or problem.performance.instance(device, tp)
+        if isinstance(found, str) or found.kv_capacity_bytes > 0:
+            return found
+        gb, verb = device.memory_gb, "has" if tp == 1 else "have"
+        have = "" if gb is None else f", {tp} {device.name} {verb} {gb * tp:g} GB"
+        return f"the model needs {shape.weight_bytes / 1e9:.4g} GB for its weights{have}"
+
     # Sizes of running or given instances were offered before.
     given = (*(problem.fixed or ()), *(problem.running.deployments if problem.running else ()))
     for index, pool in enumerate(problem.pools):
@@ -146,7 +157,11 @@ def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[lis
         there = {d.tp for d in given if d.role in ROLLOUT_ROLES and d.pool == pool.name}
         host = pool.device.devices_per_host or pool.count
         for tp in sorted({*problem.tensor_parallel, *there}):
-            model = _model(problem, pool, tp, known)
+            model: Roofline | str = f"the pool has {pool.count}"
+            if host < tp <= pool.count:
+                model = f"a host has {host}, and an instance does not span hosts"
+            elif tp <= pool.count:
+                model = instance(pool.device, tp)
             if isinstance(model, str):
                 reasons.append((pool.name, "", f"{pool.name}, {tp} per instance: {model}"))
                 continue
@@ -155,24 +170,6 @@ def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[lis
                 units.append(InstanceKind(index, role, tp, most, model.kv_capacity_bytes / 1e9))
                 models.append(model)
     return units, models
-
-
-def _model(problem: Problem, pool: Pool, tp: int, known: dict[tuple[Device, int], Roofline | str]) -> Roofline | str:
-    if tp > pool.count:
-        return f"the pool has {pool.count}"
-    if pool.device.devices_per_host is not None and tp > pool.device.devices_per_host:
-        return f"a host has {pool.device.devices_per_host}, and an instance does not span hosts"
-    key = (pool.device, tp)
-    if key not in known:
-        shape = problem.performance.shape
-        refused = shape.allows_tp(tp)
-        known[key] = problem.performance.instance(pool.device, tp) if refused is None else refused
-        model = known[key]
-        if not isinstance(model, str) and model.kv_capacity_bytes <= 0:
-            gb, verb = pool.device.memory_gb, "has" if tp == 1 else "have"
-            have = "" if gb is None else f", {tp} {pool.device.name} {verb} {gb * tp:g} GB"
-            known[key] = f"the model needs {shape.weight_bytes / 1e9:.4g} GB for its weights{have}"
-    return known[key]
 
 
 class _Builder:

@@ -55,21 +55,14 @@ def host_groups(cluster: ClusterSpec, prices: PriceList, plan: Plan | None = Non
     """One group for each pool. Of an owned pool all hosts are present from the start. A rented pool starts with the
     hosts that the plan uses, or none without a plan, and never exceeds its size; its `min` hosts always stay. SpecError
     for a pool that cannot be divided into hosts."""
-    played = _environment_pool(cluster)
-    groups = []
+    environments, played, groups = cluster.environments, None, []
+    if environments.workers and (environments.workers != UNLESS_QUICK or environments.python is not None):
+        cores = [pool.name for pool in cluster.pools if pool.device == "cpu"]
+        played = environments.pool or (cores or [pool.name for pool in cluster.pools])[0]
     for spec, pool in zip(cluster.pools, pools_of(cluster, prices), strict=True):
         used = 0 if plan is None else pool.count - plan.idle.get(pool.name, 0)
         groups.append(_group(spec, pool, used, plays=spec.name == played))
     return tuple(groups)
-
-
-def _environment_pool(cluster: ClusterSpec) -> str | None:
-    """The pool whose hosts run environments; None if the head does."""
-    spec = cluster.environments
-    if not spec.workers or (spec.workers == UNLESS_QUICK and spec.python is None):
-        return None
-    cores = [pool.name for pool in cluster.pools if pool.device == "cpu"]
-    return spec.pool or (cores or [pool.name for pool in cluster.pools])[0]
 
 
 def hosts_engines(group: HostGroup, found: Sequence[HostGroup]) -> bool:

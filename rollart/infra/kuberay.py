@@ -79,7 +79,7 @@ def kuberay(
     }
     apply = "kubectl apply -f runs.yaml -f raycluster.yaml"
     if pods.specs is not None:
-        data = {_config_key(path): text for path, text in pods.specs.items()}
+        data = {path.replace("/", "__"): text for path, text in pods.specs.items()}  # a key has no slash
         config = _manifest("v1", "ConfigMap", f"{name}-specs", meta, data=data)
         spec = {
             "entrypoint": command,
@@ -147,11 +147,6 @@ def _network_policy(name: str, meta: Mapping[str, Any], service: int) -> dict[st
 def _needs_volume(path: str) -> bool:
     """True if a directory is not on a volume that all pods have."""
     return bool(path) and not any(path == root or path.startswith(f"{root}/") for root in (RUNS_AT, "/dev/shm"))
-
-
-def _config_key(path: str) -> str:
-    """A key of a ConfigMap has no slash."""
-    return path.replace("/", "__")
 
 
 def _volume_claim(name: str, meta: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,5 +258,5 @@ def _mount_volumes(pod: Mapping[str, Any], name: str, pods: PodSettings, *, engi
     if engines and _needs_volume(pods.needs.local):
         mount("pulled", pods.needs.local, {"emptyDir": {}})
     if pods.specs is not None:
-        items = [{"key": _config_key(path), "path": path} for path in pods.specs]
+        items = [{"key": path.replace("/", "__"), "path": path} for path in pods.specs]
         mount("specs", SPECS_AT, {"configMap": {"name": f"{name}-specs", "items": items}}, readOnly=True)
