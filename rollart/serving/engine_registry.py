@@ -390,7 +390,7 @@ class SessionKv:
     tokens: int = 0
     """Context length after its last turn."""
     prompt: str = ""
-    said: int = 0
+    generated: int = 0
     """Tokens that the trajectory has generated."""
     whole: bool = False
     """True if the trajectory ended by itself."""

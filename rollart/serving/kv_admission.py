@@ -104,10 +104,6 @@ class ConcurrencyLimits:
             limit = min(max(limit, self.settings.least), self.settings.most)
             self._engines[engine] = _Engine(limit, 0, now, now)
 
-    def forget(self, engine: str) -> None:
-        """Remove an engine that is gone for good."""
-        self._engines.pop(engine, None)
-
     def observe(self, engine: str, pressure: KvPressure, *, now: float) -> ConcurrencyDecision:
         """Process a report of one engine at `now`; reports may come at any rate."""
         state = self._engines.get(engine)
@@ -311,15 +307,15 @@ class KvAdmission:
         self.limits = ConcurrencyLimits(settings.aimd)
         self._final = dict(settings.expected)
         self._facts: dict[str, tuple[float, float]] = {}
-        self.came: dict[str, int] = {}
+        self.arrival_order: dict[str, int] = {}
         self._arrivals = 0
         self._dispatch = settings.dispatch()
-        self._lines: dict[bool, AdmissionQueue[_Waiter]] = {
+        self._queues: dict[bool, AdmissionQueue[_Waiter]] = {
             long: AdmissionQueue(longest=self._dispatch.by_length)
             for long in ((True, False) if self._dispatch.by_length else (False,))
         }
         """Keyed by whether the queue is for long trajectories."""
-        self._together: GroupColocation | None = None
+        self._colocation: GroupColocation | None = None
         self._follow: Callable[[TurnRequest], bool] = lambda _: False
         self._pumping = False
         self._stirred = asyncio.Event()
@@ -329,7 +325,7 @@ class KvAdmission:
     async def run(self) -> None:
         """Poll the KV usage of engines while turns run or wait: a permanent timer would hide a deadlock."""
         while True:
-            await self._look()
+            await self._poll_once()
             await asyncio.sleep(self._settings.aimd.interval_s)
             self._stirred.clear()
             if not self.waiting:
@@ -337,51 +333,51 @@ class KvAdmission:
 
     @property
     def waiting(self) -> int:
-        return sum(map(len, self._lines.values()))
+        return sum(map(len, self._queues.values()))
 
     async def enter(self, turn: TurnRequest) -> None:
         """Returns when the turn's trajectory has a sticky engine, or when no engine is eligible."""
         if self._admitted(turn):
             return  # it waited for a weight update; in the queue it would wait for the memory that it holds
-        unit = None if self._together is None else self._together.unit(turn.session)
+        unit = None if self._colocation is None else self._colocation.unit(turn.session)
         if unit is None:
-            await self._line_up(turn)
+            await self._queue_up(turn)
             return
         while not self._follow(turn):
             if unit.asking is None:
-                await self._ask_for(turn, unit)
+                await self._queue_for_group(turn, unit)
                 return
             with self._leases.note(turn.session, "room for its group"):
                 await unit.asking.wait()
 
-    def hold_together(self, colocation: GroupColocation, follow: Callable[[TurnRequest], bool]) -> None:
+    def admit_groups(self, colocation: GroupColocation, follow: Callable[[TurnRequest], bool]) -> None:
         """Admit groups as a whole: one member queues for the others. `follow` gives a turn's trajectory the slot that
         its group reserved, and returns whether there was one."""
-        self._together, self._follow = colocation, follow
+        self._colocation, self._follow = colocation, follow
         colocation.on_room = self.pump
 
-    async def _ask_for(self, turn: TurnRequest, unit: ColocatedGroup) -> None:
+    async def _queue_for_group(self, turn: TurnRequest, unit: ColocatedGroup) -> None:
         """Queue for the whole group; afterwards, whatever the outcome, the other members check again."""
         asking = unit.asking = asyncio.Event()
         try:
-            await self._line_up(turn, unit)
+            await self._queue_up(turn, unit)
         finally:
             unit.asking = None
             asking.set()
 
-    async def _line_up(self, turn: TurnRequest, unit: ColocatedGroup | None = None) -> None:
-        came = self.came.get(turn.session)
-        again = came is not None
-        if came is None:
-            came = self.came[turn.session] = self._arrivals
+    async def _queue_up(self, turn: TurnRequest, unit: ColocatedGroup | None = None) -> None:
+        age = self.arrival_order.get(turn.session)
+        again = age is not None
+        if age is None:
+            age = self.arrival_order[turn.session] = self._arrivals
             self._arrivals += 1
         if unit is not None:
-            came = unit.age = came if unit.age is None else unit.age
+            age = unit.age = age if unit.age is None else unit.age
         while True:
             waiter = _Waiter(turn, asyncio.get_running_loop().create_future())
             length = self._dispatch.predict(turn, again=again)
             again = True
-            self._lines[turn.long].add(waiter, age=came, length=length, begun=turn.begun)
+            self._queues[turn.long].add(waiter, age=age, length=length, begun=turn.begun)
             if self._dispatch.by_length:  # after all arrivals of this instant, so that the queue can order them
                 asyncio.get_running_loop().call_soon(self.pump)
             else:
@@ -404,13 +400,13 @@ class KvAdmission:
             return
         self._pumping = True
         try:
-            for line in self._lines.values():
-                while (waiter := line.head()) is not None:
+            for queue in self._queues.values():
+                while (waiter := queue.head()) is not None:
                     if not waiter.placed.done():
                         if self._place(waiter.turn) is False:
                             break
                         waiter.placed.set_result(None)
-                    line.leave()
+                    queue.leave()
         finally:
             self._pumping = False
 
@@ -419,7 +415,7 @@ class KvAdmission:
         kv = member.kv
         if not kv.taken or (kv.quiet and asyncio.get_running_loop().time() >= member.quiet_at + IDLE_ADMISSION_S):
             return True
-        others_wait = any(len(line) for long, line in self._lines.items() if long != turn.long)
+        others_wait = any(len(queue) for long, queue in self._queues.items() if long != turn.long)
         if not self._dispatch.takes(member, turn, others_wait=others_wait):
             return False
         limits = self.limits
@@ -440,7 +436,7 @@ class KvAdmission:
 
     def ends(self, kv: SessionKv, turn: TurnRequest, member: RegisteredEngine, sampled: int) -> None:
         kv.domain, kv.tokens = turn.domain, turn.length + sampled
-        kv.prompt, kv.said = turn.prompt, kv.said + sampled
+        kv.prompt, kv.generated = turn.prompt, kv.generated + sampled
         self._dispatch.turn_ended(member, asyncio.get_running_loop().time() - turn.sent_at, sampled)
         member.kv.end(turn.session, turn.length + max(sampled - 1, 0))
         if member.kv.quiet and self.waiting:
@@ -449,7 +445,7 @@ class KvAdmission:
 
     def forget(self, session: str, kv: SessionKv, *, held: list[RegisteredEngine]) -> None:
         """The trajectory is over: free its KV memory, and record its length."""
-        self.came.pop(session, None)
+        self.arrival_order.pop(session, None)
         for member in held:
             member.kv.drop(session)
         if kv.tokens:
@@ -461,7 +457,7 @@ class KvAdmission:
 
     def gave_up(self, session: str) -> None:
         """The trajectory ended before it had any state, because it waited for a weight update."""
-        self.came.pop(session, None)
+        self.arrival_order.pop(session, None)
 
     def joined(self, member: RegisteredEngine) -> None:
         """Restore the known KV capacity of a returning engine."""
@@ -470,7 +466,7 @@ class KvAdmission:
 
     def report(self, version: int) -> None:
         """Emit the current limits, and the counts since the last report, to the ledger."""
-        limits = sorted(self.limits.limit(m.engine.id) for m in self._homes())
+        limits = sorted(self.limits.limit(m.engine.id) for m in self._generating())
         if not limits:
             return
         self._emit(
@@ -493,20 +489,20 @@ class KvAdmission:
         trajectories that begin at the same time are long at the same time, and a smaller batch is faster."""
         return max(tokens, int(self._final.get(domain, 0.0)))
 
-    def _homes(self) -> list[RegisteredEngine]:
+    def _generating(self) -> list[RegisteredEngine]:
         return [m for m in self._registry.members.values() if m.seat.role is not EngineRole.PREFILL]
 
-    async def _look(self) -> None:
+    async def _poll_once(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             for member in self._registry.members.values():
                 if member.healthy:
-                    tasks.create_task(self._ask(member), name=f"pressure of {member.engine.id}")
-        engines = [m for m in self._homes() if m.serves]
+                    tasks.create_task(self._poll(member), name=f"pressure of {member.engine.id}")
+        engines = [m for m in self._generating() if m.serves]
         most = max((self.limits.limit(m.engine.id) for m in engines), default=1)
-        self._dispatch.reserve(engines, len(self.came), most)
+        self._dispatch.reserve(engines, len(self.arrival_order), most)
         self.pump()
 
-    async def _ask(self, member: RegisteredEngine) -> None:
+    async def _poll(self, member: RegisteredEngine) -> None:
         try:
             with self._leases.hold("concurrency", f"load of {member.engine.id}", STATS_S, Expiry.RETRY):
                 stats = await member.engine.stats()
@@ -515,7 +511,7 @@ class KvAdmission:
         if stats.kv_tokens is not None:
             self._learn(member, stats.kv_tokens, stats.kv_sessions)
         if member.seat.role is not EngineRole.PREFILL and member.healthy:
-            self._judge(member, stats)
+            self._adjust_limit(member, stats)
 
     def _learn(self, member: RegisteredEngine, tokens: int, sessions: int | None) -> None:
         name = member.engine.id
@@ -527,7 +523,7 @@ class KvAdmission:
             most = min(self._settings.aimd.high * tokens / each, facts[1])
             self.limits.begin(name, int(most), now=asyncio.get_running_loop().time())
 
-    def _judge(self, member: RegisteredEngine, stats: EngineStats) -> None:
+    def _adjust_limit(self, member: RegisteredEngine, stats: EngineStats) -> None:
         name, kv = member.engine.id, member.kv
         evicted, preempted = self._counted.get(name, (0, 0))
         self._counted[name] = kv.evicted, stats.preemptions

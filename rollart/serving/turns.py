@@ -78,7 +78,7 @@ class TurnExecutor(TurnRouter):
                 concurrency, registry, leases, emit, place=self._place, admitted=self._admitted
             )
             if colocation is not None:
-                self.admission.hold_together(colocation, self.follow_group)
+                self.admission.admit_groups(colocation, self.follow_group)
 
     def notify(self) -> None:
         """Wake waiting turns and refresh the routing mode after a change of engines, weights or routes."""

@@ -172,7 +172,7 @@ class SkewAwareDispatcher(TrajectoryDispatch):
     def trajectory_ended(self, kv: SessionKv, *, whole: bool) -> None:
         """Learn the length of a trajectory that finished (`whole`) or was stopped."""
         note = self.ranker.finished if whole else self.ranker.stopped
-        note(kv.prompt, kv.domain, kv.said)
+        note(kv.prompt, kv.domain, kv.generated)
 
     def turn_ended(self, member: RegisteredEngine, seconds: float, tokens: int) -> None:
         """Record the speed of a turn that generated `tokens` on this engine, at its present batch size."""

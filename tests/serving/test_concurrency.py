@@ -86,5 +86,3 @@ def test_each_reason() -> None:
     )
     assert see(41, 0.9, preemptions=5) == (6, LimitChange.DOWN_PREEMPTED)
     assert see(80, 0.9, preemptions=0) == (6, LimitChange.HOLD_BAND), "a restarted engine counts anew"
-    limits.forget("e")
-    assert limits.limit("e") == 8

@@ -211,7 +211,7 @@ def test_nobody_is_lost_or_starved(
         assert (len(member.kv), member.kv.total, member.kv.reserved, member.running) == (0, 0, 0, 0)
     admission = drive.gateway.admission
     assert admission is not None
-    assert not admission.came
+    assert not admission.arrival_order
 
 
 def test_who_gives_up_while_weights_change_is_forgotten() -> None:
@@ -226,12 +226,12 @@ def test_who_gives_up_while_weights_change_is_forgotten() -> None:
         await asyncio.sleep(0.0)
         admission = drive.gateway.admission
         assert admission is not None
-        before = len(admission.came)
+        before = len(admission.arrival_order)
         waiting.cancel()
         await asyncio.wait([waiting])
         await drive.gateway.forget("t")
         await moving
-        return before, len(admission.came)
+        return before, len(admission.arrival_order)
 
     assert loop.run(main()) == (1, 0)
 
