@@ -372,9 +372,7 @@ class DomainFactory:
 
 def load_factories(domains: Mapping[str, Any]) -> dict[str, DomainFactory]:
     """Import each domain's environment and make one instance."""
-    return {
-        name: _load_factory(str(one["environment"]), dict(one.get("arguments", {}))) for name, one in domains.items()
-    }
+    return {name: _load_factory(one["environment"], one.get("arguments", {})) for name, one in domains.items()}
 
 
 def _load_factory(path: str, arguments: dict[str, Any]) -> DomainFactory:

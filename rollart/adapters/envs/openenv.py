@@ -283,7 +283,15 @@ class OpenEnvSession:
             raise await self._end(f"answered a {operation} with a frame of type {frame.get('type')!r}")
         self._started = True
         try:
-            return _decode_observation(frame["data"])
+            data = frame["data"]
+            observation, reward, done = data["observation"], data.get("reward"), data.get("done", False)
+            if not isinstance(observation, dict) or not isinstance(done, bool):
+                raise TypeError(f"observation is {type(observation).__name__}, done is {type(done).__name__}")
+            reward = None if reward is None else float(reward)
+            if reward is not None and not math.isfinite(reward):
+                raise ValueError(f"reward is {reward}")
+            metadata = data.get("metadata") or observation.get("metadata") or {}
+            return OpenEnvObservation(observation, reward, done, metadata if isinstance(metadata, dict) else {})
         except (KeyError, TypeError, ValueError) as error:
             message = f"answered a {operation} with an invalid observation ({one_line(error, 200)})"
             raise await self._end(message) from None
@@ -363,18 +371,6 @@ class OpenEnvSession:
         """End the session; the error to raise."""
         await self.close()
         return EnvironmentFault(self.host, message) if started else SessionNotStarted(self.host, message)
-
-
-def _decode_observation(data: Any) -> OpenEnvObservation:
-    observation, reward, done = data["observation"], data.get("reward"), data.get("done", False)
-    if not isinstance(observation, dict) or not isinstance(done, bool):
-        raise TypeError(f"observation is {type(observation).__name__}, done is {type(done).__name__}")
-    if reward is not None:
-        reward = float(reward)
-        if not math.isfinite(reward):
-            raise ValueError(f"reward is {reward}")
-    metadata = data.get("metadata") or observation.get("metadata") or {}
-    return OpenEnvObservation(observation, reward, done, metadata if isinstance(metadata, dict) else {})
 
 
 ObservationRenderer = Callable[[Mapping[str, Any]], str]

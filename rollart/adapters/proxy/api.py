@@ -171,18 +171,18 @@ def plain_text(content: Any) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list):
-        return "".join(map(_part_text, content))
-    raise ValueError("must be a text or a list of parts")
-
-
-def _part_text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind not in ("text", "input_text", "output_text", "refusal"):
-        raise ValueError(f"has a part of type {kind!r} (rule: text; the policy reads nothing else)")
-    return str(part.get("refusal" if kind == "refusal" else "text") or "")
+    if not isinstance(content, list):
+        raise ValueError("must be a text or a list of parts")
+    texts: list[str] = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(part, str):
+            texts.append(part)
+        elif kind in ("text", "input_text", "output_text", "refusal"):
+            texts.append(str(part.get("refusal" if kind == "refusal" else "text") or ""))
+        else:
+            raise ValueError(f"has a part of type {kind!r} (rule: text; the policy reads nothing else)")
+    return "".join(texts)
 
 
 def tool_call(name: Any, arguments: Any, id: Any) -> ToolCall:

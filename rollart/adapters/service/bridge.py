@@ -82,9 +82,10 @@ class Bridge:
         self._groups.append(ids[0].rpartition(".")[0])
         self.state.offer(self._groups[-1], version + 1)
         try:
-            await self.state.put_all(
-                [(id, {**row, "batch": version + 1}, _first_version(row)) for id, row in zip(ids, rows, strict=True)]
-            )
+            # Each row with the oldest version among its sampled tokens.
+            oldest = [min((v for v in plain(row["versions"]) if v >= 0), default=None) for row in rows]
+            offered = [{**row, "batch": version + 1} for row in rows]
+            await self.state.put_all(list(zip(ids, offered, oldest, strict=True)))
             await self._announced(version + 1)
         finally:
             self.state.offer("", None)
@@ -202,11 +203,6 @@ def _rows(samples: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
         }
         for i, (length, end) in enumerate(zip(lengths, ends, strict=True))
     ]
-
-
-def _first_version(row: Mapping[str, Any]) -> int | None:
-    """The oldest version among a row's sampled tokens."""
-    return min((v for v in plain(row["versions"]) if v >= 0), default=None)
 
 
 def _link_or_copy(source: str, path: str) -> None:
