@@ -13,11 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.proxy.anthropic import Messages
-from rollart.adapters.proxy.api import ApiResponse
+from rollart.adapters.proxy.api import ApiResponse, ChatCompletions, Messages, Responses
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import OutputDelta, PolicyResponse, ResponseHeader
-from rollart.adapters.proxy.openai import ChatCompletions, Responses
 from rollart.adapters.proxy.sessions import ProxySession
 from rollart.model import Completion, FinishReason, VersionSpan
 from tests.proxy.scripted import spelling

@@ -12,11 +12,10 @@ import aiohttp
 import pytest
 
 from rollart.adapters.proxy import server as module
-from rollart.adapters.proxy.anthropic import Messages
+from rollart.adapters.proxy.api import ChatCompletions, Messages
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import CompletionRequest as Ask_
 from rollart.adapters.proxy.messages import Message, PolicyResponse, PromptInput, ResponseHeader
-from rollart.adapters.proxy.openai import ChatCompletions
 from rollart.adapters.proxy.record import READ_BLOCK, SessionRecorder, read_sessions
 from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.sessions import SessionLimits

@@ -17,8 +17,15 @@ from typing import Annotated, Any
 from aiohttp import web
 from pydantic import PlainValidator
 
-from rollart.adapters.proxy.anthropic import Messages, PromptBody
-from rollart.adapters.proxy.api import ApiResponse, RequestBody
+from rollart.adapters.proxy.api import (
+    ApiResponse,
+    ChatCompletions,
+    Messages,
+    PromptBody,
+    RequestBody,
+    Responses,
+    TextCompletions,
+)
 from rollart.adapters.proxy.capture import CapturedTurn
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import (
@@ -28,7 +35,6 @@ from rollart.adapters.proxy.messages import (
     PolicyResponse,
     ResponseHeader,
 )
-from rollart.adapters.proxy.openai import ChatCompletions, Responses, TextCompletions
 from rollart.adapters.proxy.record import SessionRecorder, session_body
 from rollart.adapters.proxy.sessions import (
     DeltaCallback,
