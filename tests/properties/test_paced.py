@@ -20,7 +20,7 @@ def losses(world: SimulatedRun) -> Counter[str]:
     return Counter(str(e.fields["reason"]) for e in world.recorder.events if e.kind == "group_dropped")
 
 
-@settings(max_examples=27, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(worlds(schedules=("paced",)), st.integers(0, 2**32))
 def test_nothing_begun_is_lost_for_its_length(world: SimulatedRun, fuzz: int) -> None:
     """Heavy-tailed durations, streams, faults of every part: a group is lost to faults only."""
