@@ -205,22 +205,13 @@ def _axis_mark(x: float, y: float, text: str, below: float, *, base: bool, ancho
 
 
 def _label(text: str, x: float, y: float, room: float, *, end: bool) -> MarkupElement:
-    shown = _clipped(text, room)
-    return element(
-        "text",
-        element("title", text) if shown != text else None,
-        shown,
-        x=x,
-        y=y,
-        class_="label",
-        text_anchor="end" if end else None,
-    )
-
-
-def _clipped(text: str, room: float) -> str:
     """A text, cut to the width `room`."""
     most = max(4, int(room / LETTER))
-    return text if len(text) <= most else text[: most - 1] + "…"
+    anchor = "end" if end else None
+    if len(text) <= most:
+        return element("text", text, x=x, y=y, class_="label", text_anchor=anchor)
+    shown = text[: most - 1] + "…"
+    return element("text", element("title", text), shown, x=x, y=y, class_="label", text_anchor=anchor)
 
 
 def _axis(plot: _Plot, y: float, unit: str) -> Iterable[MarkupElement]:
@@ -310,31 +301,20 @@ def _ticks(band: Band, found: Timeline, x0: float, width: float, y: float, heigh
             tall = height * (0.25 + 0.75 * math.log1p(count - 1) / math.log1p(max(1.0, band.whole - 1)))
             lines = [f"{duration(n * found.bin_s)} to {duration((n + 1) * found.bin_s)}"]
             lines += [f"{k.replace('_', ' ')}: {c:.0f}" for k, c in zip(band.amounts, column, strict=True) if c]
-            yield element(
-                "rect",
-                element("title", "\n".join(lines)),
-                x=x0 + n * width,
-                y=y + height - tall,
-                width=max(width, 2.0),
-                height=tall,
-                class_="down",
-            )
+            x, top, tip = x0 + n * width, y + height - tall, element("title", "\n".join(lines))
+            yield element("rect", tip, x=x, y=top, width=max(width, 2.0), height=tall, class_="down")
 
 
 def _words(band: Band, y: float, height: float) -> Iterable[MarkupElement]:
     middle = y + height / 2 + 4.0
     many = height == HIGH
     yield _label(band.name, LEFT - 10.0, middle - (7.0 if many else 0.0), LEFT - 14.0, end=True)
-    right = {
-        DEVICES: f"{band.share(ResourceState.BUSY):.0%} busy",
-        FAULTS: f"{band.members:,} events",
-    }.get(band.kind, f"peak {band.whole:,.4g}")
+    busy = f"{band.share(ResourceState.BUSY):.0%} busy"
+    right = {DEVICES: busy, FAULTS: f"{band.members:,} events"}.get(band.kind, f"peak {band.whole:,.4g}")
     yield element("text", right, x=TIMELINE_WIDTH - RIGHT + 10.0, y=middle, class_="value")
     if many:
-        under = {
-            DEVICES: f"{band.members:,} parts, {band.whole:,.4g} devices",
-            CALLS: f"{band.members:,} calls",
-        }.get(band.kind, f"{band.members:,} ended")
+        devices = f"{band.members:,} parts, {band.whole:,.4g} devices"
+        under = {DEVICES: devices, CALLS: f"{band.members:,} calls"}.get(band.kind, f"{band.members:,} ended")
         yield element("text", under, x=LEFT - 10.0, y=middle + 8.0, class_="tick", text_anchor="end")
 
 
@@ -378,9 +358,8 @@ def _slots(band: Band, found: Timeline, x0: float, x1: float, y: float, height: 
                 share = f" ({amount / band.whole:.0%})" if band.kind == DEVICES else ""
                 lines.append(f"{_painted(state)[1]}: {amount:,.3g}{share}")
         left, right = (x0 + (x1 - x0) * edge / found.bins for edge in (a, b))
-        yield element(
-            "rect", element("title", "\n".join(lines)), x=left, y=y, width=right - left, height=height, class_="hover"
-        )
+        tip = element("title", "\n".join(lines))
+        yield element("rect", tip, x=left, y=y, width=right - left, height=height, class_="hover")
 
 
 def _order(state: str) -> tuple[int, str]:
