@@ -169,17 +169,16 @@ def comparison_table(
         figure = figures[key]
         mean, half = interval([figure.of(one) for one in findings])
         value = planned.get(key)
-        rows.append(
-            {
-                "figure": as_text(key, people=False),
-                "what": figure.label,
-                "unit": figure.unit,
-                "plan": as_number(value),
-                "simulated": as_number(mean),
-                "±": as_number(half),
-                "ratio": as_number(mean / value if value else None),
-            }
-        )
+        row: Row = {
+            "figure": as_text(key, people=False),
+            "what": figure.label,
+            "unit": figure.unit,
+            "plan": as_number(value),
+            "simulated": as_number(mean),
+            "±": as_number(half),
+            "ratio": as_number(mean / value if value else None),
+        }
+        rows.append(row)
     return Table.of("simulated", "Beside a simulation", rows)
 
 

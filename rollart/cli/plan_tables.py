@@ -259,17 +259,16 @@ def _pools(resolved: Resolved) -> Table:
     for pool in pools_of(resolved.cluster, resolved.prices):
         idle = resolved.plan.idle[pool.name]
         paid = pool.count - idle if pool.rented else pool.count
-        rows.append(
-            {
-                "pool": pool.name,
-                "device": pool.device.name,
-                "devices": as_count(pool.count),
-                "used": as_count(pool.count - idle),
-                "idle": as_count(idle),
-                "by_role": _by_role(resolved, pool.name),
-                "usd_per_hour": as_usd(paid * pool.usd_per_device_hour),
-            }
-        )
+        row: Row = {
+            "pool": pool.name,
+            "device": pool.device.name,
+            "devices": as_count(pool.count),
+            "used": as_count(pool.count - idle),
+            "idle": as_count(idle),
+            "by_role": _by_role(resolved, pool.name),
+            "usd_per_hour": as_usd(paid * pool.usd_per_device_hour),
+        }
+        rows.append(row)
     return Table.of("pools", "Pools", rows)
 
 
@@ -285,18 +284,17 @@ def _deployments(found: Placement) -> Table:
     rows: list[Row] = []
     for d in sorted(found.deployments, key=lambda d: (_ORDER[d.role], d.pool, d.tp)):
         serving = d.role in _SERVING
-        rows.append(
-            {
-                "role": str(d.role),
-                "pool": d.pool,
-                "tp": as_count(d.tp if serving else None),
-                "replicas": as_count(d.replicas),
-                "devices": as_count(d.devices),
-                "batch": as_number(round(d.batch, 1)),
-                "utilisation": as_share(d.utilisation),
-                "kv": as_share(d.kv_utilisation if serving else None),
-            }
-        )
+        row: Row = {
+            "role": str(d.role),
+            "pool": d.pool,
+            "tp": as_count(d.tp if serving else None),
+            "replicas": as_count(d.replicas),
+            "devices": as_count(d.devices),
+            "batch": as_number(round(d.batch, 1)),
+            "utilisation": as_share(d.utilisation),
+            "kv": as_share(d.kv_utilisation if serving else None),
+        }
+        rows.append(row)
     return Table.of("deployments", "What runs where", rows)
 
 

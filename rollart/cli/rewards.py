@@ -204,17 +204,16 @@ def plan(source: str, cases: Path | None, items: int, runs_per_month: float, bef
         base = None if now is None else per_run.get(now)
         for c in one.costs:
             run = per_run[c.provider]
-            rows.append(
-                {
-                    "function": one.function,
-                    "provider": c.provider,
-                    "usd_per_million": as_usd(c.usd_batched),
-                    "usd_per_run": as_usd(run),
-                    "usd_per_month": as_usd(None if run is None else run * runs_per_month),
-                    "month_against_now": as_usd(None if base is None or run is None else (run - base) * runs_per_month),
-                    "note": c.note,
-                }
-            )
+            row: Row = {
+                "function": one.function,
+                "provider": c.provider,
+                "usd_per_million": as_usd(c.usd_batched),
+                "usd_per_run": as_usd(run),
+                "usd_per_month": as_usd(None if run is None else run * runs_per_month),
+                "month_against_now": as_usd(None if base is None or run is None else (run - base) * runs_per_month),
+                "note": c.note,
+            }
+            rows.append(row)
     notes = [
         f"{items:,} items a run in full batches, {runs_per_month:g} runs a month, warm calls measured on this machine"
     ]

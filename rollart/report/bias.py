@@ -191,19 +191,18 @@ def _described(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]], pr
         settled = sum(n for (name, fate), n in prompts.items() if name == domain and fate not in (OPEN, DELAYED))
         for fate, attempts in by_fate.items():
             lengths = sorted(_values(attempts, "length"))
-            rows.append(
-                {
-                    "domain": domain,
-                    "set": fate,
-                    "prompts": as_count(settled if fate == DRAWN else prompts.get((domain, fate), 0)),
-                    "trajectories": as_count(len(attempts)),
-                    "cut_short": as_share(ratio(sum(one.cut for one in attempts), len(attempts))),
-                    "length": as_number(_mean(lengths)),
-                    "length_p50": as_number(_quantile(lengths, 0.5)),
-                    "length_p90": as_number(_quantile(lengths, 0.9)),
-                    **{figure: as_number(_mean(_values(attempts, figure))) for figure in FIGURES[1:]},
-                }
-            )
+            row: Row = {
+                "domain": domain,
+                "set": fate,
+                "prompts": as_count(settled if fate == DRAWN else prompts.get((domain, fate), 0)),
+                "trajectories": as_count(len(attempts)),
+                "cut_short": as_share(ratio(sum(one.cut for one in attempts), len(attempts))),
+                "length": as_number(_mean(lengths)),
+                "length_p50": as_number(_quantile(lengths, 0.5)),
+                "length_p90": as_number(_quantile(lengths, 0.9)),
+                **{figure: as_number(_mean(_values(attempts, figure))) for figure in FIGURES[1:]},
+            }
+            rows.append(row)
     title = "What was drawn, trained and lost (prompts: by their last fate; otherwise means over trajectories)"
     return Table.of("sets", title, rows)
 

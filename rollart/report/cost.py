@@ -177,18 +177,17 @@ def _prices(rows: RunRows) -> Table:
     found: list[Row] = []
 
     def add(price: str, unit: str, usd: float, amount: float, cost: str, date: str, source: str) -> None:
-        found.append(
-            {
-                "price": price,
-                "unit": unit,
-                "usd_per_unit": as_number(usd),
-                "amount": as_number(amount),
-                "usd": as_usd(usd * amount),
-                "cost": cost,
-                "date": date,
-                "source": as_text(source, wrap=True),
-            }
-        )
+        row: Row = {
+            "price": price,
+            "unit": unit,
+            "usd_per_unit": as_number(usd),
+            "amount": as_number(amount),
+            "usd": as_usd(usd * amount),
+            "cost": cost,
+            "date": date,
+            "source": as_text(source, wrap=True),
+        }
+        found.append(row)
 
     for usd, hours in rows.device_hours:
         same = [pool for pool in rows.pools if pool.usd == usd]

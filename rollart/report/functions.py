@@ -78,26 +78,25 @@ def calls(rows: RunRows) -> Table:
     found: list[Row] = []
     for call in rows.invocations:
         gb_s, usd = call.billed_s * call.memory_mb / 1024, _usd(rows, call)
-        found.append(
-            {
-                "function": call.function,
-                "provider": call.provider,
-                "status": call.status,
-                "cause": call.cause,
-                "calls": as_count(call.calls),
-                "items": as_count(call.items),
-                "cold_starts": as_count(call.cold_starts),
-                "cold_s": as_seconds(call.cold_start_s, people=False),
-                "cold_billed_s": as_seconds(call.cold_billed_s, people=False),
-                "billed_s": as_seconds(call.billed_s),
-                "estimated": as_count(call.estimated, people=False),
-                "estimated_s": as_seconds(call.estimated_s, people=False),
-                "gb_s": as_number(gb_s, people=False),
-                "usd": as_usd(usd),
-                "cost": as_text(_kind(rows, call.provider), people=False),
-                "usd_per_1000_items": as_usd(ratio(usd * 1000, call.items), people=False),
-            }
-        )
+        row: Row = {
+            "function": call.function,
+            "provider": call.provider,
+            "status": call.status,
+            "cause": call.cause,
+            "calls": as_count(call.calls),
+            "items": as_count(call.items),
+            "cold_starts": as_count(call.cold_starts),
+            "cold_s": as_seconds(call.cold_start_s, people=False),
+            "cold_billed_s": as_seconds(call.cold_billed_s, people=False),
+            "billed_s": as_seconds(call.billed_s),
+            "estimated": as_count(call.estimated, people=False),
+            "estimated_s": as_seconds(call.estimated_s, people=False),
+            "gb_s": as_number(gb_s, people=False),
+            "usd": as_usd(usd),
+            "cost": as_text(_kind(rows, call.provider), people=False),
+            "usd_per_1000_items": as_usd(ratio(usd * 1000, call.items), people=False),
+        }
+        found.append(row)
     return Table.of("functions", "Function calls, at list prices", found)
 
 
@@ -110,20 +109,19 @@ def workers(rows: RunRows) -> Table:
     for (function, provider, memory_mb, estimated), states in sorted(groups.items()):
         idle_s = states[WorkerState.IDLE]
         usd = rows.prices.idle_usd(provider, seconds=idle_s, memory_mb=memory_mb)
-        found.append(
-            {
-                "function": function,
-                "provider": provider,
-                "memory_mb": as_count(memory_mb, people=False),
-                "how": "estimated" if estimated else "metered",
-                "cold_s": as_seconds(states[WorkerState.COLD]),
-                "busy_s": as_seconds(states[WorkerState.BUSY]),
-                "idle_s": as_seconds(idle_s),
-                "idle_share": as_share(ratio(idle_s, math.fsum(states.values()))),
-                "idle_usd": as_usd(usd),
-                "cost": as_text(_kind(rows, provider), people=False),
-            }
-        )
+        row: Row = {
+            "function": function,
+            "provider": provider,
+            "memory_mb": as_count(memory_mb, people=False),
+            "how": "estimated" if estimated else "metered",
+            "cold_s": as_seconds(states[WorkerState.COLD]),
+            "busy_s": as_seconds(states[WorkerState.BUSY]),
+            "idle_s": as_seconds(idle_s),
+            "idle_share": as_share(ratio(idle_s, math.fsum(states.values()))),
+            "idle_usd": as_usd(usd),
+            "cost": as_text(_kind(rows, provider), people=False),
+        }
+        found.append(row)
     return Table.of("function_workers", "Function workers: seconds by state", found)
 
 
@@ -133,16 +131,15 @@ def savings(rows: RunRows) -> Table:
     for s in rows.savings:
         provider = _provider(rows).get(s.function, ("", 0))[0]
         usd = rows.prices.function_usd(provider, billed_s=s.billed_s, memory_mb=s.memory_mb, requests=0)
-        found.append(
-            {
-                "function": s.function,
-                "stage": s.stage,
-                "items": as_count(s.items),
-                "billed_s": as_seconds(s.billed_s),
-                "usd": as_usd(usd),
-                "cost": as_text(_kind(rows, provider), people=False),
-            }
-        )
+        row: Row = {
+            "function": s.function,
+            "stage": s.stage,
+            "items": as_count(s.items),
+            "billed_s": as_seconds(s.billed_s),
+            "usd": as_usd(usd),
+            "cost": as_text(_kind(rows, provider), people=False),
+        }
+        found.append(row)
     return Table.of("savings", "Saved by the cache and by calls under way, at list prices", found)
 
 
@@ -164,23 +161,22 @@ def stages(rows: RunRows) -> Table:
             )
             for k in ("extra", "saved")
         )
-        found.append(
-            {
-                "function": function,
-                "stage": stage,
-                "entered": as_count(int(n["entered"])),
-                "acted": as_count(int(n["acted"])),
-                "helped": as_count(int(n["helped"])),
-                "waited_s": as_seconds(n["waited_s"]),
-                "extra_calls": as_count(int(n["extra_calls"]), people=False),
-                "extra_billed_s": as_seconds(n["extra_billed_s"], people=False),
-                "extra_usd": as_usd(extra),
-                "saved_calls": as_count(int(n["saved_calls"]), people=False),
-                "saved_billed_s": as_seconds(n["saved_billed_s"], people=False),
-                "saved_usd": as_usd(saved),
-                "cost": as_text(_kind(rows, provider), people=False),
-            }
-        )
+        row: Row = {
+            "function": function,
+            "stage": stage,
+            "entered": as_count(int(n["entered"])),
+            "acted": as_count(int(n["acted"])),
+            "helped": as_count(int(n["helped"])),
+            "waited_s": as_seconds(n["waited_s"]),
+            "extra_calls": as_count(int(n["extra_calls"]), people=False),
+            "extra_billed_s": as_seconds(n["extra_billed_s"], people=False),
+            "extra_usd": as_usd(extra),
+            "saved_calls": as_count(int(n["saved_calls"]), people=False),
+            "saved_billed_s": as_seconds(n["saved_billed_s"], people=False),
+            "saved_usd": as_usd(saved),
+            "cost": as_text(_kind(rows, provider), people=False),
+        }
+        found.append(row)
     return Table.of("stages", "What each stage of the function pipeline did, cost and saved, at list prices", found)
 
 
@@ -190,17 +186,16 @@ def health(rows: RunRows) -> Table:
     for (function, _), s in sorted(_summed(rows.events_of(FUNCTION_HEALTH)).items()):
         outcomes, faults = int(s.get("outcomes", 0)), int(s.get("faults", 0))
         kinds = {k.removeprefix("fault."): int(n) for k, n in sorted(s.items()) if k.startswith("fault.")}
-        found.append(
-            {
-                "function": function,
-                "outcomes": as_count(outcomes),
-                "model_faults": as_count(int(s["model_faults"]) if "model_faults" in s else None),
-                "infra_faults": as_count(faults),
-                "rate": as_share(ratio(faults, outcomes)),
-                "threshold": as_share(rows.fault_threshold),
-                "kinds": ", ".join(f"{k} {n}" for k, n in kinds.items()),
-            }
-        )
+        row: Row = {
+            "function": function,
+            "outcomes": as_count(outcomes),
+            "model_faults": as_count(int(s["model_faults"]) if "model_faults" in s else None),
+            "infra_faults": as_count(faults),
+            "rate": as_share(ratio(faults, outcomes)),
+            "threshold": as_share(rows.fault_threshold),
+            "kinds": ", ".join(f"{k} {n}" for k, n in kinds.items()),
+        }
+        found.append(row)
     return Table.of("health", "Health of functions", found)
 
 

@@ -301,18 +301,17 @@ def _summary(cases: Iterable[_OffloadCase]) -> Table:
     for case in cases:
         one, worker_s, usd = case.dedicated(case.fewest)
         per_s = case.functions_usd / case.work_s if case.work_s else 0.0
-        found.append(
-            {
-                "function": case.name,
-                "calls": as_count(len(case.calls)),
-                "work_s": as_seconds(case.work_s),
-                "functions_usd": as_usd(case.functions_usd),
-                "dedicated": as_count(case.fewest),
-                "dedicated_usd": as_usd(usd),
-                "dedicated_used": as_share(ratio(one.busy_s, worker_s)),
-                "dedicated_wins_above": as_share(ratio(case.worker_usd_s, per_s)),
-            }
-        )
+        row: Row = {
+            "function": case.name,
+            "calls": as_count(len(case.calls)),
+            "work_s": as_seconds(case.work_s),
+            "functions_usd": as_usd(case.functions_usd),
+            "dedicated": as_count(case.fewest),
+            "dedicated_usd": as_usd(usd),
+            "dedicated_used": as_share(ratio(one.busy_s, worker_s)),
+            "dedicated_wins_above": as_share(ratio(case.worker_usd_s, per_s)),
+        }
+        found.append(row)
     title = "Functions as billed against the fewest dedicated workers that are quick enough"
     return Table.of("summary", title, found)
 

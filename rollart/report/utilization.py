@@ -185,21 +185,20 @@ def _domains(rows: RunRows) -> Table:
         used = sum(c.trajectories for c in own if c.outcome in ("trained", "evaluated"))
         waiting = sum(c.trajectories for c in own if c.outcome == "waiting")
         judged = sum(c.judged for c in own)
-        found.append(
-            {
-                "domain": domain,
-                "purpose": purpose,
-                "episodes": as_count(n),
-                "used": as_count(used),
-                "waiting": as_count(waiting),
-                "lost": as_count(n - used - waiting),
-                "success": as_share(ratio(sum(c.successes for c in own), judged)),
-                "turns": as_number(sum(c.turns for c in own) / n),
-                "tokens": as_number(sum(c.action_tokens for c in own) / n),
-                "wall_s": as_seconds(sum(c.seconds for c in own) / n),
-                "engine_ms": as_number(1000 * math.fsum(c.engine_seconds for c in own) / n),
-            }
-        )
+        row: Row = {
+            "domain": domain,
+            "purpose": purpose,
+            "episodes": as_count(n),
+            "used": as_count(used),
+            "waiting": as_count(waiting),
+            "lost": as_count(n - used - waiting),
+            "success": as_share(ratio(sum(c.successes for c in own), judged)),
+            "turns": as_number(sum(c.turns for c in own) / n),
+            "tokens": as_number(sum(c.action_tokens for c in own) / n),
+            "wall_s": as_seconds(sum(c.seconds for c in own) / n),
+            "engine_ms": as_number(1000 * math.fsum(c.engine_seconds for c in own) / n),
+        }
+        found.append(row)
     return Table.of("domains", "Domains (means per trajectory)", found)
 
 
@@ -222,17 +221,16 @@ def _against_kept(rows: RunRows, kind: str, treatment: str, title: str) -> Table
         figure = FIGURES.get(name, name)
         more = "more" if float(f["delta"] or 0) > 0 else "less"
         warning = f"{treatment} ones have {more} {figure}" if f["notable"] else ""
-        found.append(
-            {
-                "figure": figure,
-                treatment: as_number(f["cancelled"]),
-                "kept": as_number(f["kept"]),
-                f"{treatment}_count": as_count(f["cancelled_count"]),
-                "kept_count": as_count(f["kept_count"]),
-                "cliffs_delta": as_number(f["delta"]),
-                "warning": as_text(warning, wrap=True),
-            }
-        )
+        row: Row = {
+            "figure": figure,
+            treatment: as_number(f["cancelled"]),
+            "kept": as_number(f["kept"]),
+            f"{treatment}_count": as_count(f["cancelled_count"]),
+            "kept_count": as_count(f["kept_count"]),
+            "cliffs_delta": as_number(f["delta"]),
+            "warning": as_text(warning, wrap=True),
+        }
+        found.append(row)
     return Table.of(treatment, title, found, optional=True)
 
 
@@ -249,21 +247,20 @@ def engines(rows: RunRows) -> Table:
     for engine, s in sorted(sums.items()):
         prompt, cached, external, steps = s["prompt_tokens"], s["cached_tokens"], s["external_tokens"], s["steps"]
         step = _step_s(s)
-        found.append(
-            {
-                "engine": engine,
-                "prompt_tokens": as_count(int(prompt)),
-                "hits": as_share(ratio(cached - external, prompt)),
-                "pulled": as_share(ratio(external, prompt)),
-                "sampled_tokens": as_count(int(s["generated_tokens"])),
-                "prefill_tokens_per_s": as_number(ratio(prompt - cached, s["prefill_seconds"])),
-                "steps": as_count(int(steps)),
-                "batch": as_number(ratio(s["generated_tokens"], steps)),
-                "step_ms": as_number(None if step is None else 1000 * step),
-                "kv_used": as_share(fullest[engine]),
-                "preemptions": as_count(int(s["preemptions"])),
-            }
-        )
+        row: Row = {
+            "engine": engine,
+            "prompt_tokens": as_count(int(prompt)),
+            "hits": as_share(ratio(cached - external, prompt)),
+            "pulled": as_share(ratio(external, prompt)),
+            "sampled_tokens": as_count(int(s["generated_tokens"])),
+            "prefill_tokens_per_s": as_number(ratio(prompt - cached, s["prefill_seconds"])),
+            "steps": as_count(int(steps)),
+            "batch": as_number(ratio(s["generated_tokens"], steps)),
+            "step_ms": as_number(None if step is None else 1000 * step),
+            "kv_used": as_share(fullest[engine]),
+            "preemptions": as_count(int(s["preemptions"])),
+        }
+        found.append(row)
     return Table.of("engines", "Engines by their own counters", found, optional=True)
 
 
@@ -359,17 +356,16 @@ def _broadcasts(rows: RunRows) -> Table:
         gb = sum(float(e.fields["bytes"] or 0) for e in got) / 1e9
         seconds = math.fsum(float(e.fields["seconds"] or 0) for e in got)
         why = str(missed[-1].fields["why"]) if missed else ""
-        lines.append(
-            {
-                "engine": name,
-                "received": as_count(len(got)),
-                "gb": as_number(gb),
-                "seconds": as_seconds(seconds),
-                "gb_per_s": as_number(ratio(gb, seconds)),
-                "missed": as_count(len(missed)),
-                "why": as_text(why, wrap=True),
-            }
-        )
+        row: Row = {
+            "engine": name,
+            "received": as_count(len(got)),
+            "gb": as_number(gb),
+            "seconds": as_seconds(seconds),
+            "gb_per_s": as_number(ratio(gb, seconds)),
+            "missed": as_count(len(missed)),
+            "why": as_text(why, wrap=True),
+        }
+        lines.append(row)
     return Table.of("broadcasts", "Weights by broadcast", lines, optional=True)
 
 
