@@ -16,22 +16,29 @@ from types import FrameType
 
 import click
 
-from rollart.cli.context import RESOLVED, colour, find_run, native_output_to_stderr, print_stderr, split_arguments
+from rollart.cli.context import (
+    RESOLVED,
+    colour,
+    find_run,
+    native_output_to_stderr,
+    print_report,
+    print_stderr,
+    split_arguments,
+)
 from rollart.cli.controller import age_s, hold_run, live_controller
 from rollart.cli.process import crash_directory, own_process
 from rollart.cli.progress import ProgressLines
-from rollart.cli.reports import show_reports
 from rollart.cli.runs import LAUNCH
 from rollart.errors import RunFailed, SpecError, StorageFailed, UsageError
 from rollart.launch.launch import launch as start
 from rollart.launch.preflight import dry_run_lines, launch_warnings, launchable, unchecked_remotes
 from rollart.launch.resume import refuse_changed
 from rollart.ledger.database import FILE
+from rollart.ledger.reader import LedgerReader
 from rollart.report.cost import cost
 from rollart.report.curve import curve
 from rollart.report.profile import measured_profiles
-from rollart.report.rows import RunRows
-from rollart.report.tables import Report
+from rollart.report.rows import collect
 from rollart.report.utilization import utilization
 from rollart.settings.load import SpecSources
 from rollart.settings.planning import Specs
@@ -192,13 +199,13 @@ def _new_directory(runs: Path, name: str | None, resolved: Resolved) -> Path:
 
 def _show_reports(directory: Path) -> None:
     """Print the run's curves, cost and utilization, and its directory."""
-
-    def sparklines(rows: RunRows) -> Report:
-        """The curves without their points, which `rollart report curve` shows."""
-        report = curve(rows)
-        return replace(report, tables=report.tables[:1], notes=("every point: rollart report curve",))
-
-    show_reports(directory, [sparklines, cost, utilization])
+    with LedgerReader(directory) as reader:
+        rows = collect(reader, directory.resolve().name)
+    curves = curve(rows)
+    curves = replace(curves, tables=curves.tables[:1], notes=("every point: rollart report curve",))
+    for report in (curves, cost(rows), utilization(rows)):
+        click.echo()
+        print_report(report, "table")
     click.echo(f"\nrun directory: {directory}")
 
 

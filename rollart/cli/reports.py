@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
-
-import click
 
 from rollart.cli.context import find_run, print_report
 from rollart.ledger.reader import LedgerReader
@@ -18,7 +16,6 @@ from rollart.report import timeline as timelines
 from rollart.report import utilization as utilizations
 from rollart.report.pages import cost_page, timeline_page
 from rollart.report.rows import RunRows, collect
-from rollart.report.tables import Report
 
 T = TypeVar("T")
 
@@ -57,14 +54,6 @@ def bias(run: str | None, output: str, runs_dir: Path) -> None:
     directory = find_run(run, runs_dir)
     attempts, prompts = _read(directory, biases.read_attempts)
     print_report(biases.bias(directory.resolve().name, attempts, prompts), output)
-
-
-def show_reports(directory: Path, summaries: Sequence[Callable[[RunRows], Report]]) -> None:
-    """Print several reports of one run as tables."""
-    rows = _collect(directory)
-    for summary in summaries:
-        click.echo()
-        print_report(summary(rows), "table")
 
 
 def _read(directory: Path, read: Callable[[LedgerReader], T]) -> T:
