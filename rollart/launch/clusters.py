@@ -238,7 +238,7 @@ async def open_cluster(
         stack.push_async_callback(runtime.close)
         async with _requested_capacity(resolved, runtime):
             if spec.backend == "ray":
-                await _wait_for_nodes(resolved, runtime)
+                await wait_for_nodes(resolved, runtime)
             devices = present_devices(resolved, runtime)
             fitted = resolved if devices is None else fit_to_devices(resolved, devices)
             await runtime.reserve(plan_bundles(fitted), wait_s=spec.wait_s + PLACEMENT_S)
@@ -363,7 +363,7 @@ async def _requested_capacity(resolved: Resolved, runtime: Runtime) -> AsyncIter
         await runtime.ask(())
 
 
-async def _wait_for_nodes(resolved: Resolved, runtime: Runtime) -> None:
+async def wait_for_nodes(resolved: Resolved, runtime: Runtime) -> None:
     """Wait until the present nodes have the devices of the plan. `UsageError` names the pool that lacks devices."""
     limit = resolved.cluster.runtime.wait_s
     try:

@@ -197,7 +197,7 @@ class TrainerProgram:
         self._staged = -1
         self._probe_logprobs: tuple[int, tuple[float, ...]] = (-1, ())
         self._restarts = 0
-        self._client: HttpTrainer | None = None
+        self.client: HttpTrainer | None = None
 
     async def start(self) -> None:
         """The first start, with up to `MAX_START_TRIES` tries. `PartDied` with the last cause."""
@@ -216,8 +216,8 @@ class TrainerProgram:
 
     async def _start(self) -> None:
         async with self._leases.hold("trainer", "its start", self._start_s, Expiry.RESTART_PART):
-            self._client = HttpTrainer(await self._program.call("start", []))
-            await self._client.greet()
+            self.client = HttpTrainer(await self._program.call("start", []))
+            await self.client.greet()
 
     def _restarted(self, restarts: int, cause: str = "") -> None:
         now = asyncio.get_running_loop().time()
@@ -249,7 +249,7 @@ class TrainerProgram:
 
     @property
     def streams(self) -> bool:
-        return self._client is not None and self._client.streams
+        return self.client is not None and self.client.streams
 
     async def begin(self, version: int) -> None:
         await self._running_client().begin(version)
@@ -328,14 +328,14 @@ class TrainerProgram:
         return await work()
 
     async def close(self) -> None:
-        client, self._client = self._client, None
+        client, self.client = self.client, None
         if client is not None:
             await client.aclose()
 
     def _running_client(self) -> HttpTrainer:
-        if self._client is None:
+        if self.client is None:
             raise TrainerError("the trainer is not running")
-        return self._client
+        return self.client
 
 
 @dataclass(frozen=True, slots=True)

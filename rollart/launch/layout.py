@@ -46,24 +46,18 @@ TOKEN_FILE = "service.token"
 """File of the token in the run's directory, mode 600."""
 
 
-def refuse_missing_token(resolved: Specs) -> None:
-    """SpecError if the external trainer's token belongs in an environment variable that is not set."""
-    variable = _variable(resolved)
-    if resolved.cluster.trainer.external is not None and variable:
-        _token(variable)
-
-
-def _variable(resolved: Specs) -> str:
-    return (resolved.cluster.trainer.external_token or "").partition("env:")[2]
-
-
-def _token(variable: str) -> str:
+def external_token(specs: Specs) -> dict[str, str]:
+    """The environment variable with the external trainer's token, if it belongs into one. SpecError if it is not
+    set."""
+    variable = (specs.cluster.trainer.external_token or "").partition("env:")[2]
+    if specs.cluster.trainer.external is None or not variable:
+        return {}
     token = os.environ.get(variable, "")
     if not token:
         raise SpecError(
             f"trainer.external_token: the environment variable {variable} is not set", remedy=f"export {variable}=…"
         )
-    return token
+    return {variable: token}
 
 
 VLLM_MODEL_ALIAS = "vllm-model"
@@ -210,9 +204,9 @@ def trainer_actors(resolved: Resolved, directory: Path, config: Path) -> list[Ac
     token."""
     assignment, external = resolved.plan.of(Role.TRAINER)[0], resolved.cluster.trainer.external
     if external is not None:
-        arguments, env = ["--config", str(config), "--listen", external], {}
-        if variable := _variable(resolved):
-            arguments, env = [*arguments, "--token-env", variable], {variable: _token(variable)}
+        arguments, env = ["--config", str(config), "--listen", external], external_token(resolved)
+        if env:
+            arguments += ["--token-env", *env]
         elif resolved.cluster.trainer.external_token is not None:
             arguments += ["--token-file", str(directory / TOKEN_FILE)]
         return [_program(resolved, directory, assignment, "rollart.adapters.service.bridge", arguments, env=env)]

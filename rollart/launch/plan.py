@@ -96,12 +96,12 @@ class PlacementPlanner:
 
     def __init__(self, problem: Problem, found: Placement, settings: RebalanceSpec) -> None:
         self._problem = replace(problem, fixed=None)
-        self._found = found
+        self.found = found
         self._settings = settings
         self.routes = routes_of(problem, found)
         self._proposed: tuple[Proposal, Placement, Routes] | None = None
         """The last result of `replan`, until it is adopted."""
-        self._computing: asyncio.Future[Any] | None = None
+        self.computing: asyncio.Future[Any] | None = None
 
     async def reprice(self, observed: FleetObservation) -> Routes:
         """The current flows and dual prices, always at the planned batches. A turn's share of a step falls with the
@@ -112,36 +112,36 @@ class PlacementPlanner:
     def adopt(self, proposal: Proposal) -> None:
         """Make the proposed plan the current one, for prices, flows and the next comparison."""
         if self._proposed is not None and self._proposed[0] is proposal:
-            _, self._found, self.routes = self._proposed
+            _, self.found, self.routes = self._proposed
         self._proposed = None
 
     async def reflow(self, observed: FleetObservation) -> Routes:
         """Solve the flows of the serving engines. Raises `RunFailed` if they can carry no flow at all."""
-        problem = replace(self._updated(observed), fixed=self._serving(observed))
+        problem = replace(self.updated_problem(observed), fixed=self._serving(observed))
         placement = await self._in_thread(_solve, problem)
         if isinstance(placement, Infeasible):
             raise RunFailed(f"no flows for the engines that serve: {placement.message}")
-        self._found, self.routes = placement, routes_of(problem, placement)
+        self.found, self.routes = placement, routes_of(problem, placement)
         return self.routes
 
     async def replan(self, observed: FleetObservation, reason: str) -> Proposal | None:
-        self._proposed = await self._in_thread(self._replan, observed)
+        self._proposed = await self._in_thread(self.compute_plan, observed)
         return None if self._proposed is None else self._proposed[0]
 
     async def _in_thread(self, compute: Callable[[A], R], argument: A) -> R:
         """Compute in a thread. `RunFailed` while the previous computation runs: a caller that gave up on it cannot stop
         it, and a second one would take more CPU time from the run."""
-        if self._computing is not None and not self._computing.done():
+        if self.computing is not None and not self.computing.done():
             raise RunFailed("the planner still computes its previous request")
         computing = asyncio.get_running_loop().run_in_executor(None, compute, argument)
         computing.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have given up
-        self._computing = computing
+        self.computing = computing
         return await asyncio.shield(computing)
 
-    def _replan(self, observed: FleetObservation) -> tuple[Proposal, Placement, Routes] | None:
+    def compute_plan(self, observed: FleetObservation) -> tuple[Proposal, Placement, Routes] | None:
         """The best reachable plan; if the caller cannot start engines, other roles for serving engines. None if it is
         the running plan; `RunFailed` if there is none at all."""
-        problem = self._updated(observed)
+        problem = self.updated_problem(observed)
         here = {pool.name for pool in problem.pools}
         serving = tuple(d for d in self._serving(observed) if d.pool in here)
         now = _solve(replace(problem, fixed=serving))
@@ -180,12 +180,12 @@ class PlacementPlanner:
             for kind, load in sorted(observed.load.items())
             if load.healthy
         ]
-        return (*engines, *(d for d in self._found.deployments if d.role not in SERVING_ROLES))
+        return (*engines, *(d for d in self.found.deployments if d.role not in SERVING_ROLES))
 
-    def _updated(self, observed: FleetObservation) -> Problem:
+    def updated_problem(self, observed: FleetObservation) -> Problem:
         """The problem with measured work, and with training in its current place."""
         problem = self._problem
-        trainer = next((d for d in self._found.deployments if d.role is Role.TRAINER), None)
+        trainer = next((d for d in self.found.deployments if d.role is Role.TRAINER), None)
         train = problem.train
         if train is not None and trainer is not None:
             train = replace(train, pool=trainer.pool, devices=trainer.devices)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rollart.errors import SpecError
-from rollart.launch.layout import refuse_missing_token
+from rollart.launch.layout import external_token
 from rollart.settings.planning import Specs
 from rollart.settings.run import HarnessSpec
 
@@ -74,7 +74,7 @@ def refuse_missing(resolved: Specs) -> None:
     for need in requirements(resolved):
         if need.needed and not need.here and (not elsewhere or need.module == "ray"):
             raise SpecError(f"{need.asked}, and {need.module} is not installed", remedy=need.remedy)
-    refuse_missing_token(resolved)
+    external_token(resolved)
 
 
 def torch_build() -> str:

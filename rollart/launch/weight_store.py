@@ -109,19 +109,19 @@ class SharedWeightStore(DirectoryWeightStore):
         super().__init__(root)
         self.location = location
         self._leases, self._recorder = leases, recorder
-        self._ahead, self._pull_s = ahead, pull_s
+        self._ahead, self.pull_s = ahead, pull_s
         self._objects = location.objects()
-        self._pusher = BucketPusher(self._objects, bucket_bytes=bucket_bytes, in_flight=location.in_flight)
+        self.pusher = BucketPusher(self._objects, bucket_bytes=bucket_bytes, in_flight=location.in_flight)
         self._programs: dict[str, WeightPullProgram] = {}
-        self._longest_s = 0.0
+        self.longest_s = 0.0
         """Seconds of the slowest bucket so far, of all hosts."""
         self._keep: tuple[int, ...] = ()
-        self._stamps: dict[int, str] = {}
+        self.stamps: dict[int, str] = {}
 
     def prune(self, keep: Sequence[int]) -> None:
         super().prune(keep)
         self._keep = tuple(keep)
-        self._stamps = {v: stamp for v, stamp in self._stamps.items() if v in keep or v > max(keep)}
+        self.stamps = {v: stamp for v, stamp in self.stamps.items() if v in keep or v > max(keep)}
 
     def join(self, program: WeightPullProgram) -> None:
         """Add an engine's program: its host receives new versions ahead of the engine."""
@@ -132,15 +132,15 @@ class SharedWeightStore(DirectoryWeightStore):
 
     async def push(self, weights: WeightsRef) -> None:
         """`StorageFailed` if the store does not accept the version, since no engine could load it."""
-        arrivals = await self._pusher.prepare(weights.version, weights.path)
-        self._stamps[weights.version] = arrivals.manifest.stamp
+        arrivals = await self.pusher.prepare(weights.version, weights.path)
+        self.stamps[weights.version] = arrivals.manifest.stamp
         pushed: PushResult | StorageFailed
         async with first_failure_only(), asyncio.TaskGroup() as pulls:
             for program in list(self._programs.values()) if self._ahead else ():
                 pull = self._pull_ahead(program, weights, arrivals)
                 pulls.create_task(pull, name=f"v{weights.version} to {program.name}")
             try:
-                pushed = await self._pusher.push(weights.path, arrivals)
+                pushed = await self.pusher.push(weights.path, arrivals)
             except StorageFailed as error:  # the arrivals report it to hosts, which give up
                 pushed = error
         if isinstance(pushed, StorageFailed):
@@ -153,7 +153,7 @@ class SharedWeightStore(DirectoryWeightStore):
             seconds=pushed.seconds,
         )
         if self._keep:
-            await self._pusher.collect([*self._keep, weights.version])
+            await self.pusher.collect([*self._keep, weights.version])
 
     async def local(self, program: WeightPullProgram, weights: WeightsRef) -> str:
         """The version's directory on the program's host. `EngineError` if the pull fails or takes too long."""
@@ -161,10 +161,8 @@ class SharedWeightStore(DirectoryWeightStore):
 
     async def _pull(self, program: WeightPullProgram, weights: WeightsRef, coming: bytes | None) -> str:
         try:
-            async with self._leases.hold(
-                program.name, f"v{weights.version} from the store", self._pull_s, Expiry.RETRY
-            ):
-                stamp = self._stamps.get(weights.version)
+            async with self._leases.hold(program.name, f"v{weights.version} from the store", self.pull_s, Expiry.RETRY):
+                stamp = self.stamps.get(weights.version)
                 if stamp is None:
                     raise StorageFailed("it was not pushed, or is collected")
                 async with first_failure_only(), asyncio.TaskGroup() as tasks:
@@ -199,11 +197,11 @@ class SharedWeightStore(DirectoryWeightStore):
                 raise StorageFailed(f"its host has not answered for {PULL_STALL_S:g} s") from None
             if progress is None or progress.buckets != buckets or not progress.open:
                 buckets, since = -1 if progress is None else progress.buckets, loop.time()
-            self._longest_s = max(self._longest_s, 0.0 if progress is None else progress.longest_s)
-            limit = max(PULL_STALL_S, SLOWEST_BUCKET_FACTOR * self._longest_s)
-            if self._longest_s and loop.time() - since > limit:
+            self.longest_s = max(self.longest_s, 0.0 if progress is None else progress.longest_s)
+            limit = max(PULL_STALL_S, SLOWEST_BUCKET_FACTOR * self.longest_s)
+            if self.longest_s and loop.time() - since > limit:
                 raise StorageFailed(
-                    f"no bucket has come to its host for {limit:.3g} s (the longest took {self._longest_s:.3g} s)"
+                    f"no bucket has come to its host for {limit:.3g} s (the longest took {self.longest_s:.3g} s)"
                 )
 
     async def aclose(self) -> None:

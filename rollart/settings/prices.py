@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
-from typing import Literal, get_args
+from typing import Literal
 
 from pydantic import Field
 
@@ -21,8 +21,6 @@ Unit = Literal[
     "idle-core-second",
 ]
 """The unit of a price. A provider without `idle-...` prices charges nothing for an idle worker."""
-
-UNITS: tuple[str, ...] = get_args(Unit)
 
 STALE_DAYS = 180
 """A price older than this is pointed out: list prices of GPUs have moved by a third within half a year."""

@@ -28,7 +28,7 @@ def reference() -> str:
     lines = [HEAD]
     for kind, model in KINDS.items():
         lines += [f"## {kind}", "", *_section(model)]
-        for part in _parts(model, set()):
+        for part in nested_models(model, set()):
             lines += [f"### {kind}: {part.__name__}", "", *_section(part)]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -45,14 +45,14 @@ def _section(model: type[BaseModel]) -> Iterator[str]:
     yield ""
 
 
-def _parts(model: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[type[BaseModel]]:
+def nested_models(model: type[BaseModel], seen: set[type[BaseModel]]) -> Iterator[type[BaseModel]]:
     """Models inside a model, each once, in the order of their keys."""
     for info in model.model_fields.values():
         for part in _models_in(info.annotation):
             if part not in seen:
                 seen.add(part)
                 yield part
-                yield from _parts(part, seen)
+                yield from nested_models(part, seen)
 
 
 def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -371,14 +371,4 @@ class RunSpec(SpecEntry):
 
     def domain(self, name: str) -> DomainSpec:
         """The domain of that name; KeyError if there is none."""
-        for entry in self.domains:
-            if entry.name == name:
-                return entry
-        raise KeyError(name)
-
-    def function(self, name: str) -> FunctionEntry:
-        """The function of that name; KeyError if there is none."""
-        for entry in self.functions:
-            if entry.name == name:
-                return entry
-        raise KeyError(name)
+        return {domain.name: domain for domain in self.domains}[name]

@@ -67,7 +67,7 @@ def test_a_version_that_is_written_beside_the_next_step_has_the_probe_of_its_own
     none: Any = None
     program = TrainerProgram(none, none, none, none, current=lambda: None, start_s=1.0, agreement=sample)
     learner = Learner(tmp_path)
-    program._client = cast(Any, learner)
+    program.client = cast(Any, learner)
 
     async def body() -> None:
         await program.publish(0)

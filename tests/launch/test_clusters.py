@@ -12,7 +12,7 @@ from placement.types import Role
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.errors import SpecError, UsageError
 from rollart.fleet import ActorSpec, Node
-from rollart.launch.clusters import _wait_for_nodes, join_commands, place_actor, plan_bundles, record_cluster_events
+from rollart.launch.clusters import join_commands, place_actor, plan_bundles, record_cluster_events, wait_for_nodes
 from rollart.launch.layout import engine_actor, host_nodes, trainer_actors
 from rollart.settings.resolve import Resolved, resolve_files
 from rollart.sim import loop as virtual
@@ -107,9 +107,9 @@ def test_nodes_that_do_not_join_are_named(fake: Resolved) -> None:
         runtime = LocalRuntime([n for n in host_nodes(fake) if n.id != "h800-0"])
         began = asyncio.get_running_loop().time()
         with pytest.raises(UsageError, match=r"pool 'h800' needs 1 CPU on nodes with \{'gpu': 'H800'\}, there are 0"):
-            await _wait_for_nodes(fake, runtime)
+            await wait_for_nodes(fake, runtime)
         assert asyncio.get_running_loop().time() - began == pytest.approx(60.0)
-        await _wait_for_nodes(fake, LocalRuntime(host_nodes(fake)))
+        await wait_for_nodes(fake, LocalRuntime(host_nodes(fake)))
 
     virtual.run(main())
 

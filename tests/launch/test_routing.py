@@ -177,7 +177,7 @@ class TestPlanned:
         assert found is not None
         other, new = replace(found, rate=2 * found.rate), Routes(shares={"chat": {"far": 1.0}})
         proposal = Proposal((), new, found.rate, other.rate)
-        monkeypatch.setattr(made, "_replan", lambda observed: (proposal, other, new))
+        monkeypatch.setattr(made, "compute_plan", lambda observed: (proposal, other, new))
         observed = FleetObservation(work={}, load={}, rate=1.0, seconds=30.0)
 
         async def ask() -> None:
@@ -186,7 +186,7 @@ class TestPlanned:
             assert await made.reprice(observed) is before, "proposed, not applied"
             made.adopt(proposal)
             assert await made.reprice(observed) is new
-            assert made._found is other
+            assert made.found is other
             made.adopt(Proposal((), Routes(), 1.0, 2.0))
             assert await made.reprice(observed) is new, "not one of its own"
 
@@ -229,7 +229,7 @@ class TestPlanned:
             begun.release()
             assert end.wait(60.0)
 
-        monkeypatch.setattr(made, "_replan", slow)
+        monkeypatch.setattr(made, "compute_plan", slow)
         observed = FleetObservation(work={}, load={}, rate=1.0, seconds=30.0)
 
         async def ask() -> None:
@@ -242,8 +242,8 @@ class TestPlanned:
                 with pytest.raises(RunFailed, match="still computes"):
                     await asked
             end.set()
-            assert made._computing is not None
-            await made._computing
+            assert made.computing is not None
+            await made.computing
             assert await made.replan(observed, "drift") is None
 
         asyncio.run(ask())
@@ -255,7 +255,7 @@ class TestPlanned:
         seen = DomainWork(1.0, 16.0, 5, 1, 2, 0.0, MIN_FINISHED - 1)
         observed = FleetObservation(work={"chat": seen}, load={}, rate=0.0, seconds=0.0)
         assert resolved.problem is not None
-        assert made._updated(observed).domains == resolved.problem.domains
+        assert made.updated_problem(observed).domains == resolved.problem.domains
 
     def test_rebalancing_may_be_off(self, resolve: Resolve) -> None:
         assert placement_planner(resolve("placement.rebalance={reprice_s: 0, flows_s: 0}")) is None

@@ -141,7 +141,7 @@ def test_a_number_that_was_given_twice_is_the_last_ones(tmp_path: Path) -> None:
             path = Path(await b.stored.local(program, weights))
             assert (path / "model.safetensors").read_bytes() == b"another"
         made.write_bytes(b"the third")
-        b.stored._stamps[7] = "what nobody pushed"
+        b.stored.stamps[7] = "what nobody pushed"
         with pytest.raises(EngineError, match="not what was published under that number"):
             await b.stored.local(one, weights)
 
@@ -207,7 +207,7 @@ class Gate(FileObjectStore):
 
 def gated(b: Bench) -> Gate:
     gate = Gate(Path(b.place.url))
-    b.stored._pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)
+    b.stored.pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)
     return gate
 
 
@@ -269,10 +269,10 @@ class Hung:
 @pytest.mark.parametrize(("silent", "why"), [(True, "has not answered for 10 s"), (False, "no bucket has come")])
 def test_a_host_that_hangs_is_named_soon_and_holds_nobody_up_for_long(tmp_path: Path, silent: bool, why: str) -> None:
     async def test(b: Bench, one: Handle, other: Handle) -> None:
-        b.stored._pull_s = 3000.0
+        b.stored.pull_s = 3000.0
         hung: Any = Hung("engine-9", silent=silent)
         b.stored.join(hung)
-        b.stored._longest_s = 0.5  # of the buckets of versions before
+        b.stored.longest_s = 0.5  # of the buckets of versions before
         weights, began = b.publish(0), asyncio.get_running_loop().time()
         await b.stored.push(weights)
         assert b.on_host() == ["v000000"]

@@ -33,7 +33,7 @@ def test_a_run_is_typed_and_has_defaults(write: Write) -> None:
     assert run.domains[0].rewards[0].weight == 2.0
     assert (run.schedule, run.staleness, run.training.loss.kind) == ("async", 1, "ppo")
     assert run.domain("lake").group_size == 8
-    assert run.function("exact").handler == "exact"
+    assert [function.handler for function in run.functions] == ["exact"]
     with pytest.raises(KeyError):
         run.domain("none")
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from rollart.errors import UsageError
 from rollart.settings.base import descriptions
 from rollart.settings.load import KINDS, json_schema
-from rollart.settings.reference import _parts, reference
+from rollart.settings.reference import nested_models, reference
 
 
 def test_the_page_is_current() -> None:
@@ -19,7 +19,7 @@ def test_the_page_is_current() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_is_described_and_nothing_else_is_allowed(kind: str) -> None:
-    models: list[type[BaseModel]] = [KINDS[kind], *_parts(KINDS[kind], set())]
+    models: list[type[BaseModel]] = [KINDS[kind], *nested_models(KINDS[kind], set())]
     for model in models:
         assert model.model_config["extra"] == "forbid"
         assert all(descriptions(model).get(name) for name in model.model_fields), model
