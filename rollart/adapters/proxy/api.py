@@ -128,15 +128,11 @@ class RequestBody(BaseModel):
         try:
             return cls.model_validate(body, context=context)
         except ValidationError as error:
-            raise cls._bad_request(error) from None
-
-    @classmethod
-    def _bad_request(cls, error: ValidationError) -> BadRequest:
-        """Fields of the endpoint itself precede those that it shares with others."""
-        first = min(error.errors(), key=lambda e: e["loc"][0] not in cls.__annotations__)
-        field = "tool_calls" if "tool_calls" in first["loc"] else str(first["loc"][0])
-        text = ": field required" if first["type"] == "missing" else str(first["ctx"]["error"])
-        return BadRequest(f"{field}{'' if text.startswith(':') else ' '}{text}", field=field)
+            # Fields of the endpoint itself precede those that it shares with others.
+            first = min(error.errors(), key=lambda e: e["loc"][0] not in cls.__annotations__)
+            field = "tool_calls" if "tool_calls" in first["loc"] else str(first["loc"][0])
+            text = ": field required" if first["type"] == "missing" else str(first["ctx"]["error"])
+            raise BadRequest(f"{field}{'' if text.startswith(':') else ' '}{text}", field=field) from None
 
 
 def _number(value: Any) -> float:
@@ -712,7 +708,6 @@ def _call_item(call: ToolCall, status: str = "") -> dict[str, Any]:
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 """Anthropic's stop reason by OpenAI's finish reason."""
-"""Anthropic\'s stop reason by OpenAI\'s finish reason."""
 
 ERROR_TYPES = {
     400: "invalid_request_error",

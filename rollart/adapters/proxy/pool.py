@@ -91,9 +91,15 @@ class PooledSession:
             except EngineError as error:
                 tried.append(asked.id)
                 part = completion_from_chunks(pieces)
-                unknown = any(piece.version is None for piece in pieces)
-                moved = self.engine.id not in tried  # by another request of this session
-                if not error.retryable or not (moved or self._move(tried)) or unknown:
+                if not error.retryable:
+                    raise
+                if self.engine.id in tried:  # otherwise another request of this session has moved it
+                    other = self._pool.assign(tried)
+                    if other is None:
+                        raise
+                    self._pool.sessions[self.engine.id] -= 1
+                    self.engine = other
+                if any(piece.version is None for piece in pieces):
                     raise
             else:
                 interrupted += 1
@@ -110,14 +116,6 @@ class PooledSession:
         self._pool.sessions[self.engine.id] -= 1
         with contextlib.suppress(EngineError):
             await self.engine.release(self._name)
-
-    def _move(self, tried: Sequence[EngineId]) -> bool:
-        """Move the session to an untried engine; False if there is none."""
-        engine = self._pool.assign(tried)
-        if engine is not None:
-            self._pool.sessions[self.engine.id] -= 1
-            self.engine = engine
-        return engine is not None
 
     async def _ask(
         self,
