@@ -399,13 +399,6 @@ class EnvironmentLoop:
     loop: asyncio.AbstractEventLoop
     thread: threading.Thread | None = None
 
-    @classmethod
-    def on_thread(cls, name: str) -> EnvironmentLoop:
-        loop = asyncio.new_event_loop()
-        thread = threading.Thread(target=run_loop, args=(loop,), name=name, daemon=True)
-        thread.start()
-        return cls(loop, thread)
-
     def stop(self) -> None:
         """End the loop's own thread once it is in no call."""
         if self.thread is not None:
@@ -496,7 +489,12 @@ class WarmPool:
 
     def new_loop(self, name: str) -> EnvironmentLoop:
         """The loop of another environment; a thread for it has this name."""
-        return EnvironmentLoop.on_thread(name) if self.factory.blocking else EnvironmentLoop(self.main)
+        if not self.factory.blocking:
+            return EnvironmentLoop(self.main)
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=run_loop, args=(loop,), name=name, daemon=True)
+        thread.start()
+        return EnvironmentLoop(loop, thread)
 
     async def make(self) -> Environment:
         """Make an environment and run its own `async start()`, if it has one (a container, a browser): all work that

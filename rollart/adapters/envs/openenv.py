@@ -80,7 +80,11 @@ class OpenEnv:
         reuse: bool = False,
     ) -> None:
         self._urls = endpoints([url] if isinstance(url, str) else url)
-        self._encode, self._show = action_encoder(action), observation_renderer(text)
+        self._encode = action_encoder(action)
+        if isinstance(text, str):
+            field = text
+            text = attribute_at(text, "text") if ":" in text else lambda observation: str(observation[field])
+        self._show: ObservationRenderer = text or _plain
         self._actions = None if actions is None else tuple(actions)
         self._actions_from, self._max_tokens = actions_from, max_tokens
         self._invalid_reward, self._success_at = float(invalid_reward), success_at
@@ -405,15 +409,6 @@ def action_encoder(action: str | ActionEncoder | Callable[[str], Mapping[str, An
     if ":" in action:
         return ActionEncoder(attribute_at(action, "action"))
     return ActionEncoder(lambda text: {action: text.strip()}, frozenset((action,)))
-
-
-def observation_renderer(text: str | ObservationRenderer | None) -> ObservationRenderer:
-    """The renderer of observations."""
-    if text is None:
-        return _plain
-    if not isinstance(text, str):
-        return text
-    return attribute_at(text, "text") if ":" in text else lambda observation: str(observation[text])
 
 
 def sole_text_field(schema: Mapping[str, Any], host: str) -> str:

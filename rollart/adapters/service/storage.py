@@ -237,25 +237,23 @@ class ServiceStore:
 
     def write(self, batch: Sequence[tuple[str, tuple[Any, ...]]]) -> None:
         """Write statements with their values in one transaction, large values to the segments first."""
-        written_locations = [self._with_location(statement, values) for statement, values in batch]
+        statements, locations = [], []
+        for statement, values in batch:
+            if statement.startswith("INSERT INTO cells") and len(values[2]) > INLINE_LIMIT:
+                row, column, value = values
+                location = self._segments.append(value.encode() if isinstance(value, str) else value)
+                locations.append((row, column, SegmentLocation(*location)))
+                statement, values = "INSERT INTO cells VALUES (?, ?, NULL, ?, ?)", (row, column, *location)
+            statements.append((statement, values))
         self._segments.sync()
         with self._base:  # commits, or rolls back
             self._base.execute("BEGIN IMMEDIATE")
-            for statement, values in written_locations:
+            for statement, values in statements:
                 self._base.execute(statement, values)
-        large = (v for s, v in written_locations if s.startswith("INSERT INTO cells") and len(v) == 4)
-        self._new_locations.extend((row, column, SegmentLocation(*at)) for row, column, *at in large)
+        self._new_locations.extend(locations)
         if self._segments.rolled:
             used = self._base.execute("SELECT DISTINCT segment FROM cells WHERE segment IS NOT NULL")
             self._segments.keep({segment for (segment,) in used})
-
-    def _with_location(self, statement: str, values: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-        """Replace a large value by its location, after appending it to a segment."""
-        if statement.startswith("INSERT INTO cells") and len(values[2]) > INLINE_LIMIT:
-            row, column, value = values
-            raw = value.encode() if isinstance(value, str) else value
-            return "INSERT INTO cells VALUES (?, ?, NULL, ?, ?)", (row, column, *self._segments.append(raw))
-        return statement, values
 
 
 class VolatileStore(ServiceStore):
