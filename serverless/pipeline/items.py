@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
@@ -103,26 +103,19 @@ class WaitingItems:
         self._max_items, self._max_bytes = batch.max_items, batch.max_bytes
         self.max_wait_s = batch.max_wait_ms / 1000.0
         self._by_length = by_length
-        self._buckets: dict[int, _Bucket] = {}
+        self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def add(self, entry: PendingItem) -> bool:
-        """Append an item. Returns True if its bucket is now full."""
-        bucket = self._bucket(entry)
-        bucket.entries.append(entry)
+    def add(self, entry: PendingItem, *, front: bool = False) -> bool:
+        """Append an item, or return it to the front of its bucket. Returns True if its bucket is now full."""
+        bucket = self._buckets[entry.size.bit_length() // 2 if self._by_length else 0]
+        (bucket.entries.appendleft if front else bucket.entries.append)(entry)
         bucket.size += entry.size
         self._count += 1
         return entry.alone or len(bucket.entries) >= self._max_items or bucket.size >= self._max_bytes
-
-    def put_back(self, entry: PendingItem) -> None:
-        """Return an item to the front of its bucket."""
-        bucket = self._bucket(entry)
-        bucket.entries.appendleft(entry)
-        bucket.size += entry.size
-        self._count += 1
 
     def take(self, now: float) -> tuple[list[PendingItem], float | None]:
         """The items of a call that is due; or no items and the seconds until a call may be due (None: nothing
@@ -157,13 +150,6 @@ class WaitingItems:
         self._buckets.clear()
         self._count = 0
         return entries
-
-    def _bucket(self, entry: PendingItem) -> _Bucket:
-        kind = entry.size.bit_length() // 2 if self._by_length else 0
-        bucket = self._buckets.get(kind)
-        if bucket is None:
-            bucket = self._buckets[kind] = _Bucket()
-        return bucket
 
     def _in_order(self) -> list[_Bucket]:
         waiting = [bucket for bucket in self._buckets.values() if bucket.entries]

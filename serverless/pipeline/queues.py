@@ -409,7 +409,7 @@ class ProviderQueue:
             self._groups.appendleft(entries)
         else:
             for entry in reversed(entries):
-                self._queue.put_back(entry)
+                self._queue.add(entry, front=True)
         self._pump()
 
     def _isolate(self, call: PipelineCall) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Protocol, Self
 
 from serverless.deploy.package import Package
@@ -171,6 +171,7 @@ _FIRST_S, _LONGEST_S = 1.0, 60.0
 most one start per minute and worker."""
 
 
+@dataclass(eq=False)
 class WorkerPool:
     """Owns the workers of one function version.
 
@@ -183,24 +184,17 @@ class WorkerPool:
     used worker is used next, so that the others reach their keep-alive and stop.
     """
 
-    def __init__(
-        self,
-        package: Package,
-        *,
-        launcher: Launcher,
-        meter: MeterSink,
-        provider: str,
-        group: asyncio.TaskGroup,
-        room: Callable[[], Awaitable[None]] | None = None,
-    ) -> None:
-        """`room` returns once a machine has room for another worker. That wait does not count as the worker's start."""
-        self.package = package
-        self._spec = package.spec
-        self._launcher = launcher
-        self._meter = meter
-        self._provider = provider
-        self._group = group
-        self._room = room
+    package: Package
+    _: KW_ONLY
+    launcher: Launcher
+    meter: MeterSink
+    provider: str
+    group: asyncio.TaskGroup
+    room: Callable[[], Awaitable[None]] | None
+    """Returns once a machine has room for another worker. That wait does not count as the worker's start."""
+
+    def __post_init__(self) -> None:
+        self._spec = self.package.spec
         self._slots: dict[int, WorkerSlot] = {}
         self._idle: list[WorkerSlot] = []
         self._starting = 0
@@ -208,8 +202,8 @@ class WorkerPool:
         self._reaper: asyncio.TimerHandle | None = None
         self._calls = 0
         self._closed = False
-        self._kept = package.spec.warm
-        self._keep_alive_s = package.spec.keep_alive_s
+        self._kept = self._spec.warm
+        self._keep_alive_s = self._spec.keep_alive_s
         self._failed_rounds = 0
         """Rounds of failed starts and of ends of idle workers since the last answered call."""
         self._starts_at = 0.0
@@ -383,7 +377,7 @@ class WorkerPool:
     ) -> Invocation:
         bill = Invocation(
             function=self._spec.name,
-            provider=self._provider,
+            provider=self.provider,
             worker=slot.name,
             t0=t0,
             t1=t1,
@@ -398,7 +392,7 @@ class WorkerPool:
             cold_billed_s=slot.init_s,
         )
         slot.cold_s = slot.init_s = 0.0
-        self._meter.invocation(bill)
+        self.meter.invocation(bill)
         return bill
 
     def _pump(self) -> None:
@@ -412,23 +406,23 @@ class WorkerPool:
 
     def _start_one(self, *, ahead: bool = False) -> None:
         number = next(n for n in range(len(self._slots) + 1) if n not in self._slots)
-        name = f"{self._provider}/{self._spec.name}/{number}"
+        name = f"{self.provider}/{self._spec.name}/{number}"
         slot = WorkerSlot(number, name, asyncio.get_running_loop().time(), ahead=ahead)
         self._slots[number] = slot
         self._starting += 1
-        slot.task = self._group.create_task(self._start(slot))
+        slot.task = self.group.create_task(self._start(slot))
 
     async def _start(self, slot: WorkerSlot) -> None:
         fault: InfraFault | None = None
         lost = False
         try:
-            if self._room is not None:
+            if self.room is not None:
                 try:
-                    await self._room()
+                    await self.room()
                 finally:  # the slot's life begins once there is a machine
                     slot.since = asyncio.get_running_loop().time()
             async with asyncio.timeout(self._spec.init_timeout_s):
-                slot.worker = await self._launcher.start(self.package, slot.name, slot.slot, lambda: self._gone(slot))
+                slot.worker = await self.launcher.start(self.package, slot.name, slot.slot, lambda: self._gone(slot))
         except TimeoutError:
             limit = self._spec.init_timeout_s
             fault = InfraFault(FaultKind.TIMEOUT, retryable=False, detail=f"not ready in {limit:g} s (init_timeout_s)")
@@ -528,7 +522,7 @@ class WorkerPool:
         slot.state, slot.since = state, now
         if before is not None and now > since:
             spec = self._spec
-            self._meter.worker(WorkerSpan(spec.name, self._provider, slot.name, since, now, before, spec.memory_mb))
+            self.meter.worker(WorkerSpan(spec.name, self.provider, slot.name, since, now, before, spec.memory_mb))
 
     def _schedule_reaper(self) -> None:
         """Schedule the next keep-alive check. One timer suffices, since idle slots are ordered by the start of their
