@@ -243,7 +243,7 @@ class ControlPlane:
         self._columns = ColumnFiller(
             settings.columns, trainer, buffer, leases, column_s=settings.train_s, training=self._training
         )
-        self._evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
+        self.evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
 
     def _trains(
         self, trainer: Trainer, buffer: SampleBuffer, publisher: Publisher, leases: Leases, clock: ResourceClock
@@ -278,7 +278,7 @@ class ControlPlane:
             self.gateway,
             self.scheduler,
             self._training,
-            self._evaluation,
+            self.evaluation,
             supervisor=supervisor,
             parts=parts,
             plan=self._settings.evaluation,

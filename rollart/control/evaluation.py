@@ -45,7 +45,7 @@ class Evaluation:
     ) -> None:
         self._faults = faults
         self._domains = domains
-        self._runner = runner
+        self.runner = runner
         self._recorder = recorder
         self._seed = seed
 
@@ -99,7 +99,7 @@ class Evaluation:
                 slot_request=PlacementRequest(PlacementPriority.EVALUATE),
             )
             try:
-                trajectory = await self._runner.run(live)
+                trajectory = await self.runner.run(live)
             except TrajectoryAborted as aborted:
                 self._recorder.charge(trajectory_charge(live, str(aborted.reason), None, None))
                 self._faults.ended(aborted.reason, aborted.detail, incident=aborted.incident)

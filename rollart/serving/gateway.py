@@ -62,7 +62,7 @@ class Gateway:
         self._recorder = recorder
         self.registry = EngineRegistry(seats or {})
         # One weight transfer per engine at a time: an update of all, or the catch-up of a returning engine.
-        self._moving = asyncio.Lock()
+        self.moving = asyncio.Lock()
         self.turns = TurnExecutor(
             leases,
             limits,
@@ -128,7 +128,7 @@ class Gateway:
 
         Raises `EngineError` or `LeaseExpired` if the weights do not load.
         """
-        async with self._moving, self.updates.alone(engine.id):
+        async with self.moving, self.updates.alone(engine.id):
             current = weights()
             if loaded != current.version:
                 waiting_for = f"weights v{current.version} on {engine.id}"
@@ -251,7 +251,7 @@ class Gateway:
     async def still(self) -> AsyncIterator[None]:
         """Exclude weight updates while the body runs: it waits for an update, and an update waits for it. Keep it
         short."""
-        async with self._moving:
+        async with self.moving:
             yield
 
     def load(self) -> Mapping[EngineKind, KindLoad]:
@@ -319,7 +319,7 @@ class Gateway:
                 self.admission.report(version)
 
         await self.updates.ready(weights.version)
-        async with self._moving:
+        async with self.moving:
             await self.updates.publish(weights, current)
 
     async def settle(self) -> None:
@@ -332,7 +332,7 @@ class Gateway:
         normal while weights load."""
         if isinstance(error, EngineError):
             self._suspect(member, error)
-        elif member.healthy and not member.updating and not self._moving.locked():
+        elif member.healthy and not member.updating and not self.moving.locked():
             if not member.doubted:
                 member.doubted, member.doubted_at = True, asyncio.get_running_loop().time()
             self._on_suspect(member.engine.id)

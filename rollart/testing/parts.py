@@ -260,7 +260,7 @@ class SimulatedTrainer:
     """Of calls that filled columns: which, of which samples."""
     pushes: int = 0
     staged: set[int] = field(default_factory=set)
-    _calls: int = 0
+    calls: int = 0
     _lives: int = 1
     _columns: int = 0
     _open: tuple[int, list[TrainSample]] | None = None
@@ -294,16 +294,16 @@ class SimulatedTrainer:
         return self._open
 
     async def _work(self) -> None:
-        self._calls += 1
-        calls, life = self._calls, self._lives
+        self.calls += 1
+        calls, life = self.calls, self._lives
         if self.seconds is not None:
             await asyncio.sleep(self.seconds(random.Random(f"{self.seed}:{calls}")))
         if life != self._lives:
             raise TrainerError("the simulated trainer died")
-        if self._calls in self.fail_steps:
+        if self.calls in self.fail_steps:
             self._die()
             raise TrainerError("the simulated trainer died")
-        if self._calls in self.refuse_steps:
+        if self.calls in self.refuse_steps:
             raise TrainerRefused("the simulated trainer will not have it")
 
     async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:

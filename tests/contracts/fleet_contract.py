@@ -184,7 +184,7 @@ class FleetContract:
             before = s.state()
             async with asyncio.TaskGroup() as tasks:
                 published = tasks.create_task(s.publish(look))
-                await s.until(s.gateway._moving.locked)
+                await s.until(s.gateway.moving.locked)
                 moves = [tasks.create_task(s.fleet.apply(m)) for m in (DRAIN, START)]
                 await published
             assert all(move.done() for move in moves)

@@ -44,7 +44,7 @@ def evaluate(verdicts: list[Any], faults: FaultMeter) -> tuple[Any, MemoryRecord
             import dataclasses
 
             domain = dataclasses.replace(world.domains[0], environment=lambda: Judge(left.pop(0)))
-            runner = world.control._evaluation._runner
+            runner = world.control.evaluation.runner
             evaluation = Evaluation([domain], runner, world.recorder, faults, seed=0)
             episodes = sum(v != "broken" for v in verdicts) + verdicts.count("broken") // 2
             held.append((await evaluation.run("end", 0, episodes, concurrency=1))["a"])

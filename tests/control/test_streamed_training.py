@@ -82,7 +82,7 @@ def test_a_trainer_that_dies_gets_again_what_it_had(call: int) -> None:
     run = streaming(fail=(call, call + 1))
     loop.run(run.run(), seed=call)
     sound(run, 3)
-    assert run.trainer._calls == len(run.trainer.accumulated) + len(run.trainer.batches) + 2
+    assert run.trainer.calls == len(run.trainer.accumulated) + len(run.trainer.batches) + 2
 
 
 def test_a_trainer_that_dies_at_every_attempt_ends_the_run() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
@@ -60,9 +59,7 @@ def test_kv_of_an_engine_that_went_is_not_fetched() -> None:
 
 def test_a_turn_that_is_cut_short_is_no_failed_attempt() -> None:
     async def main() -> None:
-        bench = Bench({name: EnginePlacement("x") for name in "abc"}, rule_name="local")
-        turns = bench.gateway.turns
-        turns._limits = replace(turns._limits, attempts=1)
+        bench = Bench({name: EnginePlacement("x") for name in "abc"}, rule_name="local", attempts=1)
         for engine in bench.engines.values():
             engine.slow = 10.0
         async with asyncio.TaskGroup() as tasks:

@@ -66,6 +66,7 @@ class Bench:
         affinity: HardwareAffinity | None = None,
         pace: HandoffTimings | None = None,
         versioned: bool = False,
+        attempts: int = 4,
     ) -> None:
         self.recorder = MemoryRecorder()
         self.leases = Leases(self.recorder)
@@ -79,7 +80,7 @@ class Bench:
         }
         self.gateway = Gateway(
             self.leases,
-            limits=GatewayLimits(generate_s=50.0, handoff_s=2.0, engine_s=5.0),
+            limits=GatewayLimits(generate_s=50.0, handoff_s=2.0, engine_s=5.0, attempts=attempts),
             version=0,
             on_suspect=self.suspected.append,
             recorder=self.recorder,
