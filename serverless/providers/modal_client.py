@@ -309,7 +309,8 @@ class DeploymentTags:
 
     def tags(self) -> dict[str, str]:
         tags = dict(self.other)
-        tags |= {f"rollart-v{n}": _base64(digest) for n, digest in self.versions.items()}
+        for number, digest in self.versions.items():
+            tags[f"rollart-v{number}"] = base64.urlsafe_b64encode(bytes.fromhex(digest)).decode().rstrip("=")
         tags |= {f"rollart-t{n}": str(t) for n, t in self.times.items() if n in self.versions}
         return tags | ({"rollart-live": str(self.live)} if self.live else {})
 
@@ -361,30 +362,22 @@ class ModalNamespace:
     def function(self, function: str, number: int) -> Any:
         """The `modal.Function` of one deployment, without a request to Modal."""
         return modal_library().Function.from_name(
-            self.app(function),
-            FUNCTION,
-            version=number,
-            client=self.client,
-            environment_name=self.environment or None,
+            self.app(function), FUNCTION, version=number, client=self.client, environment_name=self.environment or None
         )
 
     async def functions(self) -> list[str]:
         """The names of the functions that rollart deployed here, sorted."""
         modal = modal_library()
         with translate_errors():
-            namespace = (
-                modal.Environment.from_name(self.environment, client=self.client)
+            kind, client = modal.Environment, self.client
+            found = (
+                kind.from_name(self.environment, client=client)
                 if self.environment
-                else modal.Environment.from_context(client=self.client)
+                else kind.from_context(client=client)
             )
-            apps = await namespace.apps.list.aio()
-            names = [app for app in apps if (app.name or "").startswith(self.prefix)]
-            live = [a for a in names if DeploymentTags.read(await a.get_tags.aio(client=self.client)).live]
+            ours = [app for app in await found.apps.list.aio() if (app.name or "").startswith(self.prefix)]
+            live = [a for a in ours if DeploymentTags.read(await a.get_tags.aio(client=self.client)).live]
         return sorted(str(app.name).removeprefix(self.prefix) for app in live)
-
-
-def _base64(digest: str) -> str:
-    return base64.urlsafe_b64encode(bytes.fromhex(digest)).decode().rstrip("=")
 
 
 def _hex(tag: str) -> str:
@@ -481,38 +474,31 @@ async def call_pinned(target: PinnedFunction, event: Sequence[dict[str, Any]], r
 def _read(given: object, target: PinnedFunction) -> ModalReply:
     """Validate the container's envelope. Its code may be a policy's, so every part is checked. An envelope of an older
     version of this package does not name its version."""
-    answer = _envelope(given)
-    if answer is None:
+    try:
+        answer = json.loads(given) if isinstance(given, bytes) else None
+    except (ValueError, RecursionError):
+        answer = None
+    envelope = answer if isinstance(answer, dict) else {}
+    if not (isinstance(envelope["fault"], dict) if "fault" in envelope else "body" in envelope):
         detail = f"the container's answer is not the handler's: {given!r:.80}"
         return ModalReply(fault=InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail))
     measured = ModalReply(
-        worker=str(answer.get("worker"))[:100],
-        call=str(answer.get("call") or "")[:100],
-        run_s=_seconds(answer.get("run_s")),
-        init_s=_seconds(answer.get("init_s")),
+        worker=str(envelope.get("worker"))[:100],
+        call=str(envelope.get("call") or "")[:100],
+        run_s=_seconds(envelope.get("run_s")),
+        init_s=_seconds(envelope.get("init_s")),
     )
-    version = str(answer.get("version", target.version))
+    version = str(envelope.get("version", target.version))
     if version != target.version:
         detail = f"{target.name}: version {target.version[:12]} was called, but {version[:12]} answered"
         return replace(measured, fault=InfraFault(FaultKind.BAD_ANSWER, retryable=True, detail=detail))
-    if "fault" not in answer:
-        return replace(measured, body=answer["body"])
-    fault = answer["fault"]
+    if "fault" not in envelope:
+        return replace(measured, body=envelope["body"])
+    fault = envelope["fault"]
     kind = str(fault.get("kind"))
     known = FaultKind(kind) if kind in set(FaultKind) else FaultKind.CRASH
     retryable = fault.get("retryable") is True
     return replace(measured, fault=InfraFault(known, retryable=retryable, detail=str(fault.get("detail"))[:500]))
-
-
-def _envelope(given: object) -> dict[str, Any] | None:
-    try:
-        answer = json.loads(given) if isinstance(given, bytes) else None
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(answer, dict):
-        return None
-    sound = isinstance(answer["fault"], dict) if "fault" in answer else "body" in answer
-    return answer if sound else None
 
 
 def _seconds(value: object) -> float:
