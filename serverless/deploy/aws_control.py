@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -169,28 +170,21 @@ class LambdaControl:
         if another deployment has created the function meanwhile."""
         function, name = self._lambda, wanted.name
         role = self.role()
-        where, forget = self._place(name, wanted.archive)
-        properties = wanted.properties({"Code": where}, role)
-        code = {"FunctionName": name, "Architectures": properties["Architectures"], **where}
         configuration = {"FunctionName": name, "Description": wanted.description, **wanted.configuration, "Role": role}
-        try:
-            with translate_errors(f"uploading {name}"):
-                if create:
-                    try:
-                        self._assumable(lambda: function.create_function(**properties))
-                    except function.exceptions.ResourceConflictException:
-                        raise DeploymentOvertaken(name) from None
-                    self._wait("function_active_v2", FunctionName=name)
-                    return
-                self._wait("function_updated_v2", FunctionName=name)
-                self._unconflicted(lambda: function.update_function_code(**code))
-                self._wait("function_updated_v2", FunctionName=name)
-                self._unconflicted(
-                    lambda: self._assumable(lambda: function.update_function_configuration(**configuration))
-                )
-                self._wait("function_updated_v2", FunctionName=name)
-        finally:
-            forget()
+        with self._located(name, wanted.archive) as code, translate_errors(f"uploading {name}"):
+            if create:
+                try:
+                    self._assumable(lambda: function.create_function(**wanted.properties({"Code": code}, role)))
+                except function.exceptions.ResourceConflictException:
+                    raise DeploymentOvertaken(name) from None
+                self._wait("function_active_v2", FunctionName=name)
+                return
+            code |= {"FunctionName": name, "Architectures": [self._settings.architecture]}
+            self._wait("function_updated_v2", FunctionName=name)
+            self._unconflicted(lambda: function.update_function_code(**code))
+            self._wait("function_updated_v2", FunctionName=name)
+            self._unconflicted(lambda: self._assumable(lambda: function.update_function_configuration(**configuration)))
+            self._wait("function_updated_v2", FunctionName=name)
 
     def publish(self, wanted: AwsFunction) -> str:
         """Publish a new version and return its number. Raises `DeploymentOvertaken` if the code is another
@@ -355,10 +349,12 @@ class LambdaControl:
                     raise
                 return None
 
-    def _place(self, name: str, archive: bytes) -> tuple[dict[str, Any], Callable[[], None]]:
-        """The archive's location for Lambda, and a function that removes it from there."""
+    @contextlib.contextmanager
+    def _located(self, name: str, archive: bytes) -> Iterator[dict[str, Any]]:
+        """The archive's location for Lambda, from where it is removed at the end."""
         if len(archive) <= DIRECT_BYTES:
-            return {"ZipFile": archive}, lambda: None
+            yield {"ZipFile": archive}
+            return
         bucket = self._settings.bucket
         if not bucket:
             raise PackageError(
@@ -369,7 +365,10 @@ class LambdaControl:
         with translate_errors(f"uploading {name} to s3://{bucket}"):
             s3 = self._clients.of("s3")
             s3.put_object(Bucket=bucket, Key=key, Body=archive)
-        return {"S3Bucket": bucket, "S3Key": key}, lambda: s3.delete_object(Bucket=bucket, Key=key)
+        try:
+            yield {"S3Bucket": bucket, "S3Key": key}
+        finally:
+            s3.delete_object(Bucket=bucket, Key=key)
 
     def _wait(self, waiter: str, **chosen: str) -> None:
         self._lambda.get_waiter(waiter).wait(**chosen, WaiterConfig={"Delay": _POLL_S, "MaxAttempts": _WAIT_POLLS})
