@@ -74,8 +74,7 @@ class ModalDeployer:
         name = package.spec.name
         namespace = self.namespace
         with modal_client.translate_errors():
-            found = await namespace.find(name)
-            deployments = found[1] if found else DeploymentTags()
+            _, deployments = await namespace.find(name)
             if not deployments.live:
                 lines = [f"create app {namespace.app(name)} at version {package.version[:12]}"]
             elif deployments.versions[deployments.live] != package.version:
@@ -94,14 +93,13 @@ class ModalDeployer:
         name, namespace = package.spec.name, self.namespace
         async with self._turn:
             with modal_client.translate_errors():
-                found = await namespace.find(name)
-                deployments = found[1] if found else DeploymentTags()
+                app, deployments = await namespace.find(name)
                 kept = [n for n, digest in deployments.versions.items() if digest == package.version]
-                if found is not None and kept:
+                if kept:
                     number = deployments.live if deployments.live in kept else max(kept)
                     if not current and deployments.live:
                         return await self._deployed(name, deployments, number)
-                    before, deployments = deployments, await self._point(name, found[0], deployments, number)
+                    before, deployments = deployments, await self._point(name, app, deployments, number)
                     changes = await self._scaling(name, number, package.spec)
                     if changes:
                         await namespace.function(name, number).autoscaler.update.aio(**changes)

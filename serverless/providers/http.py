@@ -245,11 +245,10 @@ def _unwrapped(status: int, body: bytes) -> tuple[int, bytes]:
     try:
         wrapped = json.loads(body) if status == 200 and body.lstrip().startswith(b"{") else None
         match wrapped:
-            case {"statusCode": int() | str() as inner, "body": str(text), **rest}:
-                data = base64.b64decode(text) if rest.get("isBase64Encoded") is True else text.encode()
-                return int(inner), data
-            case {"statusCode": int() | str() as inner, "body": value}:
-                return int(inner), json.dumps(value).encode()
+            case {"statusCode": int() | str() as inner, "body": value, **rest}:
+                text = value if isinstance(value, str) else json.dumps(value)
+                encoded = text is value and rest.get("isBase64Encoded") is True
+                return int(inner), base64.b64decode(text) if encoded else text.encode()
     except ValueError:
         pass
     return status, body

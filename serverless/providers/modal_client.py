@@ -340,24 +340,24 @@ class ModalNamespace:
             raise SpecInvalid(f"{name!r} is {len(name)} characters long, an app's name on Modal at most {_NAME}")
         return name
 
-    async def find(self, function: str) -> tuple[modal.App, DeploymentTags] | None:
-        """The function's app and its tags, or None if there is no such app."""
+    async def find(self, function: str) -> tuple[modal.App | None, DeploymentTags]:
+        """The function's app and its tags; None and no tags if there is no such app."""
         modal = modal_library()
         try:
             app = await modal.App.lookup.aio(
                 self.app(function), client=self.client, environment_name=self.environment or None
             )
         except modal.exception.NotFoundError:
-            return None
+            return None, DeploymentTags()
         return app, DeploymentTags.read(await app.get_tags.aio(client=self.client))
 
     async def get(self, function: str) -> tuple[modal.App, DeploymentTags]:
         """The app and tags of a deployed function. Raises `UnknownFunction` otherwise."""
-        found = await self.find(function)
-        if found is None or not found[1].live:
+        app, tags = await self.find(function)
+        if app is None or not tags.live:
             known = ", ".join(await self.functions()) or "none"
             raise UnknownFunction(f"no function {function!r} is deployed on Modal", remedy=f"deployed: {known}")
-        return found
+        return app, tags
 
     def function(self, function: str, number: int) -> Any:
         """The `modal.Function` of one deployment, without a request to Modal."""
