@@ -39,7 +39,7 @@ def aws_functions(packages: Sequence[Package], settings: AwsSettings) -> tuple[A
     found = tuple(aws_function(package, settings) for package in packages)
     taken = dict.fromkeys(map(str.lower, RESERVED_LOGICAL_NAMES), "a resource of another kind")
     for function in found:
-        us = f"function '{function.spec.name}'"
+        us = f"function '{function.package.spec.name}'"
         for suffix in LOGICAL_NAME_SUFFIXES:
             name = _logical(function) + suffix
             other = taken.setdefault(name.lower(), us)
@@ -162,7 +162,7 @@ def terraform(
 
 def _logical(function: AwsFunction) -> str:
     """The name of a function in a template."""
-    return "".join(part.capitalize() for part in re.split(r"[^A-Za-z0-9]+", function.spec.name))
+    return "".join(part.capitalize() for part in re.split(r"[^A-Za-z0-9]+", function.package.spec.name))
 
 
 def _archive_key(function: AwsFunction) -> str:
@@ -267,7 +267,7 @@ def _cfn_function(function: AwsFunction, role: Any) -> dict[str, Any]:
     """The function, a version that stays when the next one is deployed (for rollbacks), and the alias that a run
     calls."""
     logical = _logical(function)
-    version = f"{logical}V{function.digest[:12]}"
+    version = f"{logical}V{function.package.version[:12]}"
     code = {"S3Bucket": {"Ref": "Bucket"}, "S3Key": _archive_key(function)}
     properties = function.properties({"Code": code}, role)
     properties["Tags"] = [{"Key": key, "Value": value} for key, value in properties["Tags"].items()]
@@ -295,7 +295,7 @@ def _reserved(function: AwsFunction) -> dict[str, Any]:
 
 
 def _provisioned(function: AwsFunction) -> dict[str, Any]:
-    warm = function.spec.warm
+    warm = function.package.spec.warm
     return {"ProvisionedConcurrencyConfig": {"ProvisionedConcurrentExecutions": warm}} if warm else {}
 
 
@@ -376,11 +376,11 @@ def _terraform_function(function: AwsFunction, role: str) -> list[_Part]:
         ("aws_lambda_function", label, _snake(properties)),
         ("aws_lambda_alias", label, alias),
     ]
-    if function.spec.warm:
+    if function.package.spec.warm:
         warm = {
             **ref,
             "qualifier": f"${{aws_lambda_alias.{label}.name}}",
-            "provisioned_concurrent_executions": function.spec.warm,
+            "provisioned_concurrent_executions": function.package.spec.warm,
         }
         parts.append(("aws_lambda_provisioned_concurrency_config", label, warm))
     return parts

@@ -104,21 +104,21 @@ class AwsDeployer:
     def plan(self, package: Package) -> DeploymentChange:
         """The changes that a deployment would make, without building the archive."""
         wanted, settings = aws_function(package, self.settings), self.settings
-        name, spec, configuration = wanted.name, wanted.spec, wanted.configuration
+        name, spec, configuration = wanted.name, wanted.package.spec, wanted.configuration
         lines: list[str] = []
         exists, live = self._control.ours(name), self._control.live(name)
         if live is None:
             made = "publish the first version of" if exists else "create"
             lines.append(
                 f"{made} the Lambda function {name}: {settings.runtime} on {settings.architecture}, "
-                f"{configuration['MemorySize']} MB, {configuration['Timeout']} s, digest {wanted.digest[:12]}"
+                f"{configuration['MemorySize']} MB, {configuration['Timeout']} s, digest {wanted.package.version[:12]}"
             )
             if spec.requirements:
                 lines.append(f"install {', '.join(spec.requirements)} into its archive")
             lines.append(f"keep its logs for {settings.log_retention_days} days")
         elif not live.runs(wanted):
-            if live.digest != wanted.digest:
-                lines.append(f"digest: {live.digest[:12]} -> {wanted.digest[:12]}")
+            if live.digest != wanted.package.version:
+                lines.append(f"digest: {live.digest[:12]} -> {wanted.package.version[:12]}")
             changed = (key for key in _SHOWN if live.settings[key] != configuration[key])
             lines += [f"{_SHOWN[key]}: {live.settings[key]} -> {configuration[key]}" for key in changed]
             if live.architecture != settings.architecture:
@@ -137,7 +137,7 @@ class AwsDeployer:
     def deploy(self, package: Package) -> DeployedFunction:
         """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call."""
         wanted = aws_function(package, self.settings)
-        name, spec = wanted.name, wanted.spec
+        name, spec = wanted.name, wanted.package.spec
         exists, live = self._control.ours(name), self._control.live(name)
         if exists:
             self._remove_expired(name)
@@ -169,7 +169,7 @@ class AwsDeployer:
         name = wanted.name
         exists = self._control.ours(name)
         if existing and not exists:
-            raise UnknownFunction(f"{wanted.spec.name} is gone from AWS", remedy="deploy it again")
+            raise UnknownFunction(f"{wanted.package.spec.name} is gone from AWS", remedy="deploy it again")
         if exists:
             self._remove_expired(name)
         named = {one.number for one in self._control.aliases(name)}
@@ -180,7 +180,7 @@ class AwsDeployer:
             self._control.point(name, version)
         if version.number not in named:
             self._prune(name)
-        qualifier, warm = alias, wanted.spec.warm
+        qualifier, warm = alias, wanted.package.spec.warm
         if warm or not existing:
             same = [one.name for one in self._control.aliases(name) if one.number == version.number]
             holders = [one for one in same if self._control.warm(name, one)]
@@ -191,7 +191,7 @@ class AwsDeployer:
             elif not holders:  # calls wait for the alias, and work without provisioned environments
                 with contextlib.suppress(ServerlessError):
                     self._control.set_warm(name, warm, alias, wait=False)
-        return _pinned(wanted.spec.name, alias, qualifier, version)
+        return _pinned(wanted.package.spec.name, alias, qualifier, version)
 
     @_step
     def current(self, function: str) -> PinnedVersion:
@@ -323,13 +323,13 @@ class AwsDeployer:
             if not isinstance(error, SmokeFailed):
                 raise
             if error.report is not None:
-                self._trials.append((wanted.spec.name, error.report))
+                self._trials.append((wanted.package.spec.name, error.report))
             raise BackendFailed(
-                f"function {wanted.spec.name}: the new version does not work: {error.message}",
+                f"function {wanted.package.spec.name}: the new version does not work: {error.message}",
                 remedy="`rollart rewards test` runs it here; what was current before stays current",
             ) from None
         if trial is not None:
-            self._trials.append((wanted.spec.name, trial))
+            self._trials.append((wanted.package.spec.name, trial))
         return version
 
     def _uploaded(self, wanted: AwsFunction, *, exists: bool) -> tuple[LambdaVersion, bool]:

@@ -59,7 +59,9 @@ class LambdaVersion:
         """True if this is a version of the function's package with its configuration."""
         settings = function.settings
         placed = self.architecture == settings.architecture and settings.role_arn in ("", self.role)
-        return placed and self.digest == function.digest and dict(self.settings) == dict(function.configuration)
+        return (
+            placed and self.digest == function.package.version and dict(self.settings) == dict(function.configuration)
+        )
 
     @property
     def unqualified(self) -> str:

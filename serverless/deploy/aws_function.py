@@ -121,16 +121,8 @@ class AwsFunction:
     configuration: Mapping[str, Any]
 
     @property
-    def spec(self) -> FunctionSpec:
-        return self.package.spec
-
-    @property
-    def digest(self) -> str:
-        return self.package.version
-
-    @property
     def description(self) -> str:
-        return DESCRIPTION_PREFIX + self.digest
+        return DESCRIPTION_PREFIX + self.package.version
 
     @property
     def log_group(self) -> str:
@@ -139,7 +131,7 @@ class AwsFunction:
     @property
     def reserved(self) -> int:
         """Reserved concurrency, 0 for none."""
-        return self.spec.concurrency if self.settings.reserve_concurrency else 0
+        return self.package.spec.concurrency if self.settings.reserve_concurrency else 0
 
     @functools.cached_property
     def archive(self) -> bytes:
@@ -157,7 +149,7 @@ class AwsFunction:
             "Architectures": [self.settings.architecture],
             "Role": role,
             **further,
-            "Tags": {DIGEST_TAG: self.digest},
+            "Tags": {DIGEST_TAG: self.package.version},
         }
 
 
