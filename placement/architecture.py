@@ -246,7 +246,8 @@ def shape_of(
     total += experts.layers * (router + shared + hidden * experts.shared_gate)
     if fields.has("quantization_config"):
         notes.append("the config is quantised: bytes follow weight_bytes_per_parameter, not quantization_config")
-    extra = next((fields.whole(k, least=0) for k in _EXTRA_LAYERS if fields.has(k)), 0)
+    further = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
+    extra = next((fields.whole(k, least=0) for k in further if fields.has(k)), 0)
     if extra:
         notes.append(f"{extra} layer(s) for predicting further tokens are left out")
     notes += [f"{k} is not in the config: {v}, as in the family's reference implementation" for k, v in absent.items()]
@@ -274,9 +275,6 @@ def shape_of(
         kv_bytes_per_element=kv_bytes_per_element,
         notes=tuple(notes),
     )
-
-
-_EXTRA_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 
 
 def _text_part(config: Mapping[str, object]) -> tuple[ConfigFields, list[str]]:

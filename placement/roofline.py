@@ -397,19 +397,8 @@ class RooflinePerformance:
             if entry is not None:
                 band = band_of("prior", moe=self.shape.is_moe)
                 return entry, band, (f"{device.name}: constants as stated, not measured: ±{band:.0%}",)
-        near = self._nearest(device)
-        if near is not None:
-            return self._carried(near, device)
-        constants, band, why = prior(device.generation, moe=self.shape.is_moe)
-        because = f" ({why})" if why else ""
-        note = f"{device.name}: constants are priors of generation '{device.generation or '?'}', not calibrated"
-        return constants, band, (f"{note}{because}: ±{band:.0%}",)
-
-    def _nearest(self, device: Device) -> Calibration | None:
-        """The calibration to borrow: same generation, precision and model first, then by name. None to a CPU or from
-        one, and none that replaced datasheet figures: those are of that device only."""
-        if device.is_cpu:
-            return None
+        # A calibration to borrow: same generation, precision and model first, then by name. None to a CPU or from one,
+        # and none that replaced datasheet figures: those are of that device only.
         usable = [
             c
             for c in self.constants.values()
@@ -418,12 +407,16 @@ class RooflinePerformance:
             and c.constants.effective_tflops is None
             and c.constants.effective_tb_per_s is None
         ]
+        if usable and not device.is_cpu:
+            return self._carried(min(usable, key=lambda c: self._distance(c, device)), device)
+        constants, band, why = prior(device.generation, moe=self.shape.is_moe)
+        because = f" ({why})" if why else ""
+        note = f"{device.name}: constants are priors of generation '{device.generation or '?'}', not calibrated"
+        return constants, band, (f"{note}{because}: ±{band:.0%}",)
 
-        def distance(c: Calibration) -> tuple[bool, bool, bool, str]:
-            other = not _same(c.generation, device.generation)
-            return other, c.precision != self.precision, c.model != self.shape.name, c.device
-
-        return min(usable, key=distance, default=None)
+    def _distance(self, c: Calibration, device: Device) -> tuple[bool, bool, bool, str]:
+        other = not _same(c.generation, device.generation)
+        return other, c.precision != self.precision, c.model != self.shape.name, c.device
 
     def _carried(self, found: Calibration, device: Device) -> tuple[Constants, float, tuple[str, ...]]:
         """Constants of a calibration used on `device`: the widest band among the reasons to doubt them."""
@@ -447,8 +440,6 @@ def _refusal(
     shape: DecoderShape, device: Device, tp: int, constants: Constants, precision: Precision, *, needs_memory: bool
 ) -> str | None:
     """Why `shape` cannot run, or cannot be predicted, on `tp` devices of a type; None if it can."""
-    if tp < 1:
-        return f"tp is {tp} (rule: at least 1)"
     if constants.effective_tflops is None and _tflops(device, precision) is None:
         return f"no {precision} figure for {device.name}: give tflops_{precision}, or calibrate"
     if constants.effective_tb_per_s is None and device.memory_tb_per_s is None:

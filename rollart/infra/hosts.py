@@ -70,21 +70,6 @@ def hosts_engines(group: HostGroup, found: Sequence[HostGroup]) -> bool:
     return bool(group.gpus) or not any(g.gpus for g in found)
 
 
-def shared_label(found: Sequence[HostGroup], label: str, purpose: str) -> str:
-    """The value of a label that all pools share. SpecError if one lacks it, or two differ; `purpose` names its user."""
-    values = {g.name: g.labels.get(label) for g in found}
-    missing = [name for name, value in values.items() if value is None]
-    if missing:
-        raise SpecError(
-            f"pool '{missing[0]}' has no label {label} (rule: {purpose} needs it of every pool)",
-            remedy=f"add `labels: {{{label}: ...}}` to the pool",
-        )
-    if len(set(values.values())) > 1:
-        shown = ", ".join(f"{name}: {value}" for name, value in values.items())
-        raise SpecError(f"pools differ in label {label} ({shown}) (rule: {purpose} is of one)")
-    return str(next(iter(values.values())))
-
-
 def _group(spec: PoolSpec, pool: Pool, used: int, *, plays: bool) -> HostGroup:
     cpu, labels = pool.device.is_cpu, pool_labels(spec)
     for key, label in labels.items():

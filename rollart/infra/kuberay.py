@@ -221,7 +221,10 @@ def _pod(
     if gpus:
         requests, limits = {"cpu": str(cores), "memory": f"{memory_gb}G"}, {"nvidia.com/gpu": str(gpus)}
     else:
-        requests = _allocatable(cores, memory_gb)
+        # The kubelet, the system and daemon sets of a CPU host keep a part: on GKE and EKS up to a core, half a GB, a
+        # quarter of the first 16 GB and 6 % of more.
+        megabytes = 1000 * memory_gb - 500 - 250 * min(16, memory_gb) - 60 * max(0, memory_gb - 16)
+        requests = {"cpu": f"{1000 * cores - min(1000, 250 * cores)}m", "memory": f"{megabytes}M"}
         limits = {"memory": requests["memory"]}
     resources = {"requests": requests | limits, "limits": limits}
     body: dict[str, Any] = {"name": container, "image": image, "resources": resources}
@@ -233,14 +236,6 @@ def _pod(
     owner = {"fsGroup": FILES_OWNER, "fsGroupChangePolicy": "OnRootMismatch"}
     volumes = [{"name": "shm", "emptyDir": shm}]
     return {"spec": {"securityContext": owner, "containers": [body], "volumes": volumes}}
-
-
-def _allocatable(cores: int, memory_gb: int) -> dict[str, str]:
-    """The part of a CPU host that a pod can have. The kubelet, the system and daemon sets keep the rest: on GKE and EKS
-    up to a core, half a GB, a quarter of the first 16 GB and 6 % of more."""
-    millicores = 1000 * cores - min(1000, 250 * cores)
-    megabytes = 1000 * memory_gb - 500 - 250 * min(16, memory_gb) - 60 * max(0, memory_gb - 16)
-    return {"cpu": f"{millicores}m", "memory": f"{megabytes}M"}
 
 
 def _mount_volumes(pod: Mapping[str, Any], name: str, pods: PodSettings, *, engines: bool) -> None:

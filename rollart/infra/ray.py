@@ -10,7 +10,7 @@ from typing import Any
 from rollart.adapters.clusters.ray_cluster import health_settings
 from rollart.errors import SpecError
 from rollart.infra.files import RenderedFiles, header, script_text, yaml_text
-from rollart.infra.hosts import HostGroup, shared_label
+from rollart.infra.hosts import HostGroup
 from rollart.infra.needs import PodSettings
 from rollart.settings.cluster import RuntimeSpec
 
@@ -112,7 +112,17 @@ def _environment_lines() -> list[str]:
 def _cluster_config(
     name: str, groups: Sequence[HostGroup], pods: PodSettings, runtime: RuntimeSpec, port: int
 ) -> dict[str, Any]:
-    region = shared_label(groups, "region", "a cluster of `ray up`")
+    regions = {g.name: g.labels.get("region") for g in groups}
+    region = next(iter(regions.values()))
+    if None in regions.values():
+        missing = next(pool for pool, value in regions.items() if value is None)
+        raise SpecError(
+            f"pool '{missing}' has no label region (rule: a cluster of `ray up` needs it of every pool)",
+            remedy="add `labels: {region: ...}` to the pool",
+        )
+    if len(set(regions.values())) > 1:
+        shown = ", ".join(f"{pool}: {value}" for pool, value in regions.items())
+        raise SpecError(f"pools differ in label region ({shown}) (rule: a cluster of `ray up` is of one)")
     exports = " ".join(f"{k}={v}" for k, v in (TOKEN | health_environment(runtime.health_s) | dict(pods.env)).items())
     client = "".join(f"{option} " for option in _client_options(runtime))
     head = f"{exports} ray start --head --port={port} {client}--autoscaling-config=~/ray_bootstrap_config.yaml"
