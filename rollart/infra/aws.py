@@ -124,7 +124,11 @@ def terraform(
     parts = _terraform_bucket(name, bucket)
     if functions and not role_arn:
         role_arn = "${aws_iam_role.functions.arn}"
-        parts += _terraform_role(name, functions)
+        groups = [f"${{aws_cloudwatch_log_group.{_terraform_label(f)}.arn}}:*" for f in functions]
+        logs = json.dumps(_policy([log_permission(groups)]))
+        policy = {"name": "own-logs", "role": "${aws_iam_role.functions.id}", "policy": logs}
+        role = {"name_prefix": f"{name[:26]}-functions-", "assume_role_policy": json.dumps(ASSUME_ROLE)}
+        parts += [("aws_iam_role", "functions", role), ("aws_iam_role_policy", "own_logs", policy)]
     for function in functions:
         parts += _terraform_function(function, role_arn)
     arn = "${aws_s3_bucket.weights.arn}"
@@ -349,17 +353,6 @@ def _terraform_bucket(name: str, bucket_name: str) -> list[_Part]:
     ref = {"bucket": "${aws_s3_bucket.weights.id}"}
     parts: list[_Part] = [("aws_s3_bucket", "weights", {**named, "force_destroy": False})]
     return parts + [(f"aws_s3_bucket_{kind}", "weights", ref | body) for kind, body in aspects.items()]
-
-
-def _terraform_role(name: str, functions: Sequence[AwsFunction]) -> list[_Part]:
-    groups = [f"${{aws_cloudwatch_log_group.{_terraform_label(f)}.arn}}:*" for f in functions]
-    role = {"name_prefix": f"{name[:26]}-functions-", "assume_role_policy": json.dumps(ASSUME_ROLE)}
-    policy = {
-        "name": "own-logs",
-        "role": "${aws_iam_role.functions.id}",
-        "policy": json.dumps(_policy([log_permission(groups)])),
-    }
-    return [("aws_iam_role", "functions", role), ("aws_iam_role_policy", "own_logs", policy)]
 
 
 def _terraform_function(function: AwsFunction, role: str) -> list[_Part]:

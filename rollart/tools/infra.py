@@ -14,7 +14,7 @@ from pathlib import Path
 from rollart.errors import SpecError, UsageError, did_you_mean
 from rollart.infra.aws import aws_functions, cloudformation, sam, terraform
 from rollart.infra.files import RenderedFiles
-from rollart.infra.hosts import HostGroup, host_groups, hosts_engines
+from rollart.infra.hosts import host_groups, hosts_engines
 from rollart.infra.kuberay import RUNS_AT, SPECS_AT, kuberay
 from rollart.infra.modal_file import modal
 from rollart.infra.needs import PodSettings, cluster_needs, spec_files
@@ -97,10 +97,14 @@ def _render_nodes(
 ) -> RenderedFiles:
     name, runtime = specs.cluster.name, specs.cluster.runtime
     found = host_groups(specs.cluster, specs.prices, None if run is None else resolve_specs(specs).plan)
-    given = _given_images(images, [g.name for g in found])
+    given, version = _given_images(images, [g.name for g in found]), metadata.version("rollart")
+    without_engines = [g for g in found if not hosts_engines(g, found)]
+    others = {"head": f"{HOST_IMAGE}:{version}", **{g.name: f"{HOST_IMAGE}:{version}" for g in without_engines}}
+    if (specs.cluster.environments.python or "").startswith(ENVIRONMENT_PYTHON_PREFIX):
+        others |= {g.name: f"{ENVIRONMENT_IMAGE}:{version}" for g in without_engines if g.plays}
     pods = PodSettings(
-        given.get("", f"{ENGINE_IMAGES[specs.cluster.engines.kind]}:{metadata.version('rollart')}"),
-        ({} if "" in given else _default_images(specs.cluster, found)) | given,
+        given.get("", f"{ENGINE_IMAGES[specs.cluster.engines.kind]}:{version}"),
+        ({} if "" in given else others) | given,
         cluster_needs(specs.run if run is not None else None, specs.cluster),
         env={PYTHON_VARIABLE: VLLM_PYTHON} if specs.cluster.engines.kind == "vllm" else {},
     )
@@ -140,15 +144,6 @@ def _head_command(cluster: ClusterSpec, overrides: Sequence[str], *, ours: bool)
         )
     launch = ["rollart", "launch", f"{SPECS_AT}/run.yaml", "--cluster", f"{SPECS_AT}/cluster.yaml"]
     return [*launch, "--runs-dir", RUNS_AT, *overrides, *here]
-
-
-def _default_images(cluster: ClusterSpec, groups: Sequence[HostGroup]) -> dict[str, str]:
-    """Images of the head and of pools without engines."""
-    version = metadata.version("rollart")
-    found = {g.name: f"{HOST_IMAGE}:{version}" for g in groups if not hosts_engines(g, groups)}
-    if (cluster.environments.python or "").startswith(ENVIRONMENT_PYTHON_PREFIX):
-        found |= {g.name: f"{ENVIRONMENT_IMAGE}:{version}" for g in groups if g.plays and not hosts_engines(g, groups)}
-    return {"head": f"{HOST_IMAGE}:{version}", **found}
 
 
 def _given_images(given: Sequence[str], pools: Sequence[str]) -> dict[str, str]:
