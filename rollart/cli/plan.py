@@ -17,7 +17,7 @@ from placement.problem import DomainProfile
 from placement.types import Placement, Plan, Role
 from rollart.cli.commands import SEEDS, STEPS
 from rollart.cli.context import native_output_to_stderr, print_report, split_arguments
-from rollart.cli.plan_tables import comparison_report, plan_report
+from rollart.cli.plan_tables import SERVING, comparison_report, plan_report
 from rollart.errors import SpecError, UsageError
 from rollart.report.profile import measured_profiles
 from rollart.report.simulation import FIGURES, SimulationFigures, interval
@@ -32,7 +32,6 @@ from rollart.tools.simulations import SimulationTask, simulate_all
 from rollart.tools.window import publish_paths
 
 COMPARED = ("step_s", "waited_s", "train_s", "publish_s", "trajectories_per_s", "usd_per_1k", "engine_busy")
-SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 
 def plan(

@@ -283,7 +283,7 @@ def _by_role(resolved: Resolved, pool: str) -> str:
 def _deployments(found: Placement) -> Table:
     rows: list[Row] = []
     for d in sorted(found.deployments, key=lambda d: (_ORDER[d.role], d.pool, d.tp)):
-        serving = d.role in _SERVING
+        serving = d.role in SERVING
         row: Row = {
             "role": str(d.role),
             "pool": d.pool,
@@ -299,7 +299,7 @@ def _deployments(found: Placement) -> Table:
 
 
 _ORDER = {role: n for n, role in enumerate(Role)}
-_SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
+SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 
 def _flows(found: Placement) -> Table:
@@ -360,7 +360,7 @@ def _marginals(why: Explanation, found: Placement) -> Iterator[Row]:
     rows: list[tuple[Marginal, float, float, str]] = []
     for m in why.marginals:
         words = m.words.removesuffix(" (solved again)").removesuffix(" (at the margin)")
-        size = max((d.tp for d in found.deployments if d.pool == m.pool and d.role in _SERVING), default=1)
+        size = max((d.tp for d in found.deployments if d.pool == m.pool and d.role in SERVING), default=1)
         amount, gain = m.amount, m.gain
         if not m.solved and m.devices == 1 and size > 1:
             amount, gain = size, m.gain * size

@@ -404,11 +404,9 @@ class Database:
         for id_ in ids:
             row = self._one(f"SELECT state, version FROM {table} WHERE id = ?", id_)
             if row != (CONSUMED, version):
-                status = (
-                    "is not in the ledger"
-                    if row is None
-                    else (f"was trained into version {row[1]}" if row[0] == CONSUMED else "was dropped")
-                )
+                status = "was dropped" if row is not None else "is not in the ledger"
+                if row is not None and row[0] == CONSUMED:
+                    status = f"was trained into version {row[1]}"
                 raise RunFailed(f"{table[:-1]} {id_} is to be trained into version {version}, but it {status}")
         raise RunFailed(f"a {table[:-1]} is twice in the batch of version {version} (rule: none is trained twice)")
 
@@ -516,18 +514,14 @@ class Database:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            raise self._failed(error) from None
-
-    def _failed(self, error: Exception) -> StorageFailed:
-        text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        remedy = (
-            "free some disk space, then continue with --resume"
-            if "full" in text or "space" in text
-            else ("check the disk and the directory's permissions, then continue with --resume")
-        )
-        if "malformed" in text or "not a database" in text:
-            remedy = "restore the run directory from a backup"
-        return StorageFailed(f"{self.directory / FILE}: {text}", remedy=remedy)
+            text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+            if "malformed" in text or "not a database" in text:
+                remedy = "restore the run directory from a backup"
+            elif "full" in text or "space" in text:
+                remedy = "free some disk space, then continue with --resume"
+            else:
+                remedy = "check the disk and the directory's permissions, then continue with --resume"
+            raise StorageFailed(f"{self.directory / FILE}: {text}", remedy=remedy) from None
 
     def _spent_on_functions(self) -> float:
         calls = self.connection.execute(
