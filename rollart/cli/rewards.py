@@ -28,7 +28,7 @@ from rollart.launch.functions import (
     units_by_provider,
 )
 from rollart.ledger.prices import PriceBook
-from rollart.report.tables import Report, Row, Table, TableColumn, as_count, as_number, as_seconds, as_text, as_usd
+from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_text, as_usd
 from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.prices import PriceList
 from rollart.tools.prices import effective_prices
@@ -337,12 +337,7 @@ def show_rehearsals(found: Sequence[Rehearsal], output: str) -> None:
         ]
         tables = (
             Table.of("cases", "Cases", cases),
-            Table(
-                "measured",
-                "Measured here",
-                (TableColumn("what"), TableColumn("unit"), TableColumn("value", "number")),
-                facts,
-            ),
+            Table.of("measured", "Measured here", ({"what": w, "unit": u, "value": as_number(v)} for w, u, v in facts)),
             Table.of("costs", "US dollars per million items", costs),
         )
         notes = (*one.warnings, f"version {one.version[:DIGEST]}")

@@ -68,19 +68,12 @@ def read_trace(reader: LedgerReader) -> CallTrace:
     for domain in config.get("run", {}).get("domains", ()):
         for reward in domain.get("rewards", ()):
             domains[reward["function"]].add(domain["name"])
-    usd, gb, source = _core(config)
-    return CallTrace(
-        calls=reader.calls(),
-        lives=reader.lives(),
-        domains={name: frozenset(own) for name, own in domains.items()},
-        specs=_specs(config),
-        core_usd_hour=usd,
-        core_gb=gb,
-        core_source=source,
-    )
+    by_function = {name: frozenset(own) for name, own in domains.items()}
+    return CallTrace(reader.calls(), reader.lives(), by_function, _specs(config), *_core(config))
 
 
 def _core(config: Mapping[str, Any]) -> tuple[float, float, str]:
+    """Price of a core-hour, its memory and the source of the price."""
     hourly = config.get("usd_per_device_hour", {})
     for pool in config.get("cluster", {}).get("pools", ()):
         if pool.get("device") == "cpu" and pool["name"] in hourly:
