@@ -87,7 +87,7 @@ def deploy(
             show_deployed(done, output, notes, trials.bills)
         else:
             for bill in trials.bills:
-                click.echo(f"{bill.function}: {trial_line(bill)}", err=True)
+                click.echo(f"{bill.call.function}: {trial_line(bill)}", err=True)
 
 
 def list_(provider: str, cluster: Path | None, root: Path, output: str) -> None:
@@ -387,15 +387,15 @@ def show_deployed(
     ]
     tables = [Table.of("functions", "Functions", rows)]
     if people:
-        notes = (*notes, *(f"{t.function}: {trial_line(t)}" for t in trials))
+        notes = (*notes, *(f"{t.call.function}: {trial_line(t)}" for t in trials))
     elif trials:
         calls: list[Row] = [
             {
-                "function": t.function,
-                "provider": t.provider,
-                "status": t.status,
-                "billed_s": as_seconds(t.billed_s),
-                "MB": as_count(t.memory_mb),
+                "function": t.call.function,
+                "provider": t.call.provider,
+                "status": t.call.status,
+                "billed_s": as_seconds(t.call.billed_s),
+                "MB": as_count(t.call.memory_mb),
                 "usd": as_usd(t.usd),
             }
             for t in trials
@@ -411,6 +411,6 @@ def _deployment_note(one: DeployedFunction) -> str:
 
 
 def trial_line(trial: DeploymentTrial) -> str:
-    failed = "" if trial.status == "ok" else f" ({trial.status})"
+    failed = "" if trial.call.status == "ok" else f" ({trial.call.status})"
     usd = f"${trial.usd:.7f}" if trial.billed else f"no bill here, ${trial.usd:.7f} elsewhere"
-    return f"trial{failed} of {trial.billed_s:.3g} s at {trial.memory_mb} MB: {usd}"
+    return f"trial{failed} of {trial.call.billed_s:.3g} s at {trial.call.memory_mb} MB: {usd}"

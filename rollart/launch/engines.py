@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from placement.types import Assignment, Role
 from rollart.adapters.engines.http import HttpEngine
@@ -31,7 +31,7 @@ from rollart.launch.layout import (
     required_vllm_options,
 )
 from rollart.launch.routing import SERVING_ROLES, engine_placement
-from rollart.launch.start_limits import StartWatcher, engine_start_limits
+from rollart.launch.start_limits import engine_start_limits, watch_start
 from rollart.launch.trainer import MultiHostTrainer
 from rollart.launch.weight_store import SharedWeightStore, probe_logprobs, write_agreement
 from rollart.leases import Expiry, Leases
@@ -92,20 +92,20 @@ class EngineProgram(EngineConnection[HttpEngine]):
         name: EngineId,
         program: Handle,
         *,
-        starting: StartWatcher,
+        watch: Callable[[Handle], Coroutine[Any, Any, None]],
         client: Callable[..., HttpEngine] = HttpEngine,
         local: LocalPath | None = None,
         broadcasts: WeightBroadcaster | None = None,
     ) -> None:
-        """`starting`: watches its starts. `client`: (id, url, version) -> Engine."""
+        """`watch`: watches a start of the program. `client`: (id, url, version) -> Engine."""
         super().__init__(name, local, broadcasts)
-        self._program, self._starting, self._connect = program, starting, client
+        self._program, self._watch, self._connect = program, watch, client
 
     async def _open(self, weights: WeightsRef) -> None:
         path = weights.path if self._local is None else await self._local(weights)
         arguments = ["--model", path, "--weight-version", str(weights.version)]
         async with first_failure_only(), asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(self._starting.watch(self._program), name=f"start of {self.id}")
+            watching = tasks.create_task(self._watch(self._program), name=f"start of {self.id}")
             address = str(await self._program.call("start", arguments))
             watching.cancel()
         self._client = self._connect(self.id, address, version=weights.version, local=self._local)
@@ -373,7 +373,7 @@ class ClusterEngineSite:
         """`names`: names of parts in earlier lives of the run, not reused for new engines. `stored`: the weight store
         that engines pull from; None: engines read the run's directory. `broadcasts`: sends new versions to engines
         earlier. `began`: start of billing for pools that are not rented; now by default."""
-        self._starting = StartWatcher(engine_start_limits(resolved), ledger)
+        self._watch = functools.partial(watch_start, limits=engine_start_limits(resolved), recorder=ledger)
         self._stored, self._broadcasts = stored, broadcasts
         self._resolved = resolved
         self._directory = directory
@@ -500,7 +500,7 @@ class ClusterEngineSite:
             vllm = self._resolved.cluster.engines.kind == "vllm"
             client = functools.partial(VllmEngine, tolerance=tolerance) if vllm else HttpEngine
             part = EngineProgram(
-                name, program, starting=self._starting, client=client, local=local, broadcasts=self._broadcasts
+                name, program, watch=self._watch, client=client, local=local, broadcasts=self._broadcasts
             )
         self._accumulate_cost()
         self._assignments[assignment.name] = assignment

@@ -172,11 +172,7 @@ def deployer(provider: str, functions: ClusterFunctions, *, root: Path, meter: M
 class DeploymentTrial:
     """Cost of the trial of a new version: a deployment calls it once before it becomes current."""
 
-    function: str
-    provider: str
-    status: str
-    billed_s: float
-    memory_mb: int
+    call: Invocation
     usd: float
     billed: bool
     """False for a provider that sends no bill: the dollars are then an equivalent price."""
@@ -192,10 +188,7 @@ class TrialMeter(NullMeter):
     def invocation(self, invocation: Invocation) -> None:
         call, prices = invocation, self._prices
         usd = prices.function_usd(call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb)
-        billed = prices.billed(call.provider)
-        self.bills.append(
-            DeploymentTrial(call.function, call.provider, call.status, call.billed_s, call.memory_mb, usd, billed)
-        )
+        self.bills.append(DeploymentTrial(call, usd, prices.billed(call.provider)))
 
 
 def backend(

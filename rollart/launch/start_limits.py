@@ -58,33 +58,28 @@ def trainer_start_s(resolved: Resolved) -> float:
     return START_S + _reading_s(resolved) if given == "auto" else given
 
 
-class StartWatcher:
-    """Watches one start of a program: records its log lines, and gives up a late start."""
-
-    def __init__(self, limits: StartLimits, recorder: Recorder) -> None:
-        self._limits, self._recorder = limits, recorder
-
-    async def watch(self, program: Handle) -> None:
-        """Runs until cancelled. `PartDied` for a start that exceeds its limits, with its last log line."""
-        loop = asyncio.get_running_loop()
-        began = last_output = loop.time()
-        last, size = began + DEADLINE_SHARE * self._limits.most_s, 0
-        while True:
-            await asyncio.sleep(max(0.0, min(LOG_POLL_S, last - loop.time())))
-            grown, line = await program.call("said")
-            now = loop.time()
-            if grown != size:
-                size, last_output = grown, now
-            took = now - began
-            fields = {"seconds": round(took, 1), "said": line}
-            self._recorder.event(RunEvent(now, STARTING_EVENT, program.name, fields))
-            if (took > self._limits.seconds and now - last_output > LOG_SILENCE_S) or now >= last:
-                raise PartDied(
-                    program.name,
-                    f"was not ready after {took:.0f} s, and has logged nothing new for {now - last_output:.0f} s; its "
-                    f"last line: {line or 'none'}",
-                    remedy="see its log; leases.engine_start_s gives it longer",
-                )
+async def watch_start(program: Handle, limits: StartLimits, recorder: Recorder) -> None:
+    """Record the log lines of a program that starts, until cancelled. `PartDied` for a start that exceeds its limits,
+    with its last log line."""
+    loop = asyncio.get_running_loop()
+    began = last_output = loop.time()
+    last, size = began + DEADLINE_SHARE * limits.most_s, 0
+    while True:
+        await asyncio.sleep(max(0.0, min(LOG_POLL_S, last - loop.time())))
+        grown, line = await program.call("said")
+        now = loop.time()
+        if grown != size:
+            size, last_output = grown, now
+        took = now - began
+        fields = {"seconds": round(took, 1), "said": line}
+        recorder.event(RunEvent(now, STARTING_EVENT, program.name, fields))
+        if (took > limits.seconds and now - last_output > LOG_SILENCE_S) or now >= last:
+            raise PartDied(
+                program.name,
+                f"was not ready after {took:.0f} s, and has logged nothing new for {now - last_output:.0f} s; its "
+                f"last line: {line or 'none'}",
+                remedy="see its log; leases.engine_start_s gives it longer",
+            )
 
 
 def _reading_s(resolved: Resolved) -> float:

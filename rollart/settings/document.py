@@ -211,7 +211,9 @@ class _DocumentBuilder:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 merged |= self._merge(value_node, loc)
                 continue
-            key = self._key(key_node)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise SpecError("a key is a list or a mapping (rule: keys are texts)", where=str(self.at(key_node)))
+            key = str(key_node.value)
             here = (*loc, key)
             if key in values:
                 first = self._document.keys[here]
@@ -231,11 +233,6 @@ class _DocumentBuilder:
                 raise SpecError("'<<' merges something that is not a mapping", where=str(self.at(part)))
             merged |= value
         return merged
-
-    def _key(self, node: yaml.Node) -> str:
-        if not isinstance(node, yaml.ScalarNode):
-            raise SpecError("a key is a list or a mapping (rule: keys are texts)", where=str(self.at(node)))
-        return str(node.value)
 
     def _scalar(self, node: yaml.ScalarNode) -> Any:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,9 @@ from rollart.launch.start_limits import (
     VLLM_START_FACTOR,
     VLLM_START_S,
     StartLimits,
-    StartWatcher,
     engine_start_limits,
     trainer_start_s,
+    watch_start,
 )
 from rollart.model import EngineId, WeightsRef
 from rollart.ports import RunEvent
@@ -85,7 +86,9 @@ def started(program: Program, limits: StartLimits = LIMITS) -> tuple[float, Even
 
     async def body() -> tuple[float, PartDied | None]:
         made: Any = program
-        part = EngineProgram(EngineId("engine-0"), made, starting=StartWatcher(limits, events))  # type: ignore[arg-type]
+        recorder: Any = events
+        watch = functools.partial(watch_start, limits=limits, recorder=recorder)
+        part = EngineProgram(EngineId("engine-0"), made, watch=watch)
         loop, failed = asyncio.get_running_loop(), None
         began = loop.time()
         try:
