@@ -40,7 +40,8 @@ from rollart.serving.engine_registry import GatewayLimits
 from rollart.sim import loop as virtual
 from rollart.sim.engine import EngineLimits, ModelledEngine
 from rollart.sim.environments import SimulatedDomain
-from rollart.sim.run import BilledDevices, ModelledRun, PlacedEngine, TracedLedger
+from rollart.sim.run import ModelledRun, TracedLedger
+from rollart.sim.site import BilledDevices, PlacedEngine
 from rollart.sim.steps import StepModel
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.workload import AnswerLengths, Constant, GeneratedWorkload, LogNormal, WorkloadShape, mass_of

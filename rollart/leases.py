@@ -52,21 +52,12 @@ class LeaseBook:
     granted: int = 0
 
     def grant(self, owner: str, waiting_for: str, *, now: float, seconds: float, action: Expiry) -> Lease:
-        lease = Lease(self.granted + 1, owner, waiting_for, now, now + seconds, action)
-        self.enter(lease)
-        return lease
-
-    def enter(self, lease: Lease) -> None:
-        """Open a lease."""
         self.granted += 1
-        lease.id = self.granted
-        self.open[lease.id] = lease
+        lease = self.open[self.granted] = Lease(self.granted, owner, waiting_for, now, now + seconds, action)
+        return lease
 
     def end(self, lease: Lease) -> None:
         self.open.pop(lease.id, None)
-
-    def expired(self, now: float) -> tuple[Lease, ...]:
-        return tuple(lease for lease in self.open.values() if lease.deadline <= now)
 
     def oldest(self, count: int = 5) -> tuple[Lease, ...]:
         """The longest waits: the first ones that a watchdog reports."""
@@ -106,18 +97,10 @@ class Leases:
             lease.deadline += min(seconds, now - lease.granted)
 
     def record_expiry(self, lease: Lease, now: float) -> None:
-        self._recorder.event(
-            RunEvent(
-                now,
-                "lease_expired",
-                lease.owner,
-                {
-                    "waiting_for": lease.waiting_for,
-                    "seconds": round(now - lease.granted, 3),
-                    "action": str(lease.action),
-                },
-            )
-        )
+        seconds = round(now - lease.granted, 3)
+        fields: dict[str, str | float] = {"waiting_for": lease.waiting_for, "seconds": seconds}
+        fields["action"] = str(lease.action)
+        self._recorder.event(RunEvent(now, "lease_expired", lease.owner, fields))
 
     @contextmanager
     def note(self, owner: str, waiting_for: str) -> Iterator[None]:

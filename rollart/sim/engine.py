@@ -425,7 +425,7 @@ class ModelledEngine:
             self.held_tokens += need
             self._evict()
             new = need - 1 - kept
-            job.phase, job.new = PREFILL, new
+            job.phase = PREFILL
             if job.admitted:
                 self.recomputed_tokens += new
             else:
@@ -485,9 +485,9 @@ class ModelledEngine:
     def _close(self, job: SimulatedJob, finish: FinishReason) -> None:
         job.phase = OVER
         del self._jobs[job.request.request_id]
-        self.generated_tokens += job.done if finish is FinishReason.ABORT else job.output
+        tokens = job.done if finish is FinishReason.ABORT else job.output
+        self.generated_tokens += tokens
         if not job.future.done():
-            tokens = job.done if finish is FinishReason.ABORT else job.output
             job.future.set_result(completion_of(job, finish, self.version, tokens))
         if self._quiet is not None and not self._jobs.keys() - {j.request.request_id for j in self._late}:
             if not self._quiet.done():
@@ -770,6 +770,7 @@ class Phase(enum.IntEnum):
 WAITING, PREFILL, DECODE, OVER = Phase
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedJob:
     """Mutable, owned by one engine. Token counts are real tokens.
 
@@ -778,39 +779,19 @@ class SimulatedJob:
     change of weights.
     """
 
-    __slots__ = (
-        "admitted",
-        "arrival",
-        "base",
-        "cached",
-        "done",
-        "end",
-        "future",
-        "marks",
-        "new",
-        "output",
-        "phase",
-        "pulled",
-        "request",
-        "tokens",
-    )
-
-    def __init__(
-        self, request: GenerateRequest, tokens: int, output: int, arrival: int, future: asyncio.Future[Completion]
-    ) -> None:
-        self.request = request
-        self.tokens = tokens
-        self.output = output
-        self.arrival = arrival
-        self.future = future
-        self.phase: Phase = WAITING
-        self.done = 0
-        self.base = self.end = 0.0
-        self.new = self.cached = 0
-        self.admitted = False
-        """True if the request was admitted before, so that its prefill is a recomputation."""
-        self.pulled = False
-        self.marks: list[tuple[int, int]] | None = None
+    request: GenerateRequest
+    tokens: int
+    output: int
+    arrival: int
+    future: asyncio.Future[Completion]
+    phase: Phase = WAITING
+    done: int = 0
+    base: float = 0.0
+    end: float = 0.0
+    cached: int = 0
+    admitted: bool = False
+    """True if the request was admitted before, so that its prefill is a recomputation."""
+    marks: list[tuple[int, int]] | None = None
 
     def generated(self, service: float) -> int:
         """Whole tokens so far. A token is there when its step is over."""
@@ -871,8 +852,7 @@ class RetainedKv:
 
     def keep(self, session: str, tokens: int, salt: str | None) -> None:
         """Set the session's KV and mark it as most recently used."""
-        if session in self._kept:
-            self.take(session)
+        self.take(session)
         if tokens > 0:
             self._kept[session] = tokens, salt
             self.total += tokens
@@ -884,19 +864,15 @@ class RetainedKv:
 
     def claim(self, session: str, salt: str | None) -> int:
         """Remove the session's KV; return the tokens of it that a request with this salt may use."""
-        found = self._kept.pop(session, None)
-        if found is None:
-            return 0
-        self.total -= found[0]
-        return found[0] if found[1] == salt else 0
+        usable = self.held(session, salt)
+        self.take(session)
+        return usable
 
-    def take(self, session: str) -> int:
-        """Remove the session's KV; return its tokens."""
+    def take(self, session: str) -> None:
+        """Remove the session's KV."""
         found = self._kept.pop(session, None)
-        if found is None:
-            return 0
-        self.total -= found[0]
-        return found[0]
+        if found is not None:
+            self.total -= found[0]
 
     def shrink(self, room: float) -> None:
         """Evict until at most `room` tokens are left, from the end of the oldest session, as vLLM frees blocks."""

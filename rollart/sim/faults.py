@@ -15,7 +15,6 @@ from typing import Protocol
 
 from rollart.ports import Engine
 from rollart.sim.environments import SimulatedHost
-from rollart.sim.trainers import ModelledTrainer
 from rollart.sim.workload import entity_generator
 
 
@@ -48,11 +47,6 @@ def host_target(of: SimulatedHost) -> FaultTarget:
     """A host of environments: its environments break, and it gets no new ones."""
 
     return FaultTarget(lambda: of.turn(up=False), lambda: of.turn(up=True))
-
-
-def trainer_target(part: ModelledTrainer) -> FaultTarget:
-    """A trainer whose devices are gone; its restart waits for them."""
-    return FaultTarget(part.leave, part.come_back)
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,6 @@ from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
 from rollart.supervise.fleet import EngineFleet
 from rollart.supervise.nodes import NodeTracker
 
-__all__ = ["BilledDevices", "MemoryWeights", "ModelledRun", "PlacedEngine", "StepTrace", "TracedLedger"]
-
 HEALTH_POLL_S = 3.0
 """Seconds between health checks of a suspected engine; a restart of a real engine takes about as long."""
 

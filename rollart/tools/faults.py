@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from placement.types import Role
@@ -14,23 +15,11 @@ from rollart.report.simulation import ObservedFaults
 from rollart.settings.faults import LINK, FaultPlanSpec, OutageSpec, RateSpec, ResetTroubleSpec, matching_names
 from rollart.settings.resolve import Resolved
 from rollart.sim.environments import ResetFaults, SimulatedHost
-from rollart.sim.faults import FaultPlan, FaultRate, FaultTarget, Outage, engine_target, host_target, trainer_target
+from rollart.sim.faults import FaultPlan, FaultRate, FaultTarget, Outage, engine_target, host_target
 from rollart.sim.links import SharedLink
 from rollart.sim.run import ModelledRun
 from rollart.sim.site import MachineInventory, SimulatedMachine
 from serverless.providers.simulated import SimulatedMachines
-
-__all__ = [
-    "SimulationFaults",
-    "ObservedFaults",
-    "environment_hosts",
-    "kv_pairs",
-    "machine_name",
-    "cluster_machines",
-    "fault_targets",
-    "function_provider",
-    "simulated_function_hosts",
-]
 
 
 def fault_targets(resolved: Resolved) -> dict[str, tuple[str, ...]]:
@@ -145,20 +134,20 @@ class SimulationFaults:
     ) -> None:
         """`workers`: the hosts of function workers."""
         subjects: dict[str, FaultTarget] = {h.name: host_target(h) for h in self.hosts}
-        for name in () if workers is None else workers.names:
-            assert workers is not None
-            turn = functools.partial(workers.turn, name)
-            subjects[name] = FaultTarget(functools.partial(turn, up=False), functools.partial(turn, up=True))
+        if workers is not None:
+            subjects |= {
+                name: FaultTarget(partial(workers.turn, name, up=False), partial(workers.turn, name, up=True))
+                for name in workers.names
+            }
         for placed in run.engines:
             subjects[str(placed.engine.id)] = engine_target(placed.engine, lambda: run.control.gateway.version)
-        subjects[run.trained_by.name] = trainer_target(run.trainer)
-        machines = self.machines
-        for name in () if machines is None else machines.machines:
-            assert machines is not None
-            subjects[name] = FaultTarget(functools.partial(machines.go, name), functools.partial(machines.come, name))
-            subjects[f"{name} to go"] = FaultTarget(functools.partial(machines.warn, name), lambda: None)
+        subjects[run.trained_by.name] = FaultTarget(run.trainer.leave, run.trainer.come_back)
+        if (machines := self.machines) is not None:
+            for name in machines.machines:
+                subjects[name] = FaultTarget(partial(machines.go, name), partial(machines.come, name))
+                subjects[f"{name} to go"] = FaultTarget(partial(machines.warn, name), lambda: None)
         members = {**fault_targets(self._resolved), **{h.name: (h.name,) for h in self.hosts}}
-        narrow: dict[str, _DegradedLink] = {name: _DegradedLink(of) for name, of in links.items()}
+        narrow = {name: _DegradedLink(of) for name, of in links.items()}
 
         def named(entry: OutageSpec | RateSpec) -> list[tuple[str, ...]]:
             """The subjects of an entry; a link has one subject for each share of bandwidth that a fault leaves."""
@@ -191,20 +180,19 @@ class SimulationFaults:
         plan = self._plan
         if not (plan.outages or plan.rates or plan.resets or plan.functions):
             return None
-        outages: dict[str, int] = {}
-        down_s: dict[str, float] = {}
+        outages, down_s = Counter[str](), defaultdict[str, float](float)
         since: dict[str, float] = {}
         for occurrence in self._faults.happened:
             if occurrence.subject.endswith(" to go"):
                 continue
             kind = _kind(occurrence.subject)
             if not occurrence.up:
-                outages[kind] = outages.get(kind, 0) + 1
+                outages[kind] += 1
                 since[occurrence.subject] = occurrence.t
             else:
-                down_s[kind] = down_s.get(kind, 0.0) + occurrence.t - since.pop(occurrence.subject)
+                down_s[kind] += occurrence.t - since.pop(occurrence.subject)
         for subject, t in since.items():
-            down_s[_kind(subject)] = down_s.get(_kind(subject), 0.0) + max(0.0, run.ended - t)
+            down_s[_kind(subject)] += max(0.0, run.ended - t)
         engines = [placed.engine for placed in run.engines]
         return ObservedFaults(
             outages, down_s, sum(e.lost_tokens for e in engines), sum(e.lost_kv_tokens for e in engines)

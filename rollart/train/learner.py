@@ -115,7 +115,7 @@ class Learner:
             self._set_rate(optimizer, version)
             self._update(optimizer, job, part)
             self.counters.updates += 1
-            gaps = gaps or self._gaps(job.meter)
+            gaps = gaps or gap_shares(*(self._mean(job.meter, name) for name in GAP_METRICS))
         self.counters.train_calls += 1
         job.meter.merge(self.ranks, self.policy.device)
         metrics = job.meter.metrics() | _batch_metrics(batch, version, advantage)
@@ -311,7 +311,11 @@ class Learner:
         return self._open
 
     def _set_rate(self, optimizer: torch.optim.AdamW, version: int) -> None:
-        scale = self._warmup() * self._decay(version)
+        warmup = self.config.warmup
+        scale = min(1.0, (self.counters.updates + 1) / warmup) if warmup else 1.0
+        if self.config.lr_schedule == "linear" and self.config.steps:
+            # By version, not by calls: a step that is trained again after a crash has the same learning rate.
+            scale *= 1.0 - (1.0 - DECAY_MIN_FRACTION) * min(1.0, version / self.config.steps)
         for group in optimizer.param_groups:
             group["lr"] = self.config.lr * scale
 
@@ -331,25 +335,12 @@ class Learner:
         most = self.config.max_tokens_per_microbatch
         return rank_microbatches(used, most, rank=self.ranks.rank, ranks=self.ranks.size)
 
-    def _gaps(self, meter: TrainingMeter) -> dict[str, float]:
-        """Mean differences between the trainer's and the engines' log-probabilities, over all ranks."""
-        return gap_shares(*(self._mean(meter, name) for name in GAP_METRICS))
-
     def _mean(self, meter: TrainingMeter, name: str) -> float:
         """Mean per token, over all ranks."""
         if self.ranks.size == 1:
             return meter.mean(name)
         total, tokens = self.ranks.totals([float(meter.sums[name].item()), meter.tokens], self.policy.device)
         return total / max(1.0, tokens)
-
-    def _warmup(self) -> float:
-        length = self.config.warmup
-        return min(1.0, (self.counters.updates + 1) / length) if length else 1.0
-
-    def _decay(self, version: int) -> float:
-        """By version, not by calls: a step that is trained again after a crash has the same learning rate."""
-        length = self.config.steps if self.config.lr_schedule == "linear" else 0
-        return 1.0 - (1.0 - DECAY_MIN_FRACTION) * min(1.0, version / length) if length else 1.0
 
 
 @dataclass(slots=True)

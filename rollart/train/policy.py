@@ -120,7 +120,11 @@ class TrainedPolicy:
         gathered, rounded to the compute type, in place of their shards: the model must not be read or written in that
         state."""
         if self._sharded:
-            release_gathered(self._scorer)
+            from torch.distributed.fsdp import FSDPModule
+
+            for part in self._scorer.modules():
+                if isinstance(part, FSDPModule):
+                    part.reshard()
 
     def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [M] of a micro-batch's loss tokens, in the order of `micro.pick`."""
@@ -265,7 +269,10 @@ class ReferencePolicy:
             setup = self._config.model.model_copy(update={"path": str(path), "init": None})
             self._policy = TrainedPolicy(load_model(setup, self._config.device), temperature=self._config.temperature)
             if self._config.parallel.dtype == "bfloat16":
-                _halve(self._policy.model)
+                # The policy's compute type, so that equal models give equal log-probabilities. Parameters only: rounded
+                # rotary frequencies would be useless.
+                for parameter in self._policy.model.parameters():
+                    parameter.data = parameter.data.to(torch.bfloat16)
         return self._policy
 
 
@@ -288,15 +295,6 @@ def prepare_model(
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
     if ranks.mesh is not None:
         _shard(scorer, blocks, config, ranks, dtype)
-
-
-def release_gathered(scorer: nn.Module) -> None:
-    """Release gathered parameters."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for part in scorer.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -386,13 +384,6 @@ def _score(logits: Tensor, index: Tensor, entropy_grad: bool) -> tuple[Tensor, T
     return chosen, entropy
 
 
-def _halve(model: nn.Module) -> None:
-    """Use the policy's compute type, so that equal models give equal log-probabilities. Parameters only: rounded rotary
-    frequencies would be useless."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-
-
 def _shard(
     scorer: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, ranks: Ranks, dtype: torch.dtype | None
 ) -> None:
@@ -404,16 +395,12 @@ def _shard(
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in (*blocks, scorer):  # one at a time, which limits the peak memory of the conversion
         if dtype is not None:
-            _convert(block, dtype)
+            for parameter in block.parameters():
+                if local_rows(parameter) is parameter:  # not sharded yet
+                    parameter.data = parameter.data.to(dtype)
         fully_shard(block, mesh=ranks.mesh, mp_policy=policy)
     for part in (*blocks, scorer):
         assert isinstance(part, FSDPModule)
         # The loss is a share of the whole mini-batch's (`losses.py`), so gradients are summed, not averaged.
         part.set_force_sum_reduction_for_comms(True)
         part.set_gradient_divide_factor(1.0)
-
-
-def _convert(block: nn.Module, dtype: torch.dtype) -> None:
-    for parameter in block.parameters():
-        if local_rows(parameter) is parameter:  # not sharded yet
-            parameter.data = parameter.data.to(dtype)
