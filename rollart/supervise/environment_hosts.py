@@ -262,8 +262,6 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
         self._episodes = itertools.count()
         self.places: HostSlotPool = HostSlotPool(self._choose, leases, recorder)
         self._images = ImageResolver(leases, limits.pull_s, self._seen)
-        self._any_images = False
-        """True if any host has domains with images."""
         self._ends = IncidentTracker()
 
     def environment(self, domain: str) -> EnvironmentFactory:
@@ -326,8 +324,6 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
 
     async def wanted(self, domain: str, seed: int, owner: str) -> frozenset[str]:
         """Images that an episode needs on its host before its reset; usually none."""
-        if not self._any_images:
-            return frozenset()
         links = [host.link for host in self.hosts.values() if host.up and host.link is not None]
         return await self._images.wanted(links, domain, seed, owner)
 
@@ -369,7 +365,6 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
 
     async def connect(self, host: EnvironmentHostState) -> EnvironmentHost:
         link = await host.part.start()
-        self._any_images = self._any_images or bool(link.image_domains)
         host.live, host.taken, host.draining = 0, None, False
         host.memory = MemoryWatch(self.limits.memory)
         return link
@@ -427,16 +422,16 @@ DEFAULT_PLACEMENT_REQUEST = PlacementRequest()
 """The request of an environment that is reset without `prepare`."""
 
 
+@dataclass(slots=True, eq=False)
 class HostedEnvironment:
     """Implements `ports.Environment`: one episode on one host, chosen before its first reset and kept until its
     close."""
 
-    __slots__ = ("_domain", "_episode", "_fault", "_fleet", "_place")
-
-    def __init__(self, fleet: EnvironmentHostSupervisor, domain: str, episode: str) -> None:
-        self._fleet, self._domain, self._episode = fleet, domain, episode
-        self._place: HostSlot | None = None
-        self._fault = False
+    fleet: EnvironmentHostSupervisor
+    domain: str
+    episode: str
+    _place: HostSlot | None = field(default=None, init=False)
+    _fault: bool = field(default=False, init=False)
 
     @property
     def host(self) -> str:
@@ -455,12 +450,12 @@ class HostedEnvironment:
         when the episode must close to free its slot for another."""
         if self._place is not None:
             return
-        wanted = await self._fleet.wanted(self._domain, seed, owner)
-        place = self._place = await self._fleet.places.take(wish, owner, wanted=wanted, give_up=give_up)
-        if not wanted and not await self._fleet.wanted(self._domain, seed, owner):  # first: perhaps no host was up
+        wanted = await self.fleet.wanted(self.domain, seed, owner)
+        place = self._place = await self.fleet.places.take(wish, owner, wanted=wanted, give_up=give_up)
+        if not wanted and not await self.fleet.wanted(self.domain, seed, owner):  # first: perhaps no host was up
             return
         try:
-            await self._fleet.pull(place.host, place.link, self._episode, self._domain, seed, owner)
+            await self.fleet.pull(place.host, place.link, self.episode, self.domain, seed, owner)
         except Exception:
             self._fault = True
             raise
@@ -468,42 +463,42 @@ class HostedEnvironment:
     def keep(self) -> None:
         """Mark the episode in use: its trajectory runs."""
         if self._place is not None:
-            self._fleet.places.keep(self._place)
+            self.fleet.places.keep(self._place)
 
     async def reset(self, seed: int) -> Observation:
         if self._place is None:
-            self._place = await self._fleet.places.take(DEFAULT_PLACEMENT_REQUEST, self._episode)
+            self._place = await self.fleet.places.take(DEFAULT_PLACEMENT_REQUEST, self.episode)
         place = self._place
-        shown, made = await self._call(place, place.link.reset(self._episode, self._domain, seed))
-        self._fleet.made(place.host, self._domain, made)
+        shown, made = await self._call(place, place.link.reset(self.episode, self.domain, seed))
+        self.fleet.made(place.host, self.domain, made)
         return shown
 
     async def step(self, action: str) -> Step:
         if self._place is None:
             raise RuntimeError("step before reset")
-        return await self._call(self._place, self._place.link.step(self._episode, action))
+        return await self._call(self._place, self._place.link.step(self.episode, action))
 
     async def close(self) -> None:
         place, self._place = self._place, None
         if place is None:
             return
         try:
-            await place.link.close(self._episode)
+            await place.link.close(self.episode)
         except EnvironmentFault as fault:
             if not fault.incident:  # with an incident, the episode ended with its host
                 raise
         finally:
-            self._fleet.leave(place, fault=self._fault)
+            self.fleet.leave(place, fault=self._fault)
 
     async def _call(self, place: HostSlot, work: Awaitable[tuple[T, float]]) -> T:
         began = loop_time()
         try:
-            return await self._fleet.call(place.host, place.link, work)
+            return await self.fleet.call(place.host, place.link, work)
         except EnvironmentFault:
             self._fault = True
             raise
         except asyncio.CancelledError:
-            hung = loop_time() - began >= self._fleet.limits.call_s * (1 - 1e-6)
+            hung = loop_time() - began >= self.fleet.limits.call_s * (1 - 1e-6)
             self._fault = self._fault or hung
             raise
 
@@ -546,16 +541,18 @@ MAX_CONCURRENT_QUERIES = 16
 host's other episodes meanwhile."""
 
 
+@dataclass(eq=False)
 class ImageResolver:
     """Any task may call `wanted`. It waits for a host's response, or for a pending query of the same prompt, under a
     lease of the calling episode. Queries rotate over the hosts; if a host ends, the next one is queried. Invariant: a
     prompt has at most one query at a time, and none while it is cached."""
 
-    def __init__(self, leases: Leases, pull_s: float, seen: Callable[[EnvironmentHost, EpisodeImages], None]) -> None:
-        """`seen` is called with each host and its answer, which includes the images that it has."""
-        self._leases = leases
-        self._pull_s = pull_s
-        self._seen = seen
+    leases: Leases
+    pull_s: float
+    seen: Callable[[EnvironmentHost, EpisodeImages], None]
+    """Called with each host and its answer, which includes the images that it has."""
+
+    def __post_init__(self) -> None:
         self._known: OrderedDict[tuple[str, int], frozenset[str]] = OrderedDict()
         self._asking: dict[tuple[str, int], asyncio.Event] = {}
         self._room = asyncio.Semaphore(MAX_CONCURRENT_QUERIES)
@@ -567,7 +564,7 @@ class ImageResolver:
         if not able:
             return frozenset()
         key = domain, seed
-        with self._leases.hold(owner, "a host to name the images of its environment", self._pull_s, Expiry.GAP_FILL):
+        with self.leases.hold(owner, "a host to name the images of its environment", self.pull_s, Expiry.GAP_FILL):
             while (event := self._asking.get(key)) is not None:
                 await event.wait()
             if (found := self._known.get(key)) is not None:
@@ -594,6 +591,6 @@ class ImageResolver:
                 if not fault.incident or number == len(links) - 1:
                     raise
             else:
-                self._seen(link, said)
+                self.seen(link, said)
                 return frozenset(said.wanted)
         raise AssertionError("somebody was asked")
