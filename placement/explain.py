@@ -59,10 +59,6 @@ class Marginal:
         """The pool of the devices; None for other resources."""
         return self.what if self.unit == DEVICES else None
 
-    @property
-    def devices(self) -> int | None:
-        return round(self.amount) if self.unit == DEVICES else None
-
 
 @dataclass(frozen=True, slots=True)
 class Affinity:

@@ -362,7 +362,7 @@ def _marginals(why: Explanation, found: Placement) -> Iterator[Row]:
         words = m.words.removesuffix(" (solved again)").removesuffix(" (at the margin)")
         size = max((d.tp for d in found.deployments if d.pool == m.pool and d.role in SERVING), default=1)
         amount, gain = m.amount, m.gain
-        if not m.solved and m.devices == 1 and size > 1:
+        if not m.solved and m.pool is not None and m.amount == 1 and size > 1:
             amount, gain = size, m.gain * size
             resource = words.removeprefix("one").rpartition(":")[0]
             gained = "nothing" if gain < NEGLIGIBLE_GAIN else f"{_percent(gain)} trajectories/s"

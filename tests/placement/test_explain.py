@@ -170,7 +170,7 @@ def test_a_device_that_binds_is_solved_again_where_its_dual_price_is_0(
     assert plan.prices.pools[what] / plan.rate < 5e-4
     found = {m.what: m for m in marginals(asked, plan) if m.pool}
     assert found[what].solved
-    assert found[what].devices == more
+    assert found[what].amount == more
     assert found[what].gain > 0.2
     assert not [m for m in marginals(asked, plan, resolve=False) if m.pool and m.gain < 5e-4], (
         "a price of 0 says nothing"
