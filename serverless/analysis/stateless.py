@@ -595,34 +595,29 @@ def _indirect_writes(functions: Sequence[SourceFunction]) -> Iterator[StateFindi
 
 def _changed_object(node: ast.AST) -> ast.expr | None:
     """The object that a statement or call changes in place."""
-    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
-        return node.value
-    called = node.func if isinstance(node, ast.Call) else None
-    if isinstance(called, ast.Attribute) and re.fullmatch(_CONTAINER_CHANGES, called.attr):
-        return called.value
+    match node:
+        case ast.Subscript(value=changed, ctx=ast.Store() | ast.Del()):
+            return changed
+        case ast.Call(func=ast.Attribute(value=changed, attr=name)) if re.fullmatch(_CONTAINER_CHANGES, name):
+            return changed
     return None
 
 
 def _files(functions: Sequence[SourceFunction]) -> Iterator[StateFinding]:
     """Files of a fixed name that are written and read, unless one function writes the file first and reads it
     afterwards."""
-    written: dict[str, list[tuple[SourceFunction, ast.Call, bool]]] = {}
-    read: dict[str, list[tuple[SourceFunction, ast.Call]]] = {}
+    opened: list[tuple[SourceFunction, ast.Call, str, str]] = []
     for function in functions:
         for node in (n for n in function.nodes() if isinstance(n, ast.Call)):
             path, mode = _opened(node)
             root = path.partition(".")[0]
-            if not path or (root in function.locals and root != "self"):
-                continue
-            if mode == "r":
-                read.setdefault(path, []).append((function, node))
-            else:
-                written.setdefault(path, []).append((function, node, mode == "w"))
-    for path in sorted(written.keys() & read.keys()):
-        for function, node, anew in written[path]:
-            scratch = anew and all(f is function and r.lineno > node.lineno for f, r in read[path])
-            if not scratch:
-                yield function.finding(node, f"a call writes the file {path}, which calls read")
+            if path and (root == "self" or root not in function.locals):
+                opened.append((function, node, path, mode))
+    for function, node, path, mode in opened:
+        reads = [(f, r) for f, r, read, how in opened if (read, how) == (path, "r")]
+        scratch = mode == "w" and all(f is function and r.lineno > node.lineno for f, r in reads)
+        if mode != "r" and reads and not scratch:
+            yield function.finding(node, f"a call writes the file {path}, which calls read")
 
 
 _WRITERS = frozenset({"write_text", "write_bytes", "touch"})
