@@ -427,16 +427,9 @@ class LedgerMeter:
             self._ledger.saving(saving)
 
 
-def record_offload(ledger: Ledger, offload: Offload, now: float) -> None:
-    """At the end of a run's life, record work, cost and savings of every pipeline stage, and the health of every
-    function."""
-    with contextlib.suppress(StorageFailed):
-        for event in offload_events(offload, now):
-            ledger.event(event)
-
-
 def offload_events(offload: Offload, now: float) -> Iterable[RunEvent]:
-    """The same records as events. Unused stages and functions have none."""
+    """At the end of a run's life, events with work, cost and savings of every pipeline stage, and the health of every
+    function. Unused stages and functions have none."""
     for function, stages in offload.stages().items():
         for stage, counts in stages.items():
             fields = {k: v for k, v in asdict(counts).items() if v}

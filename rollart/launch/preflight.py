@@ -127,7 +127,12 @@ def refuse_files(specs: Specs, where: SpecSources | None = None, *, launch: bool
     environments, an image hook or interpreter. `launch`: the model must have weights or be initialised in place; a
     configuration suffices for plans."""
     with importable(specs.base):
-        found = [*model_problems(specs, launch=launch), *function_problems(specs)]
+        found = list(model_problems(specs, launch=launch))
+        for number, function in enumerate(specs.run.functions):  # artefacts do not exist yet, and are not needed here
+            try:
+                check_function(function, specs)
+            except RollartError as error:
+                found.append(SpecFinding(("run", "functions", number), error.message, error.remedy))
     raise_findings([*found, *environment_problems(specs)], where)
 
 
@@ -177,15 +182,6 @@ def model_problems(specs: Specs, *, launch: bool = True) -> Iterator[SpecFinding
             if name.rpartition(".")[2] not in LINEAR:
                 why = f"training.lora.targets has '{name}' (rule: all-linear, or linear modules: {', '.join(LINEAR)})"
                 yield SpecFinding(("run", "training", "lora", "targets"), why)
-
-
-def function_problems(specs: Specs) -> Iterator[SpecFinding]:
-    """Problems in the source of reward functions. Artefacts do not exist yet and are not needed here."""
-    for number, function in enumerate(specs.run.functions):
-        try:
-            check_function(function, specs)
-        except RollartError as error:
-            yield SpecFinding(("run", "functions", number), error.message, error.remedy)
 
 
 def environment_problems(specs: Specs) -> list[SpecFinding]:

@@ -170,10 +170,24 @@ def vllm_home(python: str) -> VllmInstallation:
 
 
 def refuse_dead_servers(resolved: Resolved) -> None:
-    """`UsageError` for a server of `engines.attach` that does not answer, or that serves another model."""
+    """`UsageError` for a server of `engines.attach` that does not answer, or whose model has other sizes than the
+    run's, if its directory is readable here: a publish into it would fail after the trainer's start."""
+    trained = resolved.run.model.model_copy(update={"config": None})  # plans are computed for `config`
     for url in resolved.cluster.engines.attach:
         _get(url, "/health")
-        _refuse_another_model(resolved, url)
+        try:
+            served = Path(json.loads(_get(url, "/v1/models"))["data"][0]["root"])
+            served_config = json.loads((served / "config.json").read_text())
+        except (OSError, ValueError, KeyError, IndexError, TypeError, UsageError):
+            continue  # a name of the Hub, or another machine's directory: the first publish compares the weights
+        run_config = model_config(resolved.run.model_copy(update={"model": trained}), resolved.base)
+        for key in ("architectures", *ARCHITECTURE_KEYS):
+            if key in run_config and key in served_config and run_config[key] != served_config[key]:
+                raise UsageError(
+                    f"engines.attach: {url} serves another model ({served}): {key} is {served_config[key]!r} (rule: "
+                    f"the run's, {run_config[key]!r})",
+                    remedy="start the server with the run's model, or mend engines.attach",
+                )
 
 
 def refuse_without_vllm(resolved: Resolved) -> None:
@@ -194,25 +208,6 @@ def refuse_without_vllm(resolved: Resolved) -> None:
             f"{python} has no nixl, which prefill engines need to hand KV to decode engines",
             remedy="pip install nixl into vLLM's environment, or plan engines that do both",
         )
-
-
-def _refuse_another_model(resolved: Resolved, url: str) -> None:
-    """`UsageError` for a server whose model has other sizes than the run's, if its directory is readable here: a
-    publish into it would fail after the trainer's start."""
-    try:
-        served = Path(json.loads(_get(url, "/v1/models"))["data"][0]["root"])
-        served_config = json.loads((served / "config.json").read_text())
-    except (OSError, ValueError, KeyError, IndexError, TypeError, UsageError):
-        return  # a name of the Hub, or another machine's directory: the first publish compares the weights
-    trained = resolved.run.model.model_copy(update={"config": None})  # plans are computed for `config`
-    run_config = model_config(resolved.run.model_copy(update={"model": trained}), resolved.base)
-    for key in ("architectures", *ARCHITECTURE_KEYS):
-        if key in run_config and key in served_config and run_config[key] != served_config[key]:
-            raise UsageError(
-                f"engines.attach: {url} serves another model ({served}): {key} is {served_config[key]!r} (rule: "
-                f"the run's, {run_config[key]!r})",
-                remedy="start the server with the run's model, or mend engines.attach",
-            )
 
 
 def _get(url: str, route: str) -> bytes:

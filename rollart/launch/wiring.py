@@ -26,6 +26,7 @@ from rollart.control.session import RunSession
 from rollart.control.training import StepDone, all_samples
 from rollart.control.trajectory import WaitLimits
 from rollart.controller_loop import ControllerLoop
+from rollart.errors import StorageFailed
 from rollart.fleet import EngineRole
 from rollart.launch.broadcasts import weight_broadcaster
 from rollart.launch.clusters import elastic_nodes, elastic_planner, open_cluster
@@ -35,7 +36,7 @@ from rollart.launch.functions import (
     backend,
     function_settings,
     make_scaler,
-    record_offload,
+    offload_events,
     translated_errors,
 )
 from rollart.launch.hosts import (
@@ -302,7 +303,9 @@ class RunContext:
                 try:
                     yield
                 finally:  # most useful for a run that fails on function faults
-                    record_offload(self.ledger, offload, asyncio.get_running_loop().time())
+                    with contextlib.suppress(StorageFailed):
+                        for event in offload_events(offload, asyncio.get_running_loop().time()):
+                            self.ledger.event(event)
 
     def session(self) -> RunSession:
         """The run over the started parts."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollart.launch.functions import LedgerMeter, offload_events, record_offload
+from rollart.launch.functions import LedgerMeter, offload_events
 from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.report.cost import cost
@@ -45,7 +45,8 @@ def test_a_call_of_the_pool_reaches_the_report(tmp_path: Path) -> None:
                 for n in range(6):
                     await offload.submit("behave", item(str(n), value=float(n)), 100.0)
                     await asyncio.sleep(1.0 if n < 3 else 7.0)
-                record_offload(ledger, offload, clock())
+                for event in offload_events(offload, clock()):
+                    ledger.event(event)
 
     virtual.run(main())
     usage = books.usage["behave"]
