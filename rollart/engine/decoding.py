@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollart.engine.cache import KvCache
 from rollart.engine.network import Network
-from rollart.engine.operations import DecodeOperations, select_operations
+from rollart.engine.operations import TorchOperations, select_operations
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class GraphDecoder:
     not use it."""
 
     def __init__(
-        self, network: Network, cache: KvCache, *, operations: DecodeOperations | None = None, capture: bool = True
+        self, network: Network, cache: KvCache, *, operations: TorchOperations | None = None, capture: bool = True
     ) -> None:
         """`capture` False runs the same step operator by operator, for devices other than GPUs."""
         self._network, self._cache, self._capture = network, cache, capture

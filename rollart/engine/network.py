@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rollart.architecture import Architecture
 from rollart.engine.cache import KvCache
-from rollart.engine.operations import DecodeOperations
+from rollart.engine.operations import TorchOperations
 from rollart.engine.sampling import to_device
 from rollart.errors import UsageError
 
@@ -131,7 +131,7 @@ class Network:
         positions: Tensor,
         slots: Tensor,
         cache: KvCache,
-        operations: DecodeOperations,
+        operations: TorchOperations,
         length: int,
     ) -> Tensor:
         """`forward` of rows with one new token each `[R]`, in shapes that depend on `R` and `length` alone, where
@@ -304,24 +304,10 @@ class AttentionGroup:
     tail_mask: Tensor
 
 
-def pack_batch(
-    table: Ints,
-    slots: Ints,
-    start: Ints,
-    end: Ints,
-    *,
-    context: int,
-    kv_heads: int,
-    per_kv_head: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    layers: int,
-) -> PackedBatch:
-    """Pack rows: row i computes tokens `table[slots[i], start[i]:end[i]]` (at least one each).
-
-    `context` is the cache's number of positions per slot, `per_kv_head` the query heads per kv head. With one
-    of `layers` only, just each row's last query is ever computed, so the masks of the others are omitted.
-    """
+def pack_batch(network: Network, table: Ints, slots: Ints, start: Ints, end: Ints, *, context: int) -> PackedBatch:
+    """Pack rows: row i computes tokens `table[slots[i], start[i]:end[i]]` (at least one each). `context` is the cache's
+    number of positions per slot."""
+    kv_heads, device = network.architecture.kv_heads, network.device
     lengths = end - start
     bucket = np.ceil(np.log2(lengths)).astype(np.int64)
     order = np.lexsort((slots, bucket))
@@ -335,7 +321,7 @@ def pack_batch(
     write = ((slot_of[:, None] * kv_heads + heads) * context + position[:, None]).reshape(-1)
     edges = np.flatnonzero(np.diff(bucket)) + 1
     groups = tuple(
-        _group(int(a), int(b), slots, start, lengths, offsets, per_kv_head, device, dtype, tail_only=layers == 1)
+        _group(network, int(a), int(b), slots, start, lengths, offsets)
         for a, b in zip([0, *edges], [*edges, rows], strict=True)
     )
     return PackedBatch(
@@ -377,19 +363,9 @@ def _rope_tables(a: Architecture, context: int, device: torch.device, dtype: tor
     )
 
 
-def _group(
-    a: int,
-    b: int,
-    slots: Ints,
-    start: Ints,
-    lengths: Ints,
-    offsets: Ints,
-    per_kv_head: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    tail_only: bool,
-) -> AttentionGroup:
+def _group(network: Network, a: int, b: int, slots: Ints, start: Ints, lengths: Ints, offsets: Ints) -> AttentionGroup:
+    """The rows [a, b). With one layer only, just each row's last query is ever computed, so `mask` is `tail_mask`."""
+    device, dtype, per_kv_head = network.device, network.dtype, network.architecture.group
     slots, start, lengths = slots[a:b], start[a:b], lengths[a:b]
     rows, width = b - a, int(lengths.max())
     final = start + lengths - 1
@@ -397,7 +373,7 @@ def _group(
     tail_mask = _causal(final[:, None], length, device, dtype).view(rows, 1, 1, length)
     pad = keep = None
     mask = tail_mask
-    if width > 1 and not tail_only:
+    if width > 1 and network.architecture.layers > 1:
         step = np.minimum(np.arange(width), lengths[:, None] - 1)
         if int(lengths.min()) < width:
             local = offsets[a:b] - offsets[a]

@@ -7,7 +7,6 @@ Triton; `select_operations` takes it only if its results on this device match th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,30 +21,14 @@ COMPARED_POSITIONS = 512
 """Number of positions on which the kernels are compared."""
 
 
-class DecodeOperations(Protocol):
-    """`keys` and `values` are one layer's cache, `[slots, kv_heads, context, head_dim]`. `slots` and `positions` `[R]`
-    are the location of each row's token, which attends up to its position. `length` bounds the positions."""
-
-    ragged: bool
-    """True if `attend` reads each row up to its own position; otherwise it reads all rows up to `length`."""
-
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]: ...
-
-    def gate(self, gate_up: Tensor) -> Tensor: ...
-
-    def place(
-        self, qkv: Tensor, scale: Tensor | None, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor
-    ) -> Tensor: ...
-
-    def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, length: int
-    ) -> Tensor: ...
-
-
 class TorchOperations:
-    """Implementation in PyTorch. `cos` and `sin` `[context, 1, head_dim]` are the rotary tables; `sin` has the sign."""
+    """Implementation in PyTorch. `cos` and `sin` `[context, 1, head_dim]` are the rotary tables; `sin` has the sign.
+
+    `keys` and `values` are one layer's cache, `[slots, kv_heads, context, head_dim]`. `slots` and `positions` `[R]` are
+    the location of each row's token, which attends up to its position. `length` bounds the positions."""
 
     ragged = False
+    """True if `attend` reads each row up to its own position; otherwise it reads all rows up to `length`."""
 
     def __init__(self, architecture: Architecture, cos: Tensor, sin: Tensor) -> None:
         self._a, self._cos, self._sin = architecture, cos, sin
@@ -87,7 +70,7 @@ class TorchOperations:
         return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask).reshape(rows, -1)
 
 
-class TritonOperations:
+class TritonOperations(TorchOperations):
     """Implementation in fused Triton kernels. Needs Triton."""
 
     ragged = True
@@ -95,8 +78,8 @@ class TritonOperations:
     def __init__(self, architecture: Architecture, cos: Tensor, sin: Tensor) -> None:
         from rollart.engine import kernels
 
+        super().__init__(architecture, cos.contiguous(), sin.contiguous())
         self._kernels = kernels
-        self._a, self._cos, self._sin = architecture, cos.contiguous(), sin.contiguous()
 
     def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         return self._kernels.add_norm(x, delta, weight, self._a.norm_eps)
@@ -117,7 +100,7 @@ class TritonOperations:
         return self._kernels.attend(queries, keys, values, slots, positions)
 
 
-def select_operations(architecture: Architecture, cos: Tensor, sin: Tensor) -> tuple[DecodeOperations, str]:
+def select_operations(architecture: Architecture, cos: Tensor, sin: Tensor) -> tuple[TorchOperations, str]:
     """The operations for this device, and the reason for not using the fused ones ('' if they are used)."""
     plain = TorchOperations(architecture, cos, sin)
     if cos.device.type != "cuda":
@@ -142,8 +125,8 @@ def select_operations(architecture: Architecture, cos: Tensor, sin: Tensor) -> t
 
 def operation_differences(
     a: Architecture,
-    ours: DecodeOperations,
-    theirs: DecodeOperations,
+    ours: TorchOperations,
+    theirs: TorchOperations,
     *,
     device: torch.device,
     dtype: torch.dtype,

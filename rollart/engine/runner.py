@@ -208,19 +208,7 @@ class Runner:
     def _forward(self, slots: Ints, start: Ints, end: Ints) -> tuple[Tensor, Ints]:
         """Compute the tokens [start, end) of each slot; returns logits after each slot's last token, and the order of
         the slots in them."""
-        a = self.network.architecture
-        batch = pack_batch(
-            self.table.tokens,
-            slots,
-            start,
-            end,
-            context=self.context,
-            kv_heads=a.kv_heads,
-            per_kv_head=a.group,
-            device=self.network.device,
-            dtype=self.network.dtype,
-            layers=a.layers,
-        )
+        batch = pack_batch(self.network, self.table.tokens, slots, start, end, context=self.context)
         return self.network.forward(batch, self.cache), batch.order
 
     def _admit(self) -> list[EngineJob]:

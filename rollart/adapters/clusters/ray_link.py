@@ -10,6 +10,7 @@ interruptions. A lost server takes the job and all of its actors with it: every 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import importlib
 import logging
@@ -123,7 +124,7 @@ class RayClientLink:
             self._connected()
             return function(*args)
 
-        return await self._waited(daemon_thread_future(work))
+        return await self._waited(run_in_daemon_thread(work))
 
     async def actor(self, kind: type, options: Mapping[str, Any]) -> Any:
         return await self.run_blocking(_create_actor, kind, options)
@@ -213,36 +214,22 @@ class RayClientLink:
 RayLink = RayDriverLink | RayClientLink
 
 
-async def run_in_daemon_thread(function: Callable[..., T], *args: object) -> T:
+def run_in_daemon_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
     """As `asyncio.to_thread`, but cancellation abandons the call: neither the end of the loop nor that of the process
     waits for it."""
-    return await daemon_thread_future(function, *args)
-
-
-def daemon_thread_future(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
-    """The result of such a call, as a future."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.done():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
+    done = concurrent.futures.Future[T]()
+    done.set_running_or_notify_cancel()  # so that a cancelled caller leaves it to the thread
 
     def work() -> None:
-        result, error = None, None
         try:
             result = function(*args)
-        except BaseException as problem:
-            error = problem
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(result)
 
     threading.Thread(target=work, name=f"{function.__name__}, left behind if it hangs", daemon=True).start()
-    return done
+    return asyncio.wrap_future(done)
 
 
 def run_detached(function: Callable[..., object], *args: object) -> None:

@@ -451,7 +451,12 @@ def _manifest(version: int, path: Path, bucket: int, include: Callable[[str], bo
 
 def _read_checked(file: Path, offset: int, count: int, digest: str) -> bytes | None:
     """The bytes; None if they have another hash."""
-    data = _read(file, offset, count)
+    try:
+        with file.open("rb") as handle:
+            handle.seek(offset)
+            data = handle.read(count)
+    except OSError as error:
+        raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
     return data if hashlib.sha256(data).hexdigest() == digest else None
 
 
@@ -489,12 +494,3 @@ def _entry(path: Path, name: str, bucket: int) -> FileEntry:
         while data := file.read(bucket):
             digests.append(hashlib.sha256(data).hexdigest())
     return FileEntry(name, (path / name).stat().st_size, bucket, tuple(digests))
-
-
-def _read(file: Path, offset: int, count: int) -> bytes:
-    try:
-        with file.open("rb") as handle:
-            handle.seek(offset)
-            return handle.read(count)
-    except OSError as error:
-        raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
