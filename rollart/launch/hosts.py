@@ -82,12 +82,19 @@ def environment_fleet(
     spec, waits, count = resolved.cluster.environments, resolved.run.leases, host_count(resolved)
     if not count:
         return None
-    domains = write_domains(resolved, directory)
+    domains, warm = hosted_domains(resolved.run), resolved.run.warm_start
+    worked = {
+        worked_example_domain(n): {"environment": WORKED, "arguments": domains[n]}
+        for n in (warm.domains if warm else ())
+        if n in domains
+    }
+    path = directory / "environments.json"
+    path.write_text(json.dumps(domains | worked, indent=2) + "\n")
     token, assignments = secrets.token_hex(16), HostAssignments(resolved, wanted or resolved)
 
     async def make(name: str) -> HostProgram:
         with assignments.assigned(name, fleet.where(), present_devices(resolved, runtime)) as given:
-            actor = host_actor(resolved, directory, name, domains, token, given=given)
+            actor = host_actor(resolved, directory, name, path, token, given=given)
             program = await place_actor(resolved, runtime, actor)
         return HostProgram(name, program, runtime, host_clock(resolved, ENVIRONMENT_ROLE, name, recorder, given), token)
 
@@ -242,19 +249,6 @@ def hosted_domains(run: RunSpec) -> dict[str, Any]:
         for d in run.domains
         if isinstance(d.environment, str)
     }
-
-
-def write_domains(resolved: Resolved, directory: Path) -> Path:
-    """Write the hosts' domain file, including the worked examples of the warm start."""
-    path, domains = directory / "environments.json", hosted_domains(resolved.run)
-    warm = resolved.run.warm_start
-    worked = {
-        worked_example_domain(n): {"environment": WORKED, "arguments": domains[n]}
-        for n in (warm.domains if warm else ())
-        if n in domains
-    }
-    path.write_text(json.dumps(domains | worked, indent=2) + "\n")
-    return path
 
 
 def image_hook_config(spec: EnvironmentsSpec) -> dict[str, Any] | None:

@@ -156,11 +156,12 @@ class PlacementPlanner:
             raise RunFailed(f"no plan for this work on these engines: {best.message}")
         rate_now = 0.0 if isinstance(now, Infeasible) else now.rate
         costs = MoveCosts.of(problem.pools, running)
-        placed = diff(_serving_deployments(serving), _serving_deployments(best.deployments), costs=costs)
+        engines = [d for d in serving if d.role in SERVING_ROLES]  # other parts stay in place during a run
+        placed = diff(engines, [d for d in best.deployments if d.role in SERVING_ROLES], costs=costs)
         if not placed and best.rate <= rate_now:
             return None
         lost = sum(move.device_seconds for move in placed)
-        devices = sum(d.devices for d in serving if d.role in SERVING_ROLES) or 1
+        devices = sum(d.devices for d in engines) or 1
         routes = routes_of(problem, best)
         fast = problem.objective is Objective.MAX_THROUGHPUT
         proposal = Proposal(
@@ -242,11 +243,6 @@ def _rescaled(before: Quantity, mean: float) -> Quantity:
     scale = mean / before.mean if before.mean > 0 else 1.0
     p50, p90 = (None if q is None else q * scale for q in (before.p50, before.p90))
     return Quantity(mean, p50, p90)
-
-
-def _serving_deployments(deployments: Sequence[Deployment]) -> list[Deployment]:
-    """Engines only: other parts stay in place during a run."""
-    return [d for d in deployments if d.role in SERVING_ROLES]
 
 
 def fleet_move(placed: PlacedMove) -> FleetMove:
