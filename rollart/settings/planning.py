@@ -32,7 +32,7 @@ from placement.training import adapter_parameters
 from placement.types import Demand, Deployment, Device, Infeasible, Link, Objective, Placement, Pool, Role
 from rollart.errors import SpecError, did_you_mean, one_line, some_of
 from rollart.settings.cluster import ClusterSpec, DeviceSpec, PoolSpec
-from rollart.settings.placement import ProfileSpec, QuantitySpec
+from rollart.settings.placement import ProfileSpec
 from rollart.settings.prices import PriceEntry, PriceList
 from rollart.settings.rules import quotas
 from rollart.settings.run import LAG, DomainSpec, RunSpec
@@ -496,17 +496,16 @@ def _links(cluster: ClusterSpec, *, to_store: bool) -> tuple[Link, ...]:
 
 
 def _given(domain: DomainSpec, spec: ProfileSpec, weight: float) -> DomainProfile:
-    environment, reward = spec.environment, spec.reward
     return DomainProfile(
         name=domain.name,
-        turns=_quantity(spec.turns),
-        new_tokens=_quantity(spec.new_tokens),
-        output_tokens=_quantity(spec.output_tokens),
+        turns=Quantity(**spec.turns.model_dump()),
+        new_tokens=Quantity(**spec.new_tokens.model_dump()),
+        output_tokens=Quantity(**spec.output_tokens.model_dump()),
         weight=weight,
-        first_tokens=None if spec.first_tokens is None else _quantity(spec.first_tokens),
+        first_tokens=None if spec.first_tokens is None else Quantity(**spec.first_tokens.model_dump()),
         shared_prefix=spec.shared_prefix,
-        environment=EnvironmentCost(environment.wait_s, environment.core_s, environment.reset_s),
-        reward=None if reward is None else RewardCost(**reward.model_dump()),
+        environment=EnvironmentCost(**spec.environment.model_dump()),
+        reward=None if spec.reward is None else RewardCost(**spec.reward.model_dump()),
         max_turns=domain.max_turns,
         source="given",
     )
@@ -526,10 +525,6 @@ def _assumed(domain: DomainSpec, context: int, weight: float) -> DomainProfile:
         max_turns=domain.max_turns,
         source=ASSUMED,
     )
-
-
-def _quantity(spec: QuantitySpec) -> Quantity:
-    return Quantity(spec.mean, spec.p50, spec.p90)
 
 
 def _config_file(path: Path, key: str) -> Mapping[str, object]:
