@@ -661,7 +661,8 @@ class FunctionQueue:
         stage.entered += 1
         known = cache.get(key)
         if known is not None:
-            self._saved(stage, "cache", 1)
+            stage.acted += 1
+            self._saved(OffloadStage.CACHE, 1)
         return known
 
     def _entry(self, item: Item, encoded: wire.WireItem, size: int, key: bytes | None) -> PendingItem:
@@ -675,13 +676,12 @@ class FunctionQueue:
         self._budget.earn()
         return entry
 
-    def _saved(self, stage: StageCounts, name: str, items: int) -> None:
+    def _saved(self, stage: OffloadStage, items: int) -> None:
         each = self._billed_s / self._billed_items if self._billed_items else 0.0
-        stage.acted += items if name == "cache" else 0
-        stage.saved_calls += items
-        stage.saved_billed_s += each * items
+        self.stages[stage].saved_calls += items
+        self.stages[stage].saved_billed_s += each * items
         now = asyncio.get_running_loop().time()
-        self._meter.saving(Saving(self.spec.name, name, now, items, each * items, self.spec.memory_mb))
+        self._meter.saving(Saving(self.spec.name, str(stage), now, items, each * items, self.spec.memory_mb))
 
     def _refused(self, fault: InfraFault) -> InfraFault:
         self._validated.acted += 1
@@ -701,13 +701,8 @@ class FunctionQueue:
         stage.acted += 1
         stage.waited_s += wait
         entry.cause, entry.retried, entry.call = Cause.RETRY, True, None
-        entry.retry = loop.call_later(wait, self._resume, entry)
+        entry.retry = loop.call_later(wait, self.again, entry)
         return True
-
-    def _resume(self, entry: PendingItem) -> None:
-        entry.retry = None
-        if not entry.done:
-            self.again(entry)
 
     def _expire(self, waiter: Waiter) -> None:
         detail = f"no outcome of {self.spec.name} in {waiter.deadline_s:g} s"
@@ -733,7 +728,6 @@ class FunctionQueue:
             del self._flights[entry.key]
         if entry.retry is not None:
             entry.retry.cancel()
-            entry.retry = None
         call, entry.call = entry.call, None
         if call is not None:
             self.provider_queues[call.provider_index].abandon(call)
@@ -751,7 +745,7 @@ class FunctionQueue:
         waiters, entry.waiters = entry.waiters, []
         self._end(entry)
         if scored and len(waiters) > 1:
-            self._saved(self._dedupes, "dedupe", len(waiters) - 1)
+            self._saved(OffloadStage.DEDUPE, len(waiters) - 1)
         for position, waiter in enumerate(waiters):
             self.health.note(outcome)
             if not waiter.outcome.done():
