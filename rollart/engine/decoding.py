@@ -52,7 +52,7 @@ class GraphDecoder:
         most = 3 * _stride(self._sizes[-1])
         self._device = torch.zeros(most, dtype=torch.int64, device=network.device)
         self._host = torch.zeros(most, dtype=torch.int64, pin_memory=network.device.type == "cuda")
-        self._copied = _event() if network.device.type == "cuda" else None
+        self._copied = torch.cuda.Event() if network.device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     @property
     def graphs(self) -> int:
@@ -68,7 +68,7 @@ class GraphDecoder:
             return
         self._device.fill_(0)
         for rows in reversed(self._sizes):
-            _step_inputs(self._device, rows)[2] = self._cache.slots - 1
+            step_inputs(self._device, rows)[2] = self._cache.slots - 1
             if not self._capture or self._captured(rows, self._cache.context) is None:
                 return
 
@@ -80,7 +80,7 @@ class GraphDecoder:
         length = context if self.operations.ragged else _padded_length(int(positions.max()) + 1, context)
         if self._copied is not None:
             self._copied.synchronize()  # the last step's copy ended long ago: its tokens were waited for
-        staged = _step_inputs(self._host, rows).numpy()
+        staged = step_inputs(self._host, rows).numpy()
         staged[:, :n] = tokens, positions, slots
         staged[:, n:] = [[0], [0], [self._cache.slots - 1]]
         used = 3 * _stride(rows)  # contiguous, so that one copy from pinned memory suffices
@@ -97,7 +97,7 @@ class GraphDecoder:
         return logits[:n]
 
     def _run(self, rows: int, length: int) -> Tensor:
-        tokens, positions, slots = _step_inputs(self._device, rows)[:, :rows]
+        tokens, positions, slots = step_inputs(self._device, rows)[:, :rows]
         return self._network.decode(tokens, positions, slots, self._cache, self.operations, length)
 
     def _captured(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
@@ -131,13 +131,9 @@ def _stride(rows: int) -> int:
     return rows + rows % 2
 
 
-def _step_inputs(buffer: Tensor, rows: int) -> Tensor:
+def step_inputs(buffer: Tensor, rows: int) -> Tensor:
     """Tokens, positions and slots `[3, rows (rounded up to even)]` at the start of the buffer."""
     return buffer[: 3 * _stride(rows)].view(3, _stride(rows))
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event()  # type: ignore[no-untyped-call]
 
 
 def captured_sizes(most: int) -> Sequence[int]:

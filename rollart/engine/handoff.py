@@ -88,7 +88,7 @@ class KvHandoffs:
     """
 
     def __init__(self, driver: Driver, settings: HandoffSettings, *, advertise: tuple[str, int]) -> None:
-        self._driver, self._runner, self._settings = driver, driver.runner, settings
+        self._driver, self.runner, self._settings = driver, driver.runner, settings
         self.advertise = advertise
         self._boot, self._files = boot_id(), None
         if settings.shm and self._boot:
@@ -166,7 +166,7 @@ class KvHandoffs:
         export, before = self._find(request_id, token), None
         if start < export.start:
             before = await self._driver.apply(
-                lambda: self._runner.session_kv(export.session, export.token_ids, export.version, start)
+                lambda: self.runner.session_kv(export.session, export.token_ids, export.version, start)
             )
             if before is None:
                 raise HandoffFailed(
@@ -182,9 +182,11 @@ class KvHandoffs:
 
         def cut() -> list[memoryview]:
             block = decode_block(data, export.token)
-            return encode_block(
-                _block_from(block, start) if before is None else replace(before, logits=block.logits), export.token
-            )
+            if before is not None:
+                return encode_block(replace(before, logits=block.logits), export.token)
+            skip = min(start, len(block.token_ids)) - block.start
+            keys, values = block.keys[:, :, skip:], block.values[:, :, skip:]
+            return encode_block(replace(block, keys=keys, values=values, start=block.start + skip), export.token)
 
         return await _off_loop(export.size, cut)
 
@@ -196,7 +198,7 @@ class KvHandoffs:
 
     async def _fetch(self, job: EngineJob, source: KvSource) -> bool:
         """Pull the KV that the session lacks into `job.imported`. False if the request was aborted during the pull."""
-        name, runner = job.request.request_id, self._runner
+        name, runner = job.request.request_id, self.runner
         refuse_invalid(job, vocab=runner.network.architecture.vocab, context=runner.context)
         if name in self._pulling:
             raise EngineError(f"request id {name!r} is in use", retryable=False, remedy="give every request its own id")
@@ -276,7 +278,7 @@ class KvHandoffs:
         file, data = "", b""
         if block.size <= self._settings.pending_bytes:  # otherwise `put` refuses and counts it
             file, data = await _off_loop(block.size, store, undo=lambda kept: _discard(files, kept[0]))
-        if block.version != self._runner.version:  # the weights were replaced during the copy
+        if block.version != self.runner.version:  # the weights were replaced during the copy
             _discard(files, file)
             return None
         kept = self.exports.put(
@@ -557,12 +559,6 @@ def decode_block(data: bytes | bytearray | mmap.mmap, token: str = "") -> KvBloc
         )
     except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise HandoffFailed(f"the pull brought no valid KV: {error}", remedy="prefill again") from error
-
-
-def _block_from(block: KvBlock, start: int) -> KvBlock:
-    """The part of a block from token `start` on."""
-    skip = max(0, min(start, len(block.token_ids)) - block.start)
-    return replace(block, keys=block.keys[:, :, skip:], values=block.values[:, :, skip:], start=block.start + skip)
 
 
 async def _off_loop(size: int, work: Callable[[], T], *, undo: Callable[[T], None] | None = None) -> T:

@@ -69,12 +69,8 @@ class Network:
         self._head = BlockedLinear(self._embed if a.tied else empty(a.vocab, a.hidden))
         self._norm = empty(a.hidden)
         self._layers = [layer() for _ in range(a.layers)]
-        self._cos, self._sin = _rope_tables(a, context, device, dtype)
-
-    @property
-    def rope(self) -> tuple[Tensor, Tensor]:
+        self.rope = _rope_tables(a, context, device, dtype)
         """The rotary tables, cosine and signed sine `[context, 1, head_dim]`."""
-        return self._cos, self._sin
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the tensors that a checkpoint of this architecture holds."""
@@ -113,7 +109,7 @@ class Network:
     def forward(self, batch: PackedBatch, cache: KvCache) -> Tensor:
         """Write the batch's keys and values into the cache; return fp32 logits `[rows, vocab]` of the last tokens."""
         x = F.embedding(batch.tokens, self._embed)
-        cos, sin = self._cos.index_select(0, batch.positions), self._sin.index_select(0, batch.positions)
+        cos, sin = (table.index_select(0, batch.positions) for table in self.rope)
         final = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
             if i == final and batch.last is not None:

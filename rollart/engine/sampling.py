@@ -101,25 +101,25 @@ def _restrict(logits: Tensor, allowed: list[npt.NDArray[np.int64] | None]) -> Te
 def _draw(probs: Tensor, top_p: npt.NDArray[np.float32], u: Tensor) -> Tensor:
     """Inverse of the cumulative distribution at `u` `[R, 1]`; rows with top_p < 1 draw from their nucleus."""
     if (top_p >= 1.0).all():
-        return _invert(probs.cumsum(-1), u) if probs.device.type == "cpu" else invert_blocks(probs, u)
+        return invert(probs.cumsum(-1), u) if probs.device.type == "cpu" else invert_blocks(probs, u)
     ordered, ids = probs.sort(stable=True, dim=-1, descending=True)
     cumulative = ordered.cumsum(-1)
     limit = to_device(top_p, probs.device)[:, None]
     # The nucleus is the shortest prefix that reaches top_p: a token stays if the mass before it is below top_p.
     nucleus = ordered.masked_fill(cumulative - ordered >= limit, 0.0).cumsum(-1)
-    drawn = ids.gather(1, _invert(nucleus, u)[:, None])[:, 0]
+    drawn = ids.gather(1, invert(nucleus, u)[:, None])[:, 0]
     # Rows without top-p draw in vocabulary order in every batch, so that they are reproducible.
-    whole = _invert(probs.cumsum(-1), u) if probs.device.type == "cpu" else invert_blocks(probs, u)
+    whole = invert(probs.cumsum(-1), u) if probs.device.type == "cpu" else invert_blocks(probs, u)
     return torch.where(limit[:, 0] >= 1.0, whole, drawn)
 
 
 def invert_blocks(probs: Tensor, u: Tensor) -> Tensor:
-    """`_invert` in two levels: first the block of `BLOCK` tokens, then the token in it. On a GPU, sums are parallel but
+    """`invert` in two levels: first the block of `BLOCK` tokens, then the token in it. On a GPU, sums are parallel but
     cumulative sums over a long vocabulary are not."""
     rows, vocab = probs.shape
     blocks = F.pad(probs, (0, -vocab % BLOCK)).view(rows, -1, BLOCK)
     running = blocks.sum(-1).cumsum(-1)
-    block = _invert(running, u)[:, None]
+    block = invert(running, u)[:, None]
     before = torch.where(block > 0, running.gather(1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, BLOCK))[:, 0].cumsum(-1)
     target = u * running[:, -1:] * BELOW_ONE - before
@@ -129,7 +129,7 @@ def invert_blocks(probs: Tensor, u: Tensor) -> Tensor:
     return (block * BLOCK + token)[:, 0]
 
 
-def _invert(cumulative: Tensor, u: Tensor) -> Tensor:
+def invert(cumulative: Tensor, u: Tensor) -> Tensor:
     """The first index whose cumulative mass exceeds u times the total: never one of zero probability."""
     target = u * cumulative[:, -1:] * BELOW_ONE
     return torch.searchsorted(cumulative, target, right=True)[:, 0]

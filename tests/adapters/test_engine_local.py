@@ -21,7 +21,7 @@ def told(kind: type[HttpEngine], **options: Any) -> list[tuple[str, Any]]:
     calls: list[tuple[str, Any]] = []
 
     class Told(kind):  # type: ignore[misc, valid-type]
-        async def _control(self, path: str, body: Mapping[str, Any], **_: Any) -> dict[str, Any]:
+        async def control(self, path: str, body: Mapping[str, Any], **_: Any) -> dict[str, Any]:
             calls.append((path, body))
             return {"success": True}
 

@@ -6,7 +6,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollart.adapters.engines.vllm_server import _announce_ready
+from rollart.adapters.engines.vllm_server import announce_ready
 
 
 @pytest.mark.parametrize("broken", [0, 2])
@@ -32,7 +32,7 @@ async def test_it_is_ready_once_it_names_its_version(
     app.add_routes([web.get("/health", healthy), web.post("/update_weight_version", name)])
     async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")
-        await _announce_ready(url, "3")
+        await announce_ready(url, "3")
     assert {str(t) for t in told} == {str({"new_version": "3"})}
     assert len(told) > broken
     assert capsys.readouterr().out == f"ready {url}\n"

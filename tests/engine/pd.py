@@ -34,7 +34,7 @@ class Side:
     @property
     def counters(self) -> dict[str, int]:
         """Counters of transferred and computed tokens."""
-        h, r = self.server.handoffs, self.server.handoffs._runner
+        h, r = self.server.handoffs, self.server.handoffs.runner
         return {
             "shm": h.pulled["shm"].bytes,
             "socket": h.pulled["socket"].bytes,

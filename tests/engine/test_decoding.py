@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rollart.architecture import read_architecture
 from rollart.engine.cache import KvCache
-from rollart.engine.decoding import GraphDecoder, _step_inputs, captured_sizes
+from rollart.engine.decoding import GraphDecoder, captured_sizes, step_inputs
 from rollart.engine.network import Network
 from rollart.engine.operations import TorchOperations, operation_differences, select_operations
 from rollart.engine.runner import Runner
@@ -146,7 +146,7 @@ def test_where_a_capture_fails_steps_go_on_without_and_on_their_own_stream(
 def test_what_a_step_needs_is_copied_at_once_without_gaps_and_where_kernels_want_it() -> None:
     for rows in range(1, 9):
         buffer = torch.arange(24)
-        staged = _step_inputs(buffer, rows)
+        staged = step_inputs(buffer, rows)
         assert staged.is_contiguous()
         assert staged.data_ptr() == buffer.data_ptr()
         assert all((row.data_ptr() - buffer.data_ptr()) % 16 == 0 for row in staged)

@@ -138,12 +138,12 @@ def test_an_evicted_session_is_pulled_whole(qwen: Path, shm: str) -> None:
         prompt = list(range(1, 21))
         first = await split(p.client, d.client, ask("0", prompt, session="s"))
         await whole.client.generate(ask("0", prompt, session="s"))
-        p.server.handoffs._runner.release("s")
+        p.server.handoffs.runner.release("s")
         prompt += [*first.token_ids, 4, 5]
         second = ask("1", prompt, session="s")
         params = await prefilled(p.client, second, first.kv_transfer)
         assert p.counters["imported"] == 25, "D's whole sequence, though it had copied only the answer's"
-        d.server.handoffs._runner.release("s")
+        d.server.handoffs.runner.release("s")
         answer = await d.client.generate(dataclasses.replace(second, kv_transfer=params))
         assert d.counters["imported"] == 20 + 28
         same(answer, await whole.client.generate(second))
@@ -157,8 +157,8 @@ def test_what_neither_copied_nor_held_is_refused_and_the_turn_succeeds_at_home(q
         first = await split(p.client, d.client, ask("0", prompt, session="s"))
         second = ask("1", [*prompt, *first.token_ids, 4, 5], session="s")
         params = await prefilled(p.client, second, first.kv_transfer)
-        p.server.handoffs._runner.release("s")
-        d.server.handoffs._runner.release("s")
+        p.server.handoffs.runner.release("s")
+        d.server.handoffs.runner.release("s")
         with pytest.raises(HandoffFailed, match="the session holds the rest no more"):
             await d.client.generate(dataclasses.replace(second, kv_transfer=params))
         same(await d.client.generate(second), await whole.client.generate(second))
@@ -198,7 +198,7 @@ def test_the_metrics_prove_it(qwen: Path, shm: str) -> None:
         await split(p.client, d.client, ask("0", range(20), session="s"))
 
         async def lines(s: Side) -> set[str]:
-            return set((await s.client._request("GET", "/metrics")).decode().splitlines())
+            return set((await s.client.request("GET", "/metrics")).decode().splitlines())
 
         at_d, at_p = await lines(d), await lines(p)
         way = "shm" if shm else "socket"
@@ -227,7 +227,7 @@ def test_large_copies_leave_the_loop_and_come_to_the_same(
         first = await split(p.client, d.client, ask("0", prompt, session="s"))
         await whole.client.generate(ask("0", prompt, session="s"))
         second = ask("1", [*prompt, *first.token_ids, 4, 5], session="s")
-        d.server.handoffs._runner.release("s")  # and a block that is cut to another start
+        d.server.handoffs.runner.release("s")  # and a block that is cut to another start
         same(await split(p.client, d.client, second, first.kv_transfer), await whole.client.generate(second))
 
     with_engines(qwen, scenario, shm=shm)

@@ -113,7 +113,7 @@ def test_old_kv_goes_with_its_weights_and_with_a_reset(qwen: Path, qwen_next: Pa
             await d.client.generate(ask("a", range(20), params))
         await d.client.update_weights(WeightsRef(1, str(qwen_next)))
         params = await prefilled(p.client, ask("1", range(20)))
-        await p.client._control("/reset_prefix_cache", {})
+        await p.client.control("/reset_prefix_cache", {})
         with pytest.raises(HandoffFailed, match="prefix cache was reset"):
             await d.client.generate(ask("b", range(20), params))
 
@@ -243,7 +243,7 @@ def test_a_request_given_up_during_its_pull_leaves_nothing(qwen: Path, how: str,
                 assert (answer.finish, answer.token_ids) == (FinishReason.ABORT, ())
             while d.server.handoffs.pulling:
                 await asyncio.sleep(0)
-            assert not d.server.handoffs._runner.busy
+            assert not d.server.handoffs.runner.busy
             assert (await d.client.generate(ask("a", range(20), session="s"))).finish is FinishReason.LENGTH
 
     with_engines(qwen, scenario, streaming=streaming)
@@ -268,7 +268,7 @@ def test_a_session_that_goes_while_its_suffix_is_on_the_way_is_computed_here(qwe
         first = await split(p.client, d.client, ask("0", prompt, session="s"))
         second = ask("1", [*prompt, *first.token_ids, 4, 5], session="s")
         params = await prefilled(p.client, second, first.kv_transfer)
-        pull, runner = d.server.handoffs._pull, d.server.handoffs._runner
+        pull, runner = d.server.handoffs._pull, d.server.handoffs.runner
 
         async def evicting(*arguments: Any) -> Any:
             block = await pull(*arguments)
@@ -325,13 +325,13 @@ def test_a_lost_connection_gives_up_its_pulls(qwen: Path) -> None:
         params = await prefilled(p.client, ask("0", range(20)))
         await d.client.pause(PauseMode.KEEP)
         task = asyncio.create_task(d.client.generate(ask("a", range(20), params)))
-        while not d.server.handoffs._runner.busy:
+        while not d.server.handoffs.runner.busy:
             await asyncio.sleep(0)
         assert d.client._stream is not None
         d.client._stream.close()
         with pytest.raises(EngineError, match="connection lost"):
             await task
-        while d.server.handoffs._runner.busy:
+        while d.server.handoffs.runner.busy:
             await asyncio.sleep(0)
         await d.client.resume()
 

@@ -66,14 +66,14 @@ def test_weights_that_change_while_the_import_waits(qwen: Path, qwen_next: Path,
         params = await prefilled(p.client, ask("0", range(20)))
         await d.client.pause(PauseMode.KEEP)
         task = asyncio.create_task(d.client.generate(ask("a", range(20), params)))
-        while not d.server.handoffs._runner.busy:
+        while not d.server.handoffs.runner.busy:
             await asyncio.sleep(0)
         await d.client.update_weights(WeightsRef(1, str(qwen_next)))
         await d.client.resume()
         answer = await task
         assert answer.token_ids == greedy(qwen_next, range(20), 6)
         assert [s.version for s in answer.spans] == [1]
-        assert d.server.handoffs._runner.dropped_imports == 1
+        assert d.server.handoffs.runner.dropped_imports == 1
         assert d.counters["imported"] == 0
 
     with_engines(qwen, scenario, shm=shm)

@@ -62,7 +62,7 @@ def with_processes(directory: Path, shm: str, scenario: Scenario, *arguments: st
 
 
 async def metric(engine: HttpEngine, name: str) -> float:
-    lines = (await engine._request("GET", "/metrics")).decode().splitlines()
+    lines = (await engine.request("GET", "/metrics")).decode().splitlines()
     return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + " "))
 
 

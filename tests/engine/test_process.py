@@ -46,7 +46,7 @@ def test_sigterm_ends_it_with_a_request_in_flight(qwen: Path) -> None:
 
         async def body() -> None:
             e = HttpEngine(EngineId("e"), url)
-            await e._control("/pause?mode=keep", {})
+            await e.control("/pause?mode=keep", {})
             task = asyncio.create_task(e.generate(GenerateRequest("a", "", (1,), Sampling(6))))
             while (await e.stats()).waiting == 0:
                 await asyncio.sleep(0.01)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.engine.sampling import SamplingRows, _invert, sample, uniforms
+from rollart.engine.sampling import SamplingRows, invert, sample, uniforms
 
 
 def rows(n: int, **changes: Any) -> SamplingRows:
@@ -67,7 +67,7 @@ def test_the_largest_uniform_draws_a_token_that_has_probability() -> None:
     probs = torch.tensor([[0.7, 0.3, 0.0, 0.0], [0.1, 0.1, 0.7, 0.1], [1 / 3, 1 / 3, 1 / 3, 0.0]])
     u = torch.full((3, 1), 1.0 - 2.0**-24)
     for scale in (1.0, 0.9999999, 1.0000001):
-        assert _invert((probs * scale).cumsum(-1), u).tolist() == [1, 3, 2]
+        assert invert((probs * scale).cumsum(-1), u).tolist() == [1, 3, 2]
 
 
 def test_uniforms_are_uniform_and_depend_on_both_counters() -> None:

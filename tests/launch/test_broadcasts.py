@@ -203,7 +203,7 @@ class Client(HttpEngine):
         self.loaded: list[Any] = []
         self.gone = False
 
-    async def _control(self, path: str, body: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
+    async def control(self, path: str, body: Mapping[str, Any], *, optional: bool = False) -> dict[str, Any]:
         if self.gone:
             raise EngineError("it is gone", retryable=True)
         self.loaded += [body["update_info"]] if "update_info" in body else []

@@ -47,7 +47,7 @@ def test_every_worker_takes_part_and_loads_its_own_part(tmp_path: Path) -> None:
             await VllmEngine.update_weights(engine, WeightsRef(9, str(nothing)))
         told = json.dumps({"stamp": "none"})
         assert [one["unknown"] for one in await engine.workers(WORKER_METHOD, "look", told)] == [True, True]
-        await engine._control("/start_weight_update", {})  # and never ended
+        await engine.control("/start_weight_update", {})  # and never ended
 
     with server(publish(tmp_path / "v0", 0, TIED), tmp_path / "log", extra=PARALLEL) as url:
         asyncio.run(body(url))

@@ -155,9 +155,9 @@ class TestVllm(EngineContract):
         async def scenario(s: Subject) -> None:
             engine = self._vllm(s)
             await engine.pause(PauseMode.KEEP)
-            await engine._control("/start_weight_update", {})
+            await engine.control("/start_weight_update", {})
             with pytest.raises(EngineError, match="already active"):
-                await engine._control("/start_weight_update", {})
+                await engine.control("/start_weight_update", {})
             await to_version(engine, s.publish(2))
             answer = await engine.generate(request("a", (5, 17), max_tokens=4, temperature=0.0))
             check(answer, [2])
@@ -170,7 +170,7 @@ class TestVllm(EngineContract):
 
         async def scenario(s: Subject) -> None:
             engine = self._vllm(s)
-            await engine._control("/update_weight_version", {"new_version": "default"})
+            await engine.control("/update_weight_version", {"new_version": "default"})
             with pytest.raises(EngineError, match="was restarted") as refused:
                 await engine.generate(request("a", max_tokens=4))
             assert refused.value.retryable

@@ -139,10 +139,10 @@ async def test_it_pulls_what_a_program_of_ours_pulled_before(tmp_path: Path) -> 
         for version in (0, 1):
             await s.stored.push(s.publish(version))
         ours = HostWeightCopy(s.place)
-        await ours.pull(0, s.stored._stamps[0], ())
+        await ours.pull(0, s.stored.stamps[0], ())
         await s.stored.local(s.host, WeightsRef(1, s.stored.path(1)))
         assert s.events.of("weights_pulled", "received_bytes") == [("engine-0", BUCKET)]
-        assert (await ours.pull(1, s.stored._stamps[1], ()))[1].bytes == 0, "and it finds theirs"
+        assert (await ours.pull(1, s.stored.stamps[1], ()))[1].bytes == 0, "and it finds theirs"
         await ours.aclose()
 
 
@@ -150,7 +150,7 @@ async def test_it_pulls_what_a_program_of_ours_pulled_before(tmp_path: Path) -> 
 async def test_it_pulls_while_the_push_goes_on_and_has_all_or_nothing(tmp_path: Path, broken: bool) -> None:
     async with site(tmp_path) as s:
         gate, weights = Gate(Path(s.place.url)), s.publish(3)
-        s.stored._pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)
+        s.stored.pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)
         pushing = asyncio.ensure_future(s.stored.push(weights))
         while (seen := await s.host.call("pulling")) is None or not seen.buckets:
             await asyncio.sleep(0)
@@ -196,7 +196,7 @@ async def test_a_number_that_was_given_twice_is_the_last_ones(tmp_path: Path) ->
         await s.stored.push(weights)
         path = Path(await s.stored.local(s.host, weights))
         assert (path / "model.safetensors").read_bytes() == b"another"
-        s.stored._stamps[7] = "what nobody pushed"
+        s.stored.stamps[7] = "what nobody pushed"
         with pytest.raises(EngineError, match="not what was published under that number"):
             await s.stored.local(s.host, weights)
 
@@ -232,7 +232,7 @@ async def test_what_one_worker_cannot_pull_the_others_give_up(tmp_path: Path) ->
     """The push continues without them: a worker that waits for it would hold the lock of its host."""
     async with site(tmp_path) as s:
         gate, weights = Gate(Path(s.place.url)), s.publish(3)
-        s.stored._pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)
+        s.stored.pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)
         pushing = asyncio.ensure_future(s.stored.push(weights))
         while (seen := await s.host.call("pulling")) is None or not seen.buckets:
             await asyncio.sleep(0)
@@ -268,7 +268,7 @@ async def test_a_pull_whose_controller_died_lets_the_next_one_pull(tmp_path: Pat
 async def test_a_server_that_was_started_anew_meanwhile_says_so(tmp_path: Path) -> None:
     async with site(tmp_path) as s:
         gate, weights = Gate(Path(s.place.url)), s.publish(3)
-        s.stored._pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)
+        s.stored.pusher = BucketPusher(gate, bucket_bytes=BUCKET, in_flight=1)
         pushing = asyncio.ensure_future(s.stored.push(weights))
         while (seen := await s.host.call("pulling")) is None or not seen.buckets:
             await asyncio.sleep(0)

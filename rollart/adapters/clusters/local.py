@@ -169,7 +169,6 @@ class _LocalHandle:
         self._runtime = runtime
         self.spec = spec
         self.held = held
-        self._node = held.id
         self._slots = asyncio.Semaphore(spec.max_concurrency)
         self._incarnation: _Incarnation | None = None
         self._restarts = 0
@@ -182,7 +181,7 @@ class _LocalHandle:
 
     @property
     def node(self) -> str:
-        return self._node
+        return self.held.id
 
     async def boot(self) -> None:
         args, kwargs = pickle.loads(pickle.dumps((self.spec.args, dict(self.spec.kwargs))))
@@ -226,7 +225,7 @@ class _LocalHandle:
 
     async def _after_death(self, restart: bool) -> None:
         restarts = restart and (self.spec.max_restarts < 0 or self._restarts < self.spec.max_restarts)
-        self._runtime.emit(RuntimeEvent("actor_died", self.name, self._node))
+        self._runtime.emit(RuntimeEvent("actor_died", self.name, self.node))
         if not restarts:
             self._gone = True
             self._booted.set()
@@ -234,7 +233,7 @@ class _LocalHandle:
             return
         self._restarts += 1
         await self.boot()
-        self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self._node))
+        self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self.node))
 
     async def _exited(self) -> None:
         """The process of a process actor ended unexpectedly."""

@@ -32,7 +32,6 @@ from rollart.adapters.clusters.ray_link import (
     SILENT_S,
     RayClientLink,
     RayDriverLink,
-    RayLink,
     check_grpc_server,
     connect_in_thread,
     connection_lost,
@@ -99,7 +98,7 @@ class RayRuntime:
         self._env = dict(env or {})
         self._env_before: dict[str, str | None] = {}
         self._actors: dict[str, RayHandle] = {}
-        self.link: RayLink = RayDriverLink()
+        self.link = RayDriverLink()
         self.groups = RayGroups(self._account, lambda function, *args: self.link.run_blocking(function, *args))
         self._nodes: dict[str, Node] = {}
         self._names: dict[str, str] = {}
@@ -157,7 +156,7 @@ class RayRuntime:
         wanted = [bundle for group in gang for bundle in group.bundles if any(bundle.resources.values())]
         resources = [dict(bundle.resources) for bundle in wanted]
         labels = [dict(bundle.labels) for bundle in wanted]
-        if isinstance(self.link, RayDriverLink):  # Ray's client lacks this function
+        if not isinstance(self.link, RayClientLink):  # Ray's client lacks this function
             with contextlib.suppress(Exception):  # only a hint: `reserve` waits for the nodes anyway
                 async with asyncio.timeout(ASK_S):
                     await self.link.run_blocking(request_resources, None, resources, labels)

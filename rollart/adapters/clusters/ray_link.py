@@ -58,7 +58,7 @@ class RayDriverLink:
     async def nodes(self) -> Sequence[Mapping[str, Any]]:
         import ray
 
-        found: Sequence[Mapping[str, Any]] = await run_in_daemon_thread(ray.nodes)
+        found: Sequence[Mapping[str, Any]] = await self.run_blocking(ray.nodes)
         return found
 
     async def draining(self) -> set[str]:
@@ -99,7 +99,7 @@ class RayDriverLink:
         """Ray itself ends the calls of a driver."""
 
 
-class RayClientLink:
+class RayClientLink(RayDriverLink):
     """This process calls a server at the cluster, which is the driver. Owns the pending calls: `failed` ends them."""
 
     def __init__(self, address: str) -> None:
@@ -107,11 +107,6 @@ class RayClientLink:
         self._open: dict[asyncio.Future[Any], None] = {}
         self._error: ProviderError | None = None
         self._drained: tuple[float, set[str]] = (-DRAIN_S, set())
-
-    async def nodes(self) -> Sequence[Mapping[str, Any]]:
-        import ray
-
-        return await self.run_blocking(ray.nodes)
 
     async def draining(self) -> set[str]:
         now = asyncio.get_running_loop().time()
@@ -209,9 +204,6 @@ class RayClientLink:
             raise self._error from None
         finally:
             del self._open[waiting]
-
-
-RayLink = RayDriverLink | RayClientLink
 
 
 def run_in_daemon_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:

@@ -224,17 +224,14 @@ class _PlacementSearch:
             fitting = [n for n in fitting if n.id not in used]
         equivalents: set[tuple[object, ...]] = set()
         for node in sorted(fitting, key=lambda n: (n.id in used) == (strategy == "SPREAD")):
-            # Nodes with equal labels and free resources that the search has not used are interchangeable.
-            key = (tuple(sorted(self._selectable_labels(node))), tuple(sorted(self._room[node.id].items())))
+            # Nodes with equal labels and free resources that the search has not used are interchangeable. Labels that
+            # no bundle selects by, such as Ray's node id, would make equal nodes look different.
+            labels = [(label, value) for label, value in node.labels.items() if label in self._selector_labels]
+            key = (tuple(sorted(labels)), tuple(sorted(self._room[node.id].items())))
             if self._room[node.id] == node.free and key in equivalents:
                 continue
             equivalents.add(key)
             yield node
-
-    def _selectable_labels(self, node: Node) -> list[tuple[str, str]]:
-        """The labels that bundles select by. Other labels, such as Ray's node id, would make equal nodes look
-        different."""
-        return [(label, value) for label, value in node.labels.items() if label in self._selector_labels]
 
 
 def _bundles(gang: Sequence[BundleGroup]) -> list[Bundle]:

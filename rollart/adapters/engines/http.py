@@ -120,7 +120,7 @@ class HttpEngine:
         body = request_body(request)
         if request.on_chunk is not None and request.kv_transfer is None:  # events cannot carry `kv_transfer_params`
             return await self._generate_streamed(request, body)
-        raw = await self._request("POST", "/inference/v1/generate", body, session=request.session)
+        raw = await self.request("POST", "/inference/v1/generate", body, session=request.session)
         try:
             return parse_completion(json.loads(raw), self._first)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
@@ -130,7 +130,7 @@ class HttpEngine:
         """Call before the first request. `EngineError` if the server does not compute with these weights."""
         self._stamps = {weights.version: (weights.stamp,)}
         if weights.stamp:
-            info = as_object(await self._request("GET", "/weight_info", limit_s=CONNECT_S, optional=True))
+            info = as_object(await self.request("GET", "/weight_info", limit_s=CONNECT_S, optional=True))
             self._check_stamp(weights.version, info.get("stamp"))
 
     def _check_stamp(self, version: object, stamp: object) -> None:
@@ -177,20 +177,20 @@ class HttpEngine:
             self._stream.send(("a", tuple(request_ids)))
         else:
             ids = [form for i in request_ids for form in (i, VLLM_PREFIX + i)]
-            await self._control("/abort_requests", {"request_ids": ids})
+            await self.control("/abort_requests", {"request_ids": ids})
 
     async def release(self, session: str) -> None:
         """Free the trajectory's prefix KV. A server without this route (vLLM) evicts by itself."""
         if self._stream is not None and self._stream.open:
             self._stream.send(("r", session))
         else:
-            await self._control("/rollart/release_session", {"session": session}, optional=True)
+            await self.control("/rollart/release_session", {"session": session}, optional=True)
 
     async def pause(self, mode: PauseMode) -> None:
-        await self._control(f"/pause?mode={mode.value}", {})
+        await self.control(f"/pause?mode={mode.value}", {})
 
     async def resume(self) -> None:
-        await self._control("/resume", {})
+        await self.control("/resume", {})
 
     async def update_weights(self, weights: WeightsRef) -> None:
         version, stamp = self._broadcast
@@ -202,9 +202,9 @@ class HttpEngine:
         elif self._local is not None:
             info["path"] = await self._local(weights)
         await self._begin_update()
-        await self._control("/update_weights", {"update_info": info})
+        await self.control("/update_weights", {"update_info": info})
         self._stamps[weights.version] = stamps
-        loaded = await self._control("/finish_weight_update", {"weight_version": str(weights.version)})
+        loaded = await self.control("/finish_weight_update", {"weight_version": str(weights.version)})
         self._check_stamp(weights.version, loaded.get("stamp"))
         await self._drop_kv()
 
@@ -214,7 +214,7 @@ class HttpEngine:
 
     async def take_part(self, order: Mapping[str, object]) -> None:
         """Receive one broadcast (`rollart.collective.BroadcastOrder`) of the trainer, concurrently with other calls."""
-        await self._control("/init_weight_transfer_engine", {"init_info": dict(order)})
+        await self.control("/init_weight_transfer_engine", {"init_info": dict(order)})
 
     def received(self, version: int, stamp: str) -> None:
         """Note that the server has a version in memory: `update_weights` loads it from there, not from files."""
@@ -227,17 +227,17 @@ class HttpEngine:
             self._broadcast = -1, ""
 
     async def _begin_update(self) -> None:
-        await self._control("/start_weight_update", {})
+        await self.control("/start_weight_update", {})
 
     async def _drop_kv(self) -> None:
         """Drop all KV: by default, vLLM keeps its prefix cache and the KV of running requests across an update."""
-        answer = await self._control("/reset_prefix_cache?reset_running_requests=true", {})
+        answer = await self.control("/reset_prefix_cache?reset_running_requests=true", {})
         if answer.get("success") is False:
             raise EngineError(f"{self._url} kept stale KV: reset_prefix_cache failed", retryable=True)
 
     async def stats(self) -> EngineStats:
-        text = (await self._request("GET", "/metrics", limit_s=CONNECT_S)).decode()
-        values = _metrics(text)
+        text = (await self.request("GET", "/metrics", limit_s=CONNECT_S)).decode()
+        values = parse_metrics(text)
 
         def of(name: str) -> float:
             return values.get("vllm:" + name, 0.0)
@@ -252,7 +252,7 @@ class HttpEngine:
             decode_seconds=of("request_decode_time_seconds_sum"),
             kv_used=of("kv_cache_usage_perc"),
             preemptions=int(of("num_preemptions_total")),
-            kv_tokens=_kv_tokens(text),
+            kv_tokens=kv_capacity_tokens(text),
             kv_sessions=int(values["rollart:slots"]) if "rollart:slots" in values else None,
             external_tokens=int(of("external_prefix_cache_hits_total")),
             ended=int(of("request_success_total")),
@@ -263,7 +263,7 @@ class HttpEngine:
 
     async def healthy(self) -> bool:
         try:
-            await self._request("GET", "/health", limit_s=CONNECT_S)
+            await self.request("GET", "/health", limit_s=CONNECT_S)
         except EngineError:
             return False
         return True
@@ -271,12 +271,12 @@ class HttpEngine:
     async def paused(self) -> bool:
         """True if the server is paused; a server without this route counts as running."""
         return bool(
-            as_object(await self._request("GET", "/is_paused", limit_s=CONNECT_S, optional=True)).get("is_paused")
+            as_object(await self.request("GET", "/is_paused", limit_s=CONNECT_S, optional=True)).get("is_paused")
         )
 
     async def context(self) -> int:
         """Maximum tokens of prompt and answer together."""
-        models = as_object(await self._request("GET", "/v1/models", limit_s=CONNECT_S)).get("data")
+        models = as_object(await self.request("GET", "/v1/models", limit_s=CONNECT_S)).get("data")
         try:
             return int(models[0]["max_model_len"])  # type: ignore[index]
         except (KeyError, IndexError, TypeError, ValueError):
@@ -295,7 +295,7 @@ class HttpEngine:
         async with self._opening:
             if not self._streaming or (self._stream is not None and self._stream.open):
                 return self._stream
-            offered = as_object(await self._request("GET", "/rollart/stream", limit_s=CONNECT_S, optional=True))
+            offered = as_object(await self.request("GET", "/rollart/stream", limit_s=CONNECT_S, optional=True))
             host, port = urlsplit(self._url).hostname or "", offered.get("port")
             if not port:
                 self._streaming = False
@@ -308,10 +308,10 @@ class HttpEngine:
                 self._streaming, self._stream = False, None
             return self._stream
 
-    async def _control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
-        return as_object(await self._request("POST", path, body, once=self._once, optional=optional))
+    async def control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
+        return as_object(await self.request("POST", path, body, once=self._once, optional=optional))
 
-    async def _request(
+    async def request(
         self,
         method: str,
         path: str,
@@ -437,7 +437,7 @@ def as_object(raw: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _metrics(text: str) -> dict[str, float]:
+def parse_metrics(text: str) -> dict[str, float]:
     """Prometheus samples summed over their labels."""
     values: dict[str, float] = {}
     for line in text.splitlines():
@@ -448,7 +448,7 @@ def _metrics(text: str) -> dict[str, float]:
     return values
 
 
-def _kv_tokens(text: str) -> int | None:
+def kv_capacity_tokens(text: str) -> int | None:
     """KV capacity in tokens, from the labels of a vLLM gauge: blocks times tokens per block, summed over the
     data-parallel ranks. None if the labels are missing, or still "None"."""
     tokens = 0

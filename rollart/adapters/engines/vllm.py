@@ -147,7 +147,7 @@ class VllmEngine(HttpEngine):
         for _ in range(ABORTS):
             if not ids:  # an empty list would abort everything
                 return
-            await self._control("/abort_requests", {"request_ids": [VLLM_PREFIX + i for i in ids]})
+            await self.control("/abort_requests", {"request_ids": [VLLM_PREFIX + i for i in ids]})
             ids = [i for i in ids if i in self._in_flight]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ABORT_S):
@@ -159,12 +159,12 @@ class VllmEngine(HttpEngine):
     async def pause(self, mode: PauseMode) -> None:
         # `update_weights` drops the KV: dropping it here as well would recompute it twice.
         clear = str(mode is not PauseMode.KEEP).lower()
-        await self._control(f"/pause?mode={mode.value}&clear_cache={clear}", {})
+        await self.control(f"/pause?mode={mode.value}&clear_cache={clear}", {})
         self._paused = True
 
     async def resume(self) -> None:
         """`EngineError` if the version loaded since the pause computes other log-probabilities than the trainer."""
-        await self._control("/resume", {})
+        await self.control("/resume", {})
         self._paused = False
         path, self._unverified = self._unverified, None
         if path is not None:
@@ -178,7 +178,7 @@ class VllmEngine(HttpEngine):
         self._unverified = weights.path if self._tolerance else None
 
     async def members(self) -> int:
-        return int(as_object(await self._request("GET", "/get_world_size")).get("world_size", 1))
+        return int(as_object(await self.request("GET", "/get_world_size")).get("world_size", 1))
 
     async def healthy(self) -> bool:
         answers = await super().healthy()
@@ -204,7 +204,7 @@ class VllmEngine(HttpEngine):
     async def options(self) -> dict[str, Any]:
         """The server's start options. The first call may take 10 s, because vLLM then inspects its whole machine.
         `EngineError` for a server without development mode, whose weights cannot be updated."""
-        answer = await self._request("GET", "/server_info?config_format=json", optional=True)
+        answer = await self.request("GET", "/server_info?config_format=json", optional=True)
         if not answer:
             raise EngineError(
                 f"{self.url} was started without VLLM_SERVER_DEV_MODE=1: weights cannot be updated", retryable=False
@@ -216,7 +216,7 @@ class VllmEngine(HttpEngine):
         it failed."""
         body = {"method": method, "args": list(args)}
         try:
-            answer = as_object(await self._request("POST", "/collective_rpc", body, once=True))
+            answer = as_object(await self.request("POST", "/collective_rpc", body, once=True))
         except EngineError as error:
             # the three texts of: a single worker, several workers, a server without development mode
             if not any(s in error.message for s in ("not implemented", f"no attribute '{method}'", " answered 404")):
@@ -236,7 +236,7 @@ class VllmEngine(HttpEngine):
         needed."""
         body = {"request_id": f"tried-v{self._loaded}", "token_ids": [1], "sampling_params": {"max_tokens": 1}}
         try:
-            answer = as_object(await self._request("POST", "/inference/v1/generate", body))
+            answer = as_object(await self.request("POST", "/inference/v1/generate", body))
         except EngineError as error:
             if " answered 403" not in error.message:
                 raise
@@ -250,7 +250,7 @@ class VllmEngine(HttpEngine):
         now, updates = asyncio.get_running_loop().time, self._updates
         if not (updates and self._update_succeeded) or now() - self._last_answer_at < RESTART_CHECK_AFTER_S:
             return
-        answer = as_object(await self._request("GET", "/weight_info", limit_s=CONNECT_S, optional=True))
+        answer = as_object(await self.request("GET", "/weight_info", limit_s=CONNECT_S, optional=True))
         found = str(answer.get("weight_version", self._loaded))
         if found != str(self._loaded) and self._update_succeeded and self._updates == updates:
             raise self._restarted(found)
@@ -261,23 +261,23 @@ class VllmEngine(HttpEngine):
         self.silent.set()
         return EngineError(self.why, retryable=True)
 
-    async def _control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
+    async def control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
         """If several workers refuse a call, vLLM takes their unread answers for answers to later calls. With several
         workers, the plugin's method therefore makes the call and returns refusals as values."""
         if path not in WORKER_ROUTES or not await self._has_several_workers():
-            return await super()._control(path, body, optional=optional)
+            return await super().control(path, body, optional=optional)
         version = body.get("weight_version")
         arguments = json.dumps({key: value for key, value in body.items() if key != "weight_version"})
         for answer in await self.workers(WORKER_METHOD, path[1:], arguments):
             if answer.get("error"):
                 raise EngineError(f"{self._url}{path}: {' '.join(str(answer['error']).split())}", retryable=True)
-        return {} if version is None else await super()._control("/update_weight_version", {"new_version": version})
+        return {} if version is None else await super().control("/update_weight_version", {"new_version": version})
 
     async def _has_several_workers(self) -> bool:
         """True if there are several workers and all of them answer `/collective_rpc` (with data-parallel cores, only
         one core does)."""
         if self._workers_are_several is None:
-            answer = as_object(await self._request("GET", "/get_world_size?include_dp=false", optional=True))
+            answer = as_object(await self.request("GET", "/get_world_size?include_dp=false", optional=True))
             workers = int(answer.get("world_size", 1))
             self._workers_are_several = workers > 1 and workers == await self.members()
         return self._workers_are_several
@@ -292,7 +292,7 @@ class VllmEngine(HttpEngine):
             if "already active" not in error.message:
                 raise
             with contextlib.suppress(EngineError):
-                await self._control("/update_weights", {"update_info": {"path": MISSING_VERSION_PATH}})
+                await self.control("/update_weights", {"update_info": {"path": MISSING_VERSION_PATH}})
             await super()._begin_update()
 
     def _version_source(self) -> Callable[[], int | None]:
@@ -312,7 +312,7 @@ class VllmEngine(HttpEngine):
             "token_ids": ids,
             "sampling_params": {"max_tokens": 1, "temperature": 0, "prompt_logprobs": 0},
         }
-        answer = as_object(await self._request("POST", "/inference/v1/generate", body))
+        answer = as_object(await self.request("POST", "/inference/v1/generate", body))
         try:
             rows = zip(ids[1:], answer["prompt_logprobs"][1:], strict=True)
             found = [row[str(token)]["logprob"] for token, row in rows]

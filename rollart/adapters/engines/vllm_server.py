@@ -69,7 +69,7 @@ async def _main(args: argparse.Namespace) -> int:
     async with asyncio.TaskGroup() as tasks:
         ended = tasks.create_task(process.wait(), name="the end of vllm")
         ended.add_done_callback(lambda _: stopped.set())
-        ready = tasks.create_task(_announce_ready(f"http://{args.host}:{port}", args.weight_version), name="its start")
+        ready = tasks.create_task(announce_ready(f"http://{args.host}:{port}", args.weight_version), name="its start")
         await stopped.wait()
         ready.cancel()
         if process.returncode is None:
@@ -87,7 +87,7 @@ def server_environment(host: str, side: int, ours: Mapping[str, str]) -> dict[st
     return env
 
 
-async def _announce_ready(url: str, version: str) -> None:
+async def announce_ready(url: str, version: str) -> None:
     """Wait until the server answers, then print its address. Unbounded: the supervisor's lease limits the start."""
     async with aiohttp.ClientSession() as http:
         while True:
