@@ -292,12 +292,9 @@ class LoopWatchdog:
         inner = frame
         while frame is not None and _in_library(frame.f_code.co_filename):
             frame = frame.f_back
-        found = frame or inner
-        where = (
-            ""
-            if found is None
-            else (f"{found.f_code.co_qualname} ({Path(found.f_code.co_filename).name}:{found.f_lineno})")
-        )
+        where, found = "", frame or inner
+        if found is not None:
+            where = f"{found.f_code.co_qualname} ({Path(found.f_code.co_filename).name}:{found.f_lineno})"
         return f"{where}, {task.get_name()}" if task is not None else where
 
 

@@ -12,41 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NewType
 
-from serverless.types import InfraFault, Item, ModelFault, Outcome, Scored
-
-__all__ = [
-    "BroadcastResult",
-    "AbortReason",
-    "BatchId",
-    "Completion",
-    "EngineId",
-    "EngineStats",
-    "FinishReason",
-    "GenerateRequest",
-    "Group",
-    "GroupId",
-    "InfraFault",
-    "Item",
-    "ModelFault",
-    "Observation",
-    "Outcome",
-    "PauseMode",
-    "CompletionChunk",
-    "Purpose",
-    "Sample",
-    "Sampling",
-    "Scored",
-    "Segment",
-    "SegmentKind",
-    "Step",
-    "TrainReport",
-    "TrainSample",
-    "Trajectory",
-    "TrajectoryId",
-    "Turn",
-    "VersionSpan",
-    "WeightsRef",
-]
+from serverless.types import InfraFault as InfraFault
+from serverless.types import Item as Item
+from serverless.types import ModelFault as ModelFault
+from serverless.types import Outcome as Outcome
+from serverless.types import Scored as Scored
 
 if TYPE_CHECKING:
     from dataclasses import dataclass as _value

@@ -340,14 +340,11 @@ class ModelledHost:
 
     def _watch(self, up: bool) -> None:
         if not up and self.lives:
-            self.lives[-1].end(DOWN_CAUSE)
+            self.lives[-1].end("its machine went down")
         self._changed.set()
 
 
 T = TypeVar("T")
-
-
-DOWN_CAUSE = "its machine went down"
 
 
 START_S = 1e6

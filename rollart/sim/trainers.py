@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -146,11 +146,8 @@ class ModelledTrainer:
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
         seconds = self.speed.step_s([mass_of(s.token_ids) for s in samples]) + self._references_s(samples)
         await self._work(seconds)
-        tokens = sum(map(sampled_mass, samples))
-        self.trained_tokens += tokens
-        self.steps += 1
-        self._version = version + 1
-        return TrainReport(tokens, seconds, {})
+        self._version = version
+        return self._stepped(samples, seconds)
 
     async def begin(self, version: int) -> None:
         self._open = []
@@ -167,11 +164,7 @@ class ModelledTrainer:
         samples = self._begun()
         await self._work(self.speed.seconds_per_step)
         self._open = None
-        self._version += 1
-        tokens = sum(map(sampled_mass, samples))
-        self.trained_tokens += tokens
-        self.steps += 1
-        return TrainReport(tokens, self.speed.step_s([mass_of(s.token_ids) for s in samples]), {})
+        return self._stepped(samples, self.speed.step_s([mass_of(s.token_ids) for s in samples]))
 
     async def imitate(self, samples: Sequence[TrainSample], batches: int) -> TrainReport:
         seconds = batches * self.speed.step_s([mass_of(s.token_ids) for s in samples])
@@ -181,23 +174,12 @@ class ModelledTrainer:
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         await self._work(FORWARD_SHARE * self.speed.pass_s([mass_of(s.token_ids) for s in samples]))
         now = self._version
-        return [
-            tuple(
-                p - logprob_drift(now - v, self._drift) if v >= 0 else p
-                for p, v in zip(s.logprobs, s.versions, strict=True)
-            )
-            for s in samples
-        ]
+        return self._drifted(samples, lambda version: now - version)
 
     async def reference(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         """A forward pass on the trainer's own devices, between whatever else they do."""
         await self._work(FORWARD_SHARE * self.speed.pass_s([mass_of(s.token_ids) for s in samples]))
-        return [
-            tuple(
-                p - logprob_drift(v, self._drift) if v >= 0 else p for p, v in zip(s.logprobs, s.versions, strict=True)
-            )
-            for s in samples
-        ]
+        return self._drifted(samples, lambda version: version)
 
     async def advantages(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         """Takes no time beside the rest."""
@@ -252,6 +234,24 @@ class ModelledTrainer:
         lacking = [mass_of(s.token_ids) for s in samples if not s.reference] if self._penalised else []
         return FORWARD_SHARE * self.speed.pass_s(lacking) if lacking else 0.0
 
+    def _stepped(self, samples: Sequence[TrainSample], seconds: float) -> TrainReport:
+        """Count a step from the current version."""
+        tokens = sum(map(sampled_mass, samples))
+        self.trained_tokens += tokens
+        self.steps += 1
+        self._version += 1
+        return TrainReport(tokens, seconds, {})
+
+    def _drifted(self, samples: Sequence[TrainSample], distance: Callable[[int], int]) -> list[tuple[float, ...]]:
+        """Log-probabilities under a policy that is `distance` versions from the one that sampled a token."""
+        return [
+            tuple(
+                p - logprob_drift(distance(v), self._drift) if v >= 0 else p
+                for p, v in zip(s.logprobs, s.versions, strict=True)
+            )
+            for s in samples
+        ]
+
     def _begun(self) -> list[TrainSample]:
         if self._open is None:
             raise TrainerError("no step was begun")
@@ -265,24 +265,21 @@ class ModelledTrainer:
 
     async def _work(self, seconds: float, *, shared: bool = False) -> None:
         """`shared`: lent devices have a part in it."""
-        async with self._devices:
-            await self._worked(seconds, shared=shared)
-
-    async def _worked(self, seconds: float, *, shared: bool) -> None:
-        if self._dead:
-            raise TrainerError("the trainer is down")
         loop = asyncio.get_running_loop()
-        began = loop.time()
-        over = self._under_way = loop.create_future()
-        work = _PacedWork(over, seconds)
-        work.start(1.0 + self.help if shared else 1.0)
-        self._passing = work if shared else None
-        try:
-            await over
-        finally:
-            work.stop()
-            self._passing = None
-            self.busy_s += loop.time() - began
+        async with self._devices:
+            if self._dead:
+                raise TrainerError("the trainer is down")
+            began = loop.time()
+            over = self._under_way = loop.create_future()
+            work = _PacedWork(over, seconds)
+            work.start(1.0 + self.help if shared else 1.0)
+            self._passing = work if shared else None
+            try:
+                await over
+            finally:
+                work.stop()
+                self._passing = None
+                self.busy_s += loop.time() - began
 
 
 class _PacedWork:

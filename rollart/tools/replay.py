@@ -85,12 +85,14 @@ def prepare_from_spec(specs: Specs, directory: Path, *, resample: bool = False) 
 def _prepared(
     resolved: Resolved, recorded: Resolved, recording: RecordedRun, directory: Path, resample: bool
 ) -> PreparedReplay:
-    if _same_hardware(resolved, recorded):
-        resolved, replay = calibrated_replay(resolved, recording, directory, resample=resample)
-        note = f"replays {recording.name} at its own speeds (engines at {replay.pace:.2f} times the model's step times)"
-        return PreparedReplay(resolved, replay, note)
-    note = f"replays {recording.name} on other devices, at the speeds of the plan"
-    return PreparedReplay(resolved, replay_of(resolved, recording, resample=resample), note)
+    if not _same_hardware(resolved, recorded):
+        note = f"replays {recording.name} on other devices, at the speeds of the plan"
+        return PreparedReplay(resolved, replay_of(resolved, recording, resample=resample), note)
+    resolved = _with_problem(resolved, directory)
+    replay = replace(replay_of(resolved, recording, resample=resample), machine=recording.timings)
+    replay = replace(replay, pace=_fitted_pace(resolved, replace(replay, resample=False), recording))
+    note = f"replays {recording.name} at its own speeds (engines at {replay.pace:.2f} times the model's step times)"
+    return PreparedReplay(resolved, replay, note)
 
 
 def replay_of(resolved: Resolved, recording: RecordedRun, *, resample: bool = False) -> ReplayPlan:
@@ -115,16 +117,6 @@ def _same_hardware(resolved: Resolved, recorded: Resolved) -> bool:
         return sorted({(str(a.role), devices[a.pool], len(a.devices)) for a in of.plan.assignments})
 
     return resolved.run.model == recorded.run.model and parts(resolved) == parts(recorded)
-
-
-def calibrated_replay(
-    resolved: Resolved, recording: RecordedRun, directory: Path, *, resample: bool = False
-) -> tuple[Resolved, ReplayPlan]:
-    """The run with a problem for its hardware, and a replay at the recorded speeds. `directory`: the recorded run's.
-    Runs up to `FIT_ROUNDS` short simulations."""
-    resolved = _with_problem(resolved, directory)
-    replay = replace(replay_of(resolved, recording, resample=resample), machine=recording.timings)
-    return resolved, _with_fitted_pace(resolved, replace(replay, resample=False), recording, resample)
 
 
 def check_replay(prepared: PreparedReplay) -> SimulationCheck:
@@ -175,9 +167,10 @@ def _with_problem(resolved: Resolved, directory: Path) -> Resolved:
     return replace(resolved, problem=replace(problem, performance=performance))
 
 
-def _with_fitted_pace(resolved: Resolved, replay: ReplayPlan, recording: RecordedRun, resample: bool) -> ReplayPlan:
-    """Find the pace at which simulated trajectories take the recorded engine-seconds. Engine time is roughly
-    proportional to the pace, so each round multiplies the pace by the missing factor."""
+def _fitted_pace(resolved: Resolved, replay: ReplayPlan, recording: RecordedRun) -> float:
+    """The pace at which simulated trajectories take the recorded engine-seconds, from up to `FIT_ROUNDS` short
+    simulations. Engine time is roughly proportional to the pace, so each round multiplies the pace by the missing
+    factor."""
     wanted, pace = recording.timings.engine_s, 1.0
     steps = min(FIT_STEPS, recording.totals.steps)
     best = (float("inf"), pace)
@@ -192,4 +185,4 @@ def _with_fitted_pace(resolved: Resolved, replay: ReplayPlan, recording: Recorde
         if best[0] < PACE_TOLERANCE:
             break
         pace *= missing
-    return replace(replay, pace=best[1], resample=resample)
+    return best[1]

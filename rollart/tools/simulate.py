@@ -20,7 +20,6 @@ from placement.roofline import Roofline
 from placement.training import mfu as training_mfu
 from placement.types import Assignment, Role
 from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, RewardTerm
-from rollart.control.control_plane import ControlSettings
 from rollart.control.domain import Domain
 from rollart.errors import SpecError, UsageError
 from rollart.fleet import EngineKind, EnginePlacement
@@ -123,74 +122,64 @@ def simulate(
     """
     name = schedule or resolved.run.schedule
     run, left = adapt_to_schedule(resolved.run, name)
-    resolved = replace(resolved, run=run) if left else resolved
+    wanted = replace(resolved, run=run) if left else resolved
     rules = schedule_named(name, run.staleness if name == run.schedule else None)
     if name != run.schedule and rules.windowed:
         rules = schedule_named(name, max(run.staleness, 1))
-    settings = control_settings(resolved, reshard=reshard_settings(resolved), measure=mass_of)
+    settings = control_settings(wanted, reshard=reshard_settings(wanted), measure=mass_of)
     settings = replace(
         settings,
         schedule=replace(settings.schedule, rules=rules, seed=seed, steps=run.steps if steps is None else steps),
         evaluation=EvaluationSpec(),
     )
-    return virtual.run(_main(resolved, directory, settings, name, seed, replay, faults, on_step, on_time), seed=fuzz)
 
-
-async def _main(
-    resolved: Resolved,
-    directory: Path,
-    settings: ControlSettings,
-    name: str,
-    seed: int,
-    replay: ReplayPlan | None,
-    faults: FaultPlanSpec | None,
-    on_step: Callable[[StepTrace], None],
-    on_time: Callable[[float], None],
-) -> SimulationResult:
-    loop = asyncio.get_running_loop()
-    recording = None if replay is None else replay.recording
-    simulation_faults = SimulationFaults(faults or FaultPlanSpec(), resolved, seed)
-    wanted, machines = resolved, simulation_faults.machines
-    resolved = resolved if machines is None else fit_to_devices(resolved, machines.there())
-    world = _ModelledCluster(resolved, replay)
-    config = {**resolved.to_dict(), SIMULATED_KEY: {"schedule": name, "seed": seed}}
-    with TracedLedger(directory, clock=loop.time, config=config, on_time=on_time) as ledger:
-        functions = with_function_faults(function_behaviours(resolved, recording), faults)
-        scoring = SimulatedFunctions(functions, resolved, ledger, seed)
-        async with scoring as rewarder:
-            hosts = simulated_environment_hosts(resolved, simulation_faults, wanted)
-            nodes = None if machines is None else simulated_nodes(wanted, machines, ledger)
-            run = ModelledRun(
-                [
-                    _domain(resolved, n, seed, replay, simulation_faults, hosts)
-                    for n in range(len(resolved.run.domains))
-                ],
-                world.engines(),
-                world.trainer(),
-                world.trainer_billing(),
-                rewarder,
-                settings,
-                ledger,
-                unused=() if engines_are_elastic(resolved) else world.idle_devices(),
-                site=world.site(ledger, machines) if engines_are_elastic(resolved) else None,
-                planner=None if machines is None else elastic_planner(wanted, resolved),
-                nodes=nodes,
-                on_step=on_step,
-                lent_speed=world.lent_speed,
-                background=simulation_faults.background_tasks,
-                hosts=hosts,
-                autoscalers=None
-                if nodes is None
-                else lambda fleet: host_count_keepers(wanted, nodes, fleet, None, ledger),
-                restart_s=trainer_start_s(resolved),
+    async def main() -> SimulationResult:
+        loop = asyncio.get_running_loop()
+        recording = None if replay is None else replay.recording
+        simulation_faults = SimulationFaults(faults or FaultPlanSpec(), wanted, seed)
+        machines = simulation_faults.machines
+        present = wanted if machines is None else fit_to_devices(wanted, machines.there())
+        world = _ModelledCluster(present, replay)
+        config = {**present.to_dict(), SIMULATED_KEY: {"schedule": name, "seed": seed}}
+        with TracedLedger(directory, clock=loop.time, config=config, on_time=on_time) as ledger:
+            functions = with_function_faults(function_behaviours(present, recording), faults)
+            scoring = SimulatedFunctions(functions, present, ledger, seed)
+            async with scoring as rewarder:
+                hosts = simulated_environment_hosts(present, simulation_faults, wanted)
+                nodes = None if machines is None else simulated_nodes(wanted, machines, ledger)
+                run = ModelledRun(
+                    [
+                        _domain(present, n, seed, replay, simulation_faults, hosts)
+                        for n in range(len(present.run.domains))
+                    ],
+                    world.engines(),
+                    world.trainer(),
+                    world.trainer_billing(),
+                    rewarder,
+                    settings,
+                    ledger,
+                    unused=() if engines_are_elastic(present) else world.idle_devices(),
+                    site=world.site(ledger, machines) if engines_are_elastic(present) else None,
+                    planner=None if machines is None else elastic_planner(wanted, present),
+                    nodes=nodes,
+                    on_step=on_step,
+                    lent_speed=world.lent_speed,
+                    background=simulation_faults.background_tasks,
+                    hosts=hosts,
+                    autoscalers=None
+                    if nodes is None
+                    else lambda fleet: host_count_keepers(wanted, nodes, fleet, None, ledger),
+                    restart_s=trainer_start_s(present),
+                )
+                simulation_faults.begin(run, world.links(), scoring.machines)
+                await run.run()
+                await ledger.flush()
+            moved = tuple(world.transfer.moved.values())
+            return SimulationResult(
+                name, seed, run.ended, ledger.trace, tuple(run.steps), moved, directory, simulation_faults.losses(run)
             )
-            simulation_faults.begin(run, world.links(), scoring.machines)
-            await run.run()
-            await ledger.flush()
-        moved = tuple(world.transfer.moved.values())
-        return SimulationResult(
-            name, seed, run.ended, ledger.trace, tuple(run.steps), moved, directory, simulation_faults.losses(run)
-        )
+
+    return virtual.run(main(), seed=fuzz)
 
 
 def simulated_nodes(resolved: Resolved, machines: MachineInventory, recorder: Recorder) -> NodeTracker | None:

@@ -117,14 +117,20 @@ def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
     state, model = _state_tensors(learner), published_tensors(learner.policy.model)
     if learner.ranks.size == 1:
         index: str | None = None
-        files = {MODEL: _whole_tensors(model), OPTIMIZER: state}
+        with torch.no_grad():
+            whole: dict[str, Tensor | TensorRows] = {
+                name: m.merge([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()
+            }
+        files = {MODEL: whole, OPTIMIZER: state}
         files = {name: _copied(tensors) for name, tensors in files.items()} if copy else files
     else:
         files, index = _sharded_files(learner, model)
         rank, size = learner.ranks.rank, learner.ranks.size
         files[f"trainer/optimizer-{rank + 1:05d}-of-{size:05d}.safetensors"] = _copied(state)
+    config = learner.policy.model.config
+    config.architectures = [type(learner.policy.model).__name__]
     counters = dataclasses.replace(learner.counters)
-    return LearnerSnapshot(files, index, _model_config(learner), counters, learner.config.durable)
+    return LearnerSnapshot(files, index, str(config.to_json_string()), counters, learner.config.durable)
 
 
 def write_version(
@@ -329,12 +335,6 @@ def _state_tensors(learner: Learner) -> dict[str, Tensor | TensorRows]:
     return out
 
 
-def _whole_tensors(model: Mapping[str, AdaptedTensor]) -> dict[str, Tensor | TensorRows]:
-    """In a single process: every tensor with its adapter merged."""
-    with torch.no_grad():
-        return {name: m.merge([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()}
-
-
 def _copied(tensors: Mapping[str, Tensor | TensorRows]) -> dict[str, Tensor | TensorRows]:
     return {
         name: TensorRows(_copied_tensor(t.tensor), t.start, t.of) if isinstance(t, TensorRows) else _copied_tensor(t)
@@ -366,12 +366,6 @@ def _sharded_files(
     return files, json.dumps(index)
 
 
-def _model_config(learner: Learner) -> str:
-    config = learner.policy.model.config
-    config.architectures = [type(learner.policy.model).__name__]
-    return str(config.to_json_string())
-
-
 def _temporary_directory(path: Path) -> Path:
     """A new directory named after `path`: an abandoned earlier write may still continue in another one."""
     for number in itertools.count():
@@ -401,7 +395,7 @@ def _write_rest(
     if state_of.index is not None:
         texts[INDEX] = state_of.index
     for name, text in texts.items():
-        _write_text(temporary / name, text)
+        (temporary / name).write_text(text, encoding="utf-8")
     for source in tokenizer:
         name = source.name if source.name in TOKENIZER_NAMES else "tokenizer.json"
         shutil.copyfile(source, temporary / name)
@@ -411,21 +405,19 @@ def _write_rest(
     if missing := sorted(digests.keys() - names.keys()):
         raise OSError(2, f"{missing[0]} of another rank is not there: the ranks must share the directory")
     marker = temporary / MARKER
-    _write_text(marker, json.dumps({"schema": 1, "version": version, "files": every}))
+    marker.write_text(json.dumps({"schema": 1, "version": version, "files": every}), encoding="utf-8")
     if durable:
         for path in (marker, (temporary / STATE).parent, temporary):
             _fsync(path)
 
 
 def _swap(temporary: Path, final: Path) -> None:
+    old = final.with_name(f".old-{final.name}")
     if final.exists():
-        old = final.with_name(f".old-{final.name}")
         shutil.rmtree(old, ignore_errors=True)
         final.rename(old)
-        temporary.rename(final)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        temporary.rename(final)
+    temporary.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def _fsync(path: Path) -> None:
@@ -525,10 +517,6 @@ def _moment(parameter: Tensor, value: Tensor) -> Tensor:
 
 def _copied_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 def _unreadable(path: Path, error: OSError) -> TrainerError:

@@ -137,8 +137,7 @@ class TrainerService:
         self._broken_event.set()
 
     def train(self, body: CommandMessage) -> CommandMessage:
-        report = self._learner.train(self._batch(body), int(body["version"]))
-        return self._report(report)
+        return self._report(self._learner.train(self._batch(body), int(body["version"])))
 
     def begin(self, body: CommandMessage) -> CommandMessage:
         self._learner.begin(int(body["version"]))

@@ -125,14 +125,19 @@ def test_publishing_a_version_again_replaces_it(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
 
 
-@pytest.mark.parametrize("where", ["save_tensors", "_write_text", "_digest", "_swap"])
-def test_a_full_disk_leaves_nothing_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    def full(*_: Any) -> None:
+@pytest.mark.parametrize(
+    ("owner", "where"),
+    [(checkpoint, "save_tensors"), (Path, "write_text"), (checkpoint, "_digest"), (checkpoint, "_swap")],
+)
+def test_a_full_disk_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, where: str
+) -> None:
+    def full(*_: Any, **options: Any) -> None:
         raise OSError(28, "No space left on device")
 
     learner = Learner(config(tmp_path))
     checkpoint.publish_version(learner, tmp_path, 1, ())
-    monkeypatch.setattr(checkpoint, where, full)
+    monkeypatch.setattr(owner, where, full)
     with pytest.raises(TrainerError, match=r"cannot publish version 2 under .*: No space left on device"):
         checkpoint.publish_version(learner, tmp_path, 2, ())
     assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
