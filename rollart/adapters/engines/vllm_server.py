@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import aiohttp
@@ -88,31 +89,28 @@ def server_environment(host: str, side: int, ours: Mapping[str, str]) -> dict[st
 
 
 async def announce_ready(url: str, version: str) -> None:
-    """Wait until the server answers, then print its address. Unbounded: the supervisor's lease limits the start."""
+    """Wait until the server answers, set its weight version, then print its address. Without the version, the first
+    tokens would be labelled with `default`. Unbounded: the supervisor's lease limits the start, and `_main` ends this
+    if vLLM ends."""
     async with aiohttp.ClientSession() as http:
-        while True:
-            try:
-                async with http.get(url + "/health") as answer:
-                    if answer.status == 200:
-                        break
-            except (aiohttp.ClientError, TimeoutError):
-                pass
+        while await _status(http.get(url + "/health")) != 200:
             await asyncio.sleep(HEALTH_POLL_S)
-        while not await _set_weight_version(http, url, version):  # if vLLM ends meanwhile, `_main` reports the reason
+        while (
+            status := await _status(http.post(url + "/update_weight_version", json={"new_version": version}))
+        ) is None:
             await asyncio.sleep(HEALTH_POLL_S)
+    if status != 200:
+        print(f"vllm: the version of its weights cannot be set: {status}", file=sys.stderr)
     print(f"ready {url}", flush=True)
 
 
-async def _set_weight_version(http: aiohttp.ClientSession, url: str, version: str) -> bool:
-    """Set the server's weight version; False if it did not answer. Without it, the first tokens would be labelled with
-    the version `default`."""
+async def _status(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> int | None:
+    """The status of the answer; None if there is none."""
     try:
-        async with http.post(url + "/update_weight_version", json={"new_version": version}) as answer:
-            if answer.status != 200:
-                print(f"vllm: the version of its weights cannot be set: {answer.status}", file=sys.stderr)
-            return True
+        async with request as answer:
+            return answer.status
     except (aiohttp.ClientError, TimeoutError):
-        return False
+        return None
 
 
 def _link_model(model: str, alias: str) -> str:

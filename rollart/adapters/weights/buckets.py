@@ -22,7 +22,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
@@ -49,26 +49,18 @@ class BucketPusher:
     """The trainer's side. One push or collection at a time; others wait for it. `in_flight` is the number of buckets in
     transfer at a time: with `auto` as many as keep the link busy while others are read (`policy.pipeline`)."""
 
-    def __init__(
-        self,
-        objects: ObjectStore,
-        *,
-        bucket_bytes: int = BUCKET_BYTES,
-        in_flight: InFlight = "auto",
-        include: Callable[[str], bool] = is_serving_file,
-    ) -> None:
+    def __init__(self, objects: ObjectStore, *, bucket_bytes: int = BUCKET_BYTES, in_flight: InFlight = "auto") -> None:
         if bucket_bytes < 1:
             raise ValueError(f"buckets of {bucket_bytes} bytes (rule: at least 1)")
         self._objects = objects
         self._bucket = bucket_bytes
         self._depth = BucketDepth(in_flight)
-        self._include = include
         self._lock = asyncio.Lock()
 
     async def prepare(self, version: int, path: str) -> BucketArrivals:
         """Read a published directory and hash it. Returns the arrivals that pullers wait for meanwhile; pass them to
         `push`."""
-        return BucketArrivals(await asyncio.to_thread(_manifest, version, Path(path), self._bucket, self._include))
+        return BucketArrivals(await asyncio.to_thread(_manifest, version, Path(path), self._bucket))
 
     async def push(self, path: str, arrivals: BucketArrivals) -> PushResult:
         """Send the buckets that the store lacks, then the manifest. `StorageFailed`: the version is not in the store,
@@ -439,12 +431,14 @@ async def first_failure_only() -> AsyncIterator[None]:
         raise first from None
 
 
-def _manifest(version: int, path: Path, bucket: int, include: Callable[[str], bool]) -> Manifest:
+def _manifest(version: int, path: Path, bucket: int) -> Manifest:
     try:
         if not (path / MARKER).is_file():
             raise StorageFailed(f"{path} has no {MARKER} marker: only whole versions are pushed")
         names = sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())
-        return Manifest(version, tuple(_entry(path, name, bucket) for name in names if include(name)), stamp_of(path))
+        return Manifest(
+            version, tuple(_entry(path, name, bucket) for name in names if is_serving_file(name)), stamp_of(path)
+        )
     except OSError as error:
         raise StorageFailed(f"cannot read {path}: {error.strerror}") from error
 
