@@ -301,11 +301,6 @@ def parse_error_message(url: str, message: Sequence[Any]) -> EngineError:
     return _error(f"{url}: {text}", retryable, kind)
 
 
-def strip_prefix(request_id: str) -> str:
-    """A request's id without vLLM's prefix, if it has one."""
-    return request_id.removeprefix(VLLM_PREFIX)
-
-
 def _choice(token_ids: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
     tokens = [{"token_id": t, "logprob": p} for t, p in zip(token_ids, logprobs, strict=True)]
     return {"index": 0, "token_ids": token_ids, "logprobs": {"content": tokens}}

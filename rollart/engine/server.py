@@ -24,6 +24,7 @@ from rollart.engine.weights import WeightStaging
 from rollart.errors import EngineError, HandoffFailed
 from rollart.framing import MessageConnection
 from rollart.generation import (
+    VLLM_PREFIX,
     body_of_message,
     chunk_body,
     chunk_message,
@@ -31,7 +32,6 @@ from rollart.generation import (
     completion_message,
     error_body,
     error_message,
-    strip_prefix,
     usage,
 )
 from rollart.model import CompletionChunk, PauseMode
@@ -109,7 +109,7 @@ class EngineServer:
         ids = (await _body(request)).get("request_ids")
         if ids is not None and not isinstance(ids, list):
             raise EngineError("request_ids must be a list", retryable=False)
-        names = [strip_prefix(str(i)) for i in ids] if ids else None
+        names = [str(i).removeprefix(VLLM_PREFIX) for i in ids] if ids else None
         self.handoffs.abort(names)
         await self._driver.abort(names)
         return _json({"status": "ok"})
@@ -289,7 +289,7 @@ class StreamConnection(MessageConnection):
         if kind in ("g", "G"):
             self._generate(message)
         elif kind == "a":
-            names = [strip_prefix(str(name)) for name in message[1]]
+            names = [str(name).removeprefix(VLLM_PREFIX) for name in message[1]]
             self._handoffs.abort(names)
             self._driver.abort_soon(names)
         elif kind == "x":

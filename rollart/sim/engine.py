@@ -157,7 +157,8 @@ class ModelledEngine:
             self._quiet = asyncio.get_running_loop().create_future()
             await self._quiet
         self._catch_up()
-        self._stop()
+        self._paused = True
+        self._when = _NEVER
 
     async def resume(self) -> None:
         self._check()
@@ -353,10 +354,6 @@ class ModelledEngine:
             self._running[job.request.request_id] = job
             self._context += job.tokens + job.done
             heappush(self._ends, (job.end, job.arrival, job))
-
-    def _stop(self) -> None:
-        self._paused = True
-        self._when = _NEVER
 
     def _go_on(self) -> None:
         """Start a round if there is one to start, and plan the next event."""

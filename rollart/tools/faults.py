@@ -53,12 +53,6 @@ def fault_targets(resolved: Resolved) -> dict[str, tuple[str, ...]]:
     }
 
 
-def environment_hosts(resolved: Resolved, plan: FaultPlanSpec) -> list[str]:
-    """Names of environment hosts: those of a launched run if the cluster has hosts, else those of the fault plan."""
-    count = host_count(resolved)
-    return [f"{ENVIRONMENT_ROLE}-{n}" for n in range(count)] or [f"host-{n}" for n in range(plan.hosts)]
-
-
 def simulated_function_hosts(resolved: Resolved) -> tuple[str, ...]:
     """Hosts of function workers, which faults can hit; none if workers are another provider's."""
     if function_provider(resolved) != "local":
@@ -107,9 +101,12 @@ class SimulationFaults:
 
     def __init__(self, plan: FaultPlanSpec, resolved: Resolved, seed: int) -> None:
         self._plan, self._resolved = plan, resolved
-        self._seed = fault_seed(plan.seed, seed)
+        # Simulations with different seeds under one plan get different faults.
+        self._seed = plan.seed * 1_000_003 + seed
         self._faults = FaultPlan({})
-        self.hosts: Sequence[SimulatedHost] = [SimulatedHost(name) for name in environment_hosts(resolved, plan)]
+        launched = [f"{ENVIRONMENT_ROLE}-{n}" for n in range(host_count(resolved))]
+        names = launched or [f"host-{n}" for n in range(plan.hosts)]
+        self.hosts: Sequence[SimulatedHost] = [SimulatedHost(name) for name in names]
         self.machines: MachineInventory | None = None
         if resolved.cluster.runtime.elastic is not None:
             self.machines = MachineInventory(cluster_machines(resolved))
@@ -216,11 +213,6 @@ class _DegradedLink:
             self._link.rate = min(self._remaining, default=1.0)
 
         return FaultTarget(down, up)
-
-
-def fault_seed(plan: int, seed: int) -> int:
-    """A seed from both: simulations with different seeds under one plan get different faults."""
-    return plan * 1_000_003 + seed
 
 
 def _kind(subject: str) -> str:
