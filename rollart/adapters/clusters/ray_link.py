@@ -10,7 +10,6 @@ interruptions. A lost server takes the job and all of its actors with it: every 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import importlib
 import logging
@@ -209,19 +208,28 @@ class RayClientLink(RayDriverLink):
 def run_in_daemon_thread(function: Callable[..., T], *args: object) -> asyncio.Future[T]:
     """As `asyncio.to_thread`, but cancellation abandons the call: neither the end of the loop nor that of the process
     waits for it."""
-    done = concurrent.futures.Future[T]()
-    done.set_running_or_notify_cancel()  # so that a cancelled caller leaves it to the thread
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
 
-    def work() -> None:
-        try:
-            result = function(*args)
-        except BaseException as error:
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.done():  # cancelled, or ended by `RayClientLink.failed`
+            return
+        if error is not None:
             done.set_exception(error)
         else:
-            done.set_result(result)
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = function(*args)
+        except BaseException as problem:
+            error = problem
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=work, name=f"{function.__name__}, left behind if it hangs", daemon=True).start()
-    return asyncio.wrap_future(done)
+    return done
 
 
 def run_detached(function: Callable[..., object], *args: object) -> None:
