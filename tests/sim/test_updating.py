@@ -61,6 +61,7 @@ def test_a_store_of_the_spec_is_the_simulated_ones_too(made: Make, tmp_path: Pat
     assert all(m.exposed_s for m in auto)
 
 
+@pytest.mark.slow
 def test_a_schedule_of_whole_batches_updates_all_at_once(made: Make, tmp_path: Path) -> None:  # noqa: F811
     done = simulate(made(*BASE, "weights.update=staggered"), tmp_path / "run", schedule="sync_plus", steps=2)
     assert updates(done.directory) == []
