@@ -376,12 +376,12 @@ def _nccl(store: Any, rank: int, size: int, limit: datetime.timedelta) -> Any:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = limit
-    with _errors_are_ours():
+    with without_nccl_error_handling():
         return ProcessGroupNCCL(store, rank, size, options)
 
 
 @contextlib.contextmanager
-def _errors_are_ours() -> Iterator[None]:
+def without_nccl_error_handling() -> Iterator[None]:
     """Evaluated when a group is made: a member's failure closes the group instead of ending the process."""
     before, os.environ[NCCL_ERRORS] = os.environ.get(NCCL_ERRORS), "0"
     try:

@@ -1,4 +1,5 @@
-"""The shape of the code: no import circle, folders that a reader can take in, and one meaning per class name."""
+"""The shape of the code: no import circle, folders that a reader can take in, one meaning per class name, and tests
+that use public names."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from tests.sources import PRODUCT, ROOT, nodes, tree
 
 MOST_FILES = 22
 """Most Python files in a folder of the product."""
+
+PACKAGES = ("rollart.", "serverless.", "placement.")
 
 
 def module_name(path: Path) -> str:
@@ -87,3 +90,45 @@ def test_files_that_contributors_are_sent_to_exist() -> None:
     missing = [p for p in named if not (ROOT / p).exists() and not (ROOT / "rollart" / p).exists()]
     assert named
     assert [path for path in missing if "NAME" not in path] == []
+
+
+def private(name: str) -> bool:
+    """`_replace` is a public method of named tuples."""
+    return name != "_replace" and re.match(r"_[^_]", name) is not None
+
+
+def defined_names(path: Path) -> Iterator[str]:
+    """Functions, classes, variables and attributes of `self` that the file defines."""
+    for node in nodes(path):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+def names_of_others(path: Path) -> Iterator[tuple[int, str]]:
+    """Names, with their lines, that the file imports, reads from an object other than `self`, or patches."""
+    for node in nodes(path):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls")):
+                continue
+            case ast.Attribute(attr=name):
+                yield node.lineno, name
+            case ast.ImportFrom(module=str(module), names=aliases) if module.startswith(PACKAGES):
+                yield from ((node.lineno, alias.name) for alias in aliases)
+            case ast.Call(func=ast.Attribute(attr="setattr" | "object") | ast.Name(id="setattr" | "getattr")):
+                texts = [str(a.value) for a in node.args[:2] if isinstance(a, ast.Constant)]
+                yield from ((node.lineno, text.rpartition(".")[2]) for text in texts)
+
+
+def test_tests_use_public_names() -> None:
+    of_product = {name for path in PRODUCT for name in defined_names(path) if private(name)}
+    used = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        names = [(line, name) for line, name in names_of_others(path) if name in of_product]
+        own = set(defined_names(path)) if names else set()
+        used += [f"{path.relative_to(ROOT)}:{line} {name}" for line, name in names if name not in own]
+    assert used == []

@@ -36,7 +36,7 @@ MEMORY_REMEDY = "lower --max-slots (engines.max_slots) or --max-context (model.c
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until stopped by a signal; returns the exit code."""
-    args = _arguments(argv)
+    args = parse_arguments(argv)
     if not args.detached:
         die_with_parent(os.getppid(), code=0)  # a killed controller leaves no engine behind
     try:
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runner = load(args)
         if runner.decoder is not None and runner.decoder.why:
             print(f"rollart.engine: decoding is slower than it could be: {runner.decoder.why}", file=sys.stderr)
-        asyncio.run(_serve(runner, args))
+        asyncio.run(serve_runner(runner, args))
     except RollartError as error:
         print(f"rollart.engine: {error}", file=sys.stderr)
         return error.exit_code
@@ -89,7 +89,7 @@ def load(args: argparse.Namespace) -> Runner:
         raise UsageError(f"cannot start on {args.device}: {first_line(error)}", remedy=remedy) from error
 
 
-async def _serve(runner: Runner, args: argparse.Namespace) -> None:
+async def serve_runner(runner: Runner, args: argparse.Namespace) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for sig in (signal.SIGTERM, signal.SIGINT):
@@ -131,7 +131,7 @@ async def _bind(web_runner: web.AppRunner, host: str, port: int) -> None:
         raise UsageError(message, remedy="use --port 0 for a free one") from error
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m rollart.engine", description="The embedded inference server.")
     parser.add_argument("--model", required=True, help="Hugging Face checkpoint directory")
     parser.add_argument("--host", default="127.0.0.1")

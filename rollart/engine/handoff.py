@@ -90,17 +90,18 @@ class KvHandoffs:
     def __init__(self, driver: Driver, settings: HandoffSettings, *, advertise: tuple[str, int]) -> None:
         self._driver, self.runner, self._settings = driver, driver.runner, settings
         self.advertise = advertise
-        self._boot, self._files = boot_id(), None
+        self._boot, self.files = boot_id(), None
         if settings.shm and self._boot:
             try:
-                self._files = SharedKvFiles(settings.shm)
+                self.files = SharedKvFiles(settings.shm)
             except OSError:  # no shared memory here: all KV travels by socket
-                self._files = None
+                self.files = None
         loop = asyncio.get_running_loop()
-        self.exports = KvExports(loop.time, limit_bytes=settings.pending_bytes, files=self._files)
+        self.exports = KvExports(loop.time, limit_bytes=settings.pending_bytes, files=self.files)
         self.pulled = {"shm": TransportCounters(), "socket": TransportCounters()}
         self.failed = 0
-        self._pulling: dict[str, asyncio.Timeout] = {}
+        self.pull_timeouts: dict[str, asyncio.Timeout] = {}
+        """Time limits of the pulls in flight, by request id."""
         self._aborted: set[str] = set()
         self._http: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -108,7 +109,7 @@ class KvHandoffs:
     @property
     def pulling(self) -> int:
         """Number of requests that wait for their KV."""
-        return len(self._pulling)
+        return len(self.pull_timeouts)
 
     async def run(self) -> None:
         """Sweep, and hold the tasks of `start`, until cancelled."""
@@ -117,8 +118,8 @@ class KvHandoffs:
                 while True:
                     await asyncio.sleep(SWEEP_S)
                     self.exports.sweep()
-                    if self._files is not None:
-                        self._files.sweep()
+                    if self.files is not None:
+                        self.files.sweep()
         finally:
             self._tasks = None
 
@@ -132,8 +133,8 @@ class KvHandoffs:
     async def close(self) -> None:
         """Free the exported KV and close the connections."""
         self.exports.clear("the engine ended")
-        if self._files is not None:
-            self._files.close()
+        if self.files is not None:
+            self.files.close()
         if self._http is not None:
             await self._http.close()
 
@@ -149,15 +150,15 @@ class KvHandoffs:
         finished = await self._driver.generate(job)
         if finished.kv is None:
             return finished
-        params = await self._keep(job, finished.kv)
+        params = await self.keep(job, finished.kv)
         return replace(finished, completion=replace(finished.completion, kv_transfer=params), kv=None)
 
     def abort(self, request_ids: Sequence[str] | None) -> None:
         """End these pulls (None: all), and drop the exports of these requests."""
-        for name in list(self._pulling) if request_ids is None else request_ids:
-            if name in self._pulling:
+        for name in list(self.pull_timeouts) if request_ids is None else request_ids:
+            if name in self.pull_timeouts:
                 self._aborted.add(name)
-                self._pulling[name].reschedule(asyncio.get_running_loop().time())
+                self.pull_timeouts[name].reschedule(asyncio.get_running_loop().time())
         self.exports.drop(request_ids or ())
 
     async def hand_out(self, request_id: str, token: str, start: int) -> list[memoryview]:
@@ -200,11 +201,11 @@ class KvHandoffs:
         """Pull the KV that the session lacks into `job.imported`. False if the request was aborted during the pull."""
         name, runner = job.request.request_id, self.runner
         refuse_invalid(job, vocab=runner.network.architecture.vocab, context=runner.context)
-        if name in self._pulling:
+        if name in self.pull_timeouts:
             raise EngineError(f"request id {name!r} is in use", retryable=False, remedy="give every request its own id")
         loop = asyncio.get_running_loop()
         began = loop.time()
-        scope = self._pulling[name] = asyncio.timeout(source.timeout_s)
+        scope = self.pull_timeouts[name] = asyncio.timeout(source.timeout_s)
         try:
             async with scope:
                 if source.version is not None:
@@ -214,10 +215,10 @@ class KvHandoffs:
                 job.peer_holds = min(source.tokens, n)
                 whole = source.tokens == n and not job.export
                 if held >= (n if whole else min(source.tokens, n - 1)):  # the session lacks nothing
-                    if self._files is not None:
-                        self._files.remove(source.file)
+                    if self.files is not None:
+                        self.files.remove(source.file)
                     return True
-                job.imported, transport = await self._pull(source, held)
+                job.imported, transport = await self.pull(source, held)
         except TimeoutError as error:
             if name in self._aborted:
                 return False
@@ -228,7 +229,7 @@ class KvHandoffs:
             self.failed += 1
             raise
         finally:
-            del self._pulling[name]
+            del self.pull_timeouts[name]
             aborted = name in self._aborted
             self._aborted.discard(name)
         if aborted:  # just as the KV arrived
@@ -239,10 +240,10 @@ class KvHandoffs:
         counters.seconds += loop.time() - began
         return True
 
-    async def _pull(self, source: KvSource, held: int) -> tuple[KvBlock, str]:
+    async def pull(self, source: KvSource, held: int) -> tuple[KvBlock, str]:
         """The block and the transport that it came by."""
-        if self._files is not None and source.file and source.boot_id == self._boot and held >= source.start:
-            data = self._files.take(source.file)
+        if self.files is not None and source.file and source.boot_id == self._boot and held >= source.start:
+            data = self.files.take(source.file)
             if data is not None:
                 return await _off_loop(len(data), lambda: decode_block(data, source.token)), "shm"
         if self._http is None:
@@ -260,9 +261,9 @@ class KvHandoffs:
             )
         return await _off_loop(len(body), lambda: decode_block(body, source.token)), "socket"
 
-    async def _keep(self, job: EngineJob, block: KvBlock) -> Mapping[str, object] | None:
+    async def keep(self, job: EngineJob, block: KvBlock) -> Mapping[str, object] | None:
         """Keep KV for another engine; returns the `kv_transfer_params` to pull it, or None if there is no room."""
-        request, files, loop = job.request, self._files, asyncio.get_running_loop()
+        request, files, loop = job.request, self.files, asyncio.get_running_loop()
         token = secrets.token_hex(16)
         lease = self._settings.return_lease_s if job.returns else self._settings.lease_s
 
@@ -336,21 +337,23 @@ class KvExports:
     """
 
     def __init__(self, now: Callable[[], float], *, limit_bytes: int, files: SharedKvFiles | None = None) -> None:
-        self._now, self._limit, self._files = now, limit_bytes, files
-        self._entries: OrderedDict[str, KvExport] = OrderedDict()
-        self._sessions: dict[str, str] = {}
+        self.now, self._limit, self._files = now, limit_bytes, files
+        self.entries: OrderedDict[str, KvExport] = OrderedDict()
+        """By request id, oldest first."""
+        self.sessions: dict[str, str] = {}
+        """The request id of each session's export."""
         self._removal_reasons: OrderedDict[str, str] = OrderedDict()
         self.bytes = 0
         self.expired = self.dropped = self.taken = self.exported_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def put(self, export: KvExport) -> bool:
         """Keep an export until its deadline. False, with nothing kept, if it alone exceeds the limit. Replaces an
         export of the same request or the same session."""
-        for name in {export.request_id, self._sessions.get(export.session, export.request_id)}:
-            if name in self._entries:
+        for name in {export.request_id, self.sessions.get(export.session, export.request_id)}:
+            if name in self.entries:
                 self._drop(name, "a later one took its place")
         if export.size > self._limit:
             self.dropped += 1
@@ -359,19 +362,19 @@ class KvExports:
         if self.bytes + export.size > self._limit:
             self.sweep()
         while self.bytes + export.size > self._limit:
-            self._drop(next(iter(self._entries)), "it was the oldest when room ran out")
+            self._drop(next(iter(self.entries)), "it was the oldest when room ran out")
         self._removal_reasons.pop(export.request_id, None)
-        self._entries[export.request_id] = export
+        self.entries[export.request_id] = export
         if export.session:
-            self._sessions[export.session] = export.request_id
+            self.sessions[export.session] = export.request_id
         self.bytes += export.size
         self.exported_bytes += export.size
         return True
 
     def find(self, request_id: str, token: str) -> KvExport | str:
         """The export, or the reason why it is unavailable."""
-        export = self._entries.get(request_id)
-        if export is not None and export.deadline <= self._now():
+        export = self.entries.get(request_id)
+        if export is not None and export.deadline <= self.now():
             self._expire(request_id)
             export = None
         if export is None:
@@ -389,22 +392,22 @@ class KvExports:
     def drop(self, request_ids: Iterable[str]) -> None:
         """Drop the exports of aborted requests. Unknown ids are ignored."""
         for name in request_ids:
-            if name in self._entries:
+            if name in self.entries:
                 self._drop(name, "it was aborted")
 
     def drop_session(self, session: str) -> None:
-        if session in self._sessions:
-            self._drop(self._sessions[session], "its session ended")
+        if session in self.sessions:
+            self._drop(self.sessions[session], "its session ended")
 
     def clear(self, reason: str) -> None:
         """Drop all exports, because the weights were replaced or the cache is reset."""
-        for name in list(self._entries):
+        for name in list(self.entries):
             self._drop(name, reason)
 
     def sweep(self) -> None:
         """Remove exports whose lease ended, and those whose file another engine took."""
-        now = self._now()
-        for name, export in list(self._entries.items()):
+        now = self.now()
+        for name, export in list(self.entries.items()):
             if export.file and self._files is not None and not self._files.holds(export.file):
                 self._pop(name)
                 self._remember(name, "it was taken")
@@ -421,10 +424,10 @@ class KvExports:
         self._forget(self._pop(name), reason)
 
     def _pop(self, name: str) -> KvExport:
-        export = self._entries.pop(name)
+        export = self.entries.pop(name)
         self.bytes -= export.size
-        if self._sessions.get(export.session) == name:
-            del self._sessions[export.session]
+        if self.sessions.get(export.session) == name:
+            del self.sessions[export.session]
         return export
 
     def _forget(self, export: KvExport, reason: str) -> None:

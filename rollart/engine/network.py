@@ -74,7 +74,7 @@ class Network:
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the tensors that a checkpoint of this architecture holds."""
-        for name, target in self._targets():
+        for name, target in self.weight_targets():
             per_head = name.endswith(("q_norm.weight", "k_norm.weight"))  # one vector for all heads
             yield name, tuple(target.shape[-1:] if per_head else target.shape)
 
@@ -97,7 +97,7 @@ class Network:
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy a checkpoint's tensors (Hugging Face names) into the fused weights, in place."""
         self.check(tensors)
-        for name, target in self._targets():
+        for name, target in self.weight_targets():
             target.copy_(tensors[name])
         self._head.pack()
         for layer in self._layers:
@@ -200,7 +200,7 @@ class Network:
             x = F.rms_norm(x, (x.shape[-1],), None, self.architecture.norm_eps) * scale
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
-    def _targets(self) -> Iterator[tuple[str, Tensor]]:
+    def weight_targets(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face tensor names with the views of the fused weights that they fill."""
         a = self.architecture
         queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim

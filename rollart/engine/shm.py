@@ -110,7 +110,7 @@ class SharedKvFiles:
         directory = self.root / f"{os.getpid():x}-{secrets.token_hex(6)}"
         with _locked(self.root / "lock"):  # no sweep can run before the new directory is locked
             directory.mkdir(mode=0o700)
-            self._alive = _lock(directory / "lock")
+            self._alive = lock_file(directory / "lock")
         self._directory = directory
         return directory
 
@@ -120,7 +120,7 @@ class SharedKvFiles:
             raise PermissionError(f"{self.root} is not a directory of this user")
 
 
-def _lock(path: Path) -> int:
+def lock_file(path: Path) -> int:
     """Lock a file until its handle is closed or the process ends. BlockingIOError if another process holds the lock."""
     handle = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -133,7 +133,7 @@ def _lock(path: Path) -> int:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    handle = _lock(path)
+    handle = lock_file(path)
     try:
         yield
     finally:

@@ -52,7 +52,8 @@ class SlotTable:
         self.top_p = np.ones(slots, np.float32)
         self.seed = np.zeros(slots, np.uint64)
         self.stops = np.full((slots, STOPS), -1, np.int64)
-        self._free = list(range(slots - 1, -1, -1))
+        self.free = list(range(slots - 1, -1, -1))
+        """Slots without a request or a prefix."""
         self._idle: OrderedDict[str, _Prefix] = OrderedDict()
 
     def active(self) -> npt.NDArray[np.int64]:
@@ -81,8 +82,8 @@ class SlotTable:
             cached = self.cached(session, salt, prompt)
             del self._idle[session]
             return self._claim(held.slot, prompt, cached)
-        if self._free:
-            return self._claim(self._free.pop(), prompt, 0)
+        if self.free:
+            return self._claim(self.free.pop(), prompt, 0)
         if self._idle:
             _, evicted = self._idle.popitem(last=False)
             return self._claim(evicted.slot, prompt, 0)
@@ -117,7 +118,7 @@ class SlotTable:
     def discard(self, slot: int) -> None:
         self.state[slot] = SlotState.FREE
         self.kv[slot] = 0
-        self._free.append(slot)
+        self.free.append(slot)
 
     def release(self, session: str) -> bool:
         """Free an idle session's slot. False if it holds none."""

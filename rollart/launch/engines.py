@@ -384,7 +384,8 @@ class ClusterEngineSite:
         """Present devices by pool."""
         self._resized = False
         self._assignments = {a.name: a for a in resolved.plan.assignments}
-        self._engines: dict[EngineId, _PlacedEngine] = {}
+        self.engines: dict[EngineId, _PlacedEngine] = {}
+        """Engines that hold devices, by id."""
         self._idle_clocks: dict[str, ResourceClock] = {}
         self._next: Counter[Role] = Counter()
         for name in (*names, *self._assignments):
@@ -405,19 +406,19 @@ class ClusterEngineSite:
 
     @property
     def parts(self) -> list[EngineProgram | AttachedEngine]:
-        return [engine.part for engine in self._engines.values()]
+        return [engine.part for engine in self.engines.values()]
 
     @property
     def clocks(self) -> list[ResourceClock]:
         """Open clocks, of engines and of idle devices."""
-        return [*(engine.clock for engine in self._engines.values()), *self._idle_clocks.values()]
+        return [*(engine.clock for engine in self.engines.values()), *self._idle_clocks.values()]
 
     def free(self) -> Mapping[str, int]:
         return {name: size - len(self._taken(name)) for name, size in self._sizes.items()}
 
     def where(self) -> Mapping[EngineId, str]:
         """The node of each engine; '' for an engine without a node."""
-        return {e: "" if engine.program is None else engine.program.node for e, engine in self._engines.items()}
+        return {e: "" if engine.program is None else engine.program.node for e, engine in self.engines.items()}
 
     def resize(self, devices: Mapping[str, int]) -> None:
         self._accumulate_cost()
@@ -442,7 +443,7 @@ class ClusterEngineSite:
         return ReservedEngine(part, engine_placement(self._resolved, assignment))
 
     async def clear(self, engine_id: EngineId) -> None:
-        engine = self._engines.pop(engine_id, None)
+        engine = self.engines.pop(engine_id, None)
         if engine is None:
             return
         if self._stored is not None:
@@ -460,7 +461,7 @@ class ClusterEngineSite:
 
     async def close(self) -> None:
         """End of the run: release the engines, whose processes the runtime stops, and end all billing."""
-        for engine in self._engines.values():
+        for engine in self.engines.values():
             await engine.close()
         for clock in self.clocks:
             clock.close()
@@ -505,7 +506,7 @@ class ClusterEngineSite:
         self._accumulate_cost()
         self._assignments[assignment.name] = assignment
         clock = part_clock(self._resolved, self._ledger, assignment)
-        self._engines[part.id] = _PlacedEngine(part, program, clock, host)
+        self.engines[part.id] = _PlacedEngine(part, program, clock, host)
         self.shares[part.id] = EngineShares(clock, clock=asyncio.get_running_loop().time)
         return part
 

@@ -68,7 +68,7 @@ def main() -> int:
 
     followers = LocalRankProcesses()
     try:
-        service = _service(arguments, config, followers)
+        service = join_service(arguments, config, followers)
     except UsageError as error:
         followers.stop()
         return _refused(arguments.rank, error)
@@ -89,7 +89,7 @@ def _refused(rank: int, error: UsageError) -> int:
     return 2
 
 
-def _service(arguments: argparse.Namespace, config: TrainerConfig, followers: LocalRankProcesses) -> TrainerService:
+def join_service(arguments: argparse.Namespace, config: TrainerConfig, followers: LocalRankProcesses) -> TrainerService:
     """The trainer service, after all ranks have met. `UsageError` from its parts."""
     import torch
 

@@ -198,7 +198,7 @@ def restore_version(learner: Learner, path: Path, version: int) -> None:
     learner.optimizers.clear()
     parameters: dict[str, Any] = dict(learner.policy.model.named_parameters())
     for which, name, key, value in moments:
-        learner.optimizer(which).state[parameters[name]][key] = _moment(parameters[name], value)
+        learner.optimizer(which).state[parameters[name]][key] = restored_moment(parameters[name], value)
     learner.counters = counters
 
 
@@ -507,7 +507,7 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
     return pairs, moments, counters
 
 
-def _moment(parameter: Tensor, value: Tensor) -> Tensor:
+def restored_moment(parameter: Tensor, value: Tensor) -> Tensor:
     """An optimizer state tensor on the device of `parameter`, sharded like it. The update count, a scalar, is there
     too, since fused kernels read it."""
     state = torch.zeros_like(parameter) if value.ndim else torch.zeros_like(value, device=parameter.device)

@@ -42,7 +42,7 @@ class Ranks:
         self.rank, self.size = rank, size
         self.torch = self.disk = self.wire = SINGLE_RANK
         self.mesh: Any = None
-        self._device = device
+        self.device = device
         if device is not None:
             from torch.distributed.device_mesh import DeviceMesh
 
@@ -58,8 +58,8 @@ class Ranks:
         """Call first in every thread that computes: sets its number of cores, and this rank's GPU. Each thread has its
         own current device, initially device 0, on which FSDP2 creates its streams."""
         torch.set_num_threads(threads)
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
+        if self.device is not None and self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def total(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks, in place."""

@@ -63,7 +63,8 @@ class BroadcastSender:
 
     def __init__(self, device: torch.device, *, rank: int, host: str) -> None:
         self._device, self._rank, self._host = device, rank, host
-        self._listening_store: TCPStore | None = None
+        self.listening_store: TCPStore | None = None
+        """The store at which engines meet the trainer."""
         self._store: Any = None
         self._group: BroadcastGroup | None = None
         self._name = ""
@@ -73,14 +74,14 @@ class BroadcastSender:
     def address(self) -> str:
         """The rendezvous address for members, at a port of its own on this host. TrainerError if no port can be
         opened."""
-        if self._listening_store is None:
+        if self.listening_store is None:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             listener = socket.socket(family)
             try:
                 listener.bind((self._host, 0))
                 port = listener.getsockname()[1]
                 listener.listen(128)
-                self._listening_store = TCPStore(
+                self.listening_store = TCPStore(
                     self._host,
                     port,
                     is_master=True,
@@ -94,7 +95,7 @@ class BroadcastSender:
                     f"no meeting point for weights can be opened at {self._host}: {error_line(error)}"
                 ) from error
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"{host}:{self._listening_store.port}"
+        return f"{host}:{self.listening_store.port}"
 
     def send(self, order: BroadcastOrder, version: OutgoingVersion, *, bucket: int) -> BroadcastResult:
         """Never raises for failures of members: the result lists them."""

@@ -90,12 +90,12 @@ class TrainerService:
         self._root = Path(config.weights_root).absolute()
         if self._ranks.rank == 0:
             remove_partial_writes(self._root)
-        self._learner = Learner(config, self._ranks)
+        self.learner = Learner(config, self._ranks)
         enter = self._ranks.enter
-        self._pool = ThreadPoolExecutor(1, "torch", initializer=enter, initargs=(config.threads,))
-        self._disk = ThreadPoolExecutor(1, "disk", initializer=enter, initargs=(1,))
-        self._columns = ThreadPoolExecutor(1, "columns", initializer=enter, initargs=(config.threads,))
-        self._wire = ThreadPoolExecutor(1, "wire", initializer=enter, initargs=(1,))
+        self.torch_pool = ThreadPoolExecutor(1, "torch", initializer=enter, initargs=(config.threads,))
+        self.disk_pool = ThreadPoolExecutor(1, "disk", initializer=enter, initargs=(1,))
+        self.column_pool = ThreadPoolExecutor(1, "columns", initializer=enter, initargs=(config.threads,))
+        self.wire_pool = ThreadPoolExecutor(1, "wire", initializer=enter, initargs=(1,))
         self._sender = BroadcastSender(torch.device(config.device), rank=self._ranks.rank, host=host)
         self._outgoing: dict[int, OutgoingVersion] = {}
         self._staged: dict[int, LearnerSnapshot] = {}
@@ -110,12 +110,12 @@ class TrainerService:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
         for name in TORCH_COMMANDS:
-            app.router.add_post(f"/{name}", self._post(name, self._ranks.torch, self._pool))
-        app.router.add_post("/publish", self._post("publish", self._ranks.disk, self._disk))
+            app.router.add_post(f"/{name}", self._post(name, self._ranks.torch, self.torch_pool))
+        app.router.add_post("/publish", self._post("publish", self._ranks.disk, self.disk_pool))
         for name in ("reference", "advantages"):
-            app.router.add_post(f"/{name}", self._post(name, SINGLE_RANK, self._columns))
-        app.router.add_post("/send", self._post("send", self._ranks.wire, self._wire))
-        app.router.add_post("/meet", self._post("meet", SINGLE_RANK, self._wire))
+            app.router.add_post(f"/{name}", self._post(name, SINGLE_RANK, self.column_pool))
+        app.router.add_post("/send", self._post("send", self._ranks.wire, self.wire_pool))
+        app.router.add_post("/meet", self._post("meet", SINGLE_RANK, self.wire_pool))
         app.router.add_post("/lost", self.report_lost)
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
@@ -137,29 +137,29 @@ class TrainerService:
         self._broken_event.set()
 
     def train(self, body: CommandMessage) -> CommandMessage:
-        return self._report(self._learner.train(self._batch(body), int(body["version"])))
+        return self._report(self.learner.train(self._batch(body), int(body["version"])))
 
     def begin(self, body: CommandMessage) -> CommandMessage:
-        self._learner.begin(int(body["version"]))
+        self.learner.begin(int(body["version"]))
         return {}
 
     def accumulate(self, body: CommandMessage) -> CommandMessage:
-        return {"tokens": self._learner.accumulate(self._batch(body))}
+        return {"tokens": self.learner.accumulate(self._batch(body))}
 
     def finish(self, body: CommandMessage) -> CommandMessage:
-        return self._report(self._learner.finish())
+        return self._report(self.learner.finish())
 
     def imitate(self, body: CommandMessage) -> CommandMessage:
-        return self._report(self._learner.imitate(self._batch(body), int(body["batches"])))
+        return self._report(self.learner.imitate(self._batch(body), int(body["batches"])))
 
     def logprobs(self, body: CommandMessage) -> CommandMessage:
-        return {"logprobs": self._learner.logprobs(self._batch(body)).astype("<f4").tobytes()}
+        return {"logprobs": self.learner.logprobs(self._batch(body)).astype("<f4").tobytes()}
 
     def reference(self, body: CommandMessage) -> CommandMessage:
-        return {"column": self._learner.reference.logprobs(self._batch(body)).astype("<f8").tobytes()}
+        return {"column": self.learner.reference.logprobs(self._batch(body)).astype("<f8").tobytes()}
 
     def advantages(self, body: CommandMessage) -> CommandMessage:
-        return {"column": self._learner.advantages(self._batch(body)).astype("<f8").tobytes()}
+        return {"column": self.learner.advantages(self._batch(body)).astype("<f8").tobytes()}
 
     def stage(self, body: CommandMessage) -> CommandMessage:
         version = int(body["version"])
@@ -192,7 +192,7 @@ class TrainerService:
         version, restores = int(body["version"]), self._restores
         staged = self._staged.pop(version, None)
         if staged is None and self._ranks.size == 1:
-            staged = self._pool.submit(self._snapshot, version).result()
+            staged = self.torch_pool.submit(self._snapshot, version).result()
         problem = TrainerError(f"version {version} was given up before it was written: the trainer was restored")
         self._ranks.disk.agree(problem if staged is None else None)
         assert staged is not None, "else all ranks agreed that it is gone"
@@ -214,8 +214,8 @@ class TrainerService:
         self._restores += 1
         self._staged.clear()
         self._outgoing.clear()
-        self._learner.abort()
-        restore_version(self._learner, Path(str(body["path"])), version)
+        self.learner.abort()
+        restore_version(self.learner, Path(str(body["path"])), version)
         self._version = version
         return {}
 
@@ -226,7 +226,7 @@ class TrainerService:
 
     async def health(self, request: web.Request) -> web.Response:
         about = {"status": self._broken or "ok", "version": self._version, "queued": self._waiting}
-        about |= {"stream": self._learner.config.stream}
+        about |= {"stream": self.learner.config.stream}
         return web.json_response(about, status=503 if self._broken else 200)
 
     async def metrics(self, request: web.Request) -> web.Response:
@@ -236,12 +236,12 @@ class TrainerService:
         return web.Response(text="\n".join(lines) + "\n")
 
     def _snapshot(self, version: int) -> LearnerSnapshot:
-        if self._learner.accumulating:
+        if self.learner.accumulating:
             raise TrainerError(f"version {version} cannot be published: a step was begun and is not finished")
-        return take_snapshot(self._learner, copy=True)
+        return take_snapshot(self.learner, copy=True)
 
     def _batch(self, body: CommandMessage) -> TrainingBatch:
-        return decode_batch(body["samples"], self._learner.policy.vocab_size)
+        return decode_batch(body["samples"], self.learner.policy.vocab_size)
 
     def _report(self, report: TrainReport) -> CommandMessage:
         self._totals["steps"] += 1
@@ -259,7 +259,7 @@ class TrainerService:
             try:
                 if name == "publish" and self._ranks.size > 1 and not self._has_staged(body):
                     # Staging is a collective operation of the ranks, so it runs in the learner's thread.
-                    staged = await self._answer("stage", self._ranks.torch, self.stage, body, self._pool)
+                    staged = await self._answer("stage", self._ranks.torch, self.stage, body, self.torch_pool)
                     if staged.status != 200:
                         return _response(staged)
                 return _response(await self._answer(name, channel, work, body, pool))
@@ -380,10 +380,10 @@ def follow_rank_zero(
                     break
                 channel.exchange((mine.status, mine.error, mine.remedy))
         except TrainerError:
-            _end(0)
+            exit_process(0)
         except BaseException:
             traceback.print_exc(file=sys.stderr)
-        _end(1)
+        exit_process(1)
 
     threads = [threading.Thread(target=listen, args=pair, daemon=True) for pair in channels.items()]
     for thread in threads:
@@ -396,6 +396,6 @@ def _response(outcome: CommandOutcome) -> web.Response:
     return web.Response(body=outcome.body, status=outcome.status, content_type="application/msgpack")
 
 
-def _end(status: int) -> None:
+def exit_process(status: int) -> None:
     sys.stderr.flush()
     os._exit(status)

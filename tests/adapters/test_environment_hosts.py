@@ -257,7 +257,7 @@ def test_cancelled_calls_get_a_response_and_are_forgotten() -> None:
                 assert isinstance(ended, asyncio.CancelledError if number % 2 else EnvironmentFault)
                 await connection.close(episode)
             assert (await connection.health()).live == 0
-            assert connection._abandoned == set()
+            assert connection.outstanding == 0
             assert front.cancelled == set()
             assert front.calls == {}
             # One that is over on the host when its caller gives it up.
@@ -268,7 +268,7 @@ def test_cancelled_calls_get_a_response_and_are_forgotten() -> None:
             await asyncio.gather(done, return_exceptions=True)
             await connection.close("last")
             assert (await connection.health()).live == 0
-            assert connection._abandoned == set()
+            assert connection.outstanding == 0
         finally:
             await connection.aclose()
 

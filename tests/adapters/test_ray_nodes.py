@@ -26,18 +26,18 @@ def row(ray_id: str, name: str, *, alive: bool = True) -> dict[str, Any]:
 
 def test_a_node_of_the_name_of_a_dead_one_is_another() -> None:
     runtime, actor = RayRuntime("auto"), ActorSpec("a", "m:F", resources={"CPU": 3.0})
-    runtime._update_nodes([row("id-1", "n1")])
+    runtime.update_nodes([row("id-1", "n1")])
     assert runtime.acquire_resources("id-1", actor) == "n1"
     assert runtime.nodes()[0].free == {"CPU": 1.0}
-    runtime._update_nodes([row("id-1", "n1"), row("id-2", "n1")])
+    runtime.update_nodes([row("id-1", "n1"), row("id-2", "n1")])
     assert [(n.id, n.free["CPU"]) for n in runtime.nodes()] == [("n1", 1.0), ("n1-id-2", 4.0)], "both live"
-    runtime._update_nodes([row("id-1", "n1", alive=False), row("id-2", "n1")])
+    runtime.update_nodes([row("id-1", "n1", alive=False), row("id-2", "n1")])
     assert [n.id for n in runtime.nodes()] == ["n1-id-2"]
 
     runtime = RayRuntime("auto")
-    runtime._update_nodes([row("id-1", "n1")])
+    runtime.update_nodes([row("id-1", "n1")])
     runtime.acquire_resources("id-1", actor)
-    runtime._update_nodes([row("id-1", "n1", alive=False), row("id-2", "n1")])
+    runtime.update_nodes([row("id-1", "n1", alive=False), row("id-2", "n1")])
     runtime.return_resources("id-1", actor)
     assert [(n.id, n.free) for n in runtime.nodes()] == [("n1", {"CPU": 4.0})], (
         "resources of the dead one are not counted here"
@@ -86,7 +86,7 @@ def test_free_resources_are_those_held_by_no_actor_of_the_node(
     runtime, actor = RayRuntime("auto"), ActorSpec("a", "m:F", resources={"CPU": 1.0})
     held: dict[int, int] = {}
     for poll_nodes, alive in enumerate(lives):
-        runtime._update_nodes([row(f"id-{i}", f"n{i % 3}") for i in alive])
+        runtime.update_nodes([row(f"id-{i}", f"n{i % 3}") for i in alive])
         for gone in held.keys() - alive:
             for _ in range(held.pop(gone)):
                 runtime.return_resources(f"id-{gone}", actor)

@@ -12,7 +12,7 @@ import pytest
 
 import rollart
 from rollart.adapters.clusters import ray_link
-from rollart.adapters.clusters.ray import RayHandle, RayRuntime, _Incarnation
+from rollart.adapters.clusters.ray import RayHandle, RayIncarnation, RayRuntime
 from rollart.adapters.clusters.ray_cluster import health_settings
 from rollart.adapters.clusters.ray_host import RayActorHost, pack, unpack
 from rollart.errors import LeaseExpired, PartDied, ProviderError, RunFailed, UsageError
@@ -95,9 +95,9 @@ class Stopping(RayHandle):
 
     async def boot(self) -> None:
         self.starts += 1
-        self._incarnation = _Incarnation(None, "n0", "id0")
+        self._incarnation = RayIncarnation(None, "n0", "id0")
 
-    async def _stop(self, life: _Incarnation) -> None:
+    async def _stop(self, life: RayIncarnation) -> None:
         await asyncio.sleep(0.01)
 
 

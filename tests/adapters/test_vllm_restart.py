@@ -12,7 +12,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from rollart.adapters.engines.vllm import RESTART_CHECK_AFTER_S, VllmEngine
+from rollart.adapters.engines import vllm
+from rollart.adapters.engines.vllm import VllmEngine
 from rollart.errors import EngineError
 from rollart.model import CompletionChunk, EngineId, GenerateRequest, Sampling, WeightsRef
 
@@ -104,10 +105,10 @@ async def test_one_that_answered_just_now_is_not_asked_again() -> None:
         assert server.asked.count("/weight_info") == 1
 
 
-async def test_another_server_under_its_address_generates_nothing_for_us() -> None:
+async def test_another_server_under_its_address_generates_nothing_for_us(monkeypatch: pytest.MonkeyPatch) -> None:
     async with loaded() as (server, engine):
         await engine.generate(TURN)
-        engine._last_answer_at -= RESTART_CHECK_AFTER_S
+        monkeypatch.setattr(vllm, "RESTART_CHECK_AFTER_S", 0.0)
         server.version = "default"
         read: list[CompletionChunk] = []
         told = GenerateRequest("r", "s", (1, 2), Sampling(2), on_chunk=read.append)

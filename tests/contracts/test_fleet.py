@@ -167,12 +167,12 @@ class TestLocal(FleetContract):
             await gateway.update(weights, moved)
 
         async def kill(engine: EngineId) -> None:
-            os.kill(await parts.site._engines[engine].program.call("pid"), signal.SIGKILL)
+            os.kill(await parts.site.engines[engine].program.call("pid"), signal.SIGKILL)
 
         async def alive(engine: EngineId) -> bool:
             running = [p for p in processes(self.directory) if "rollart.engine" in p.command]
-            assert len(running) == len(parts.site._engines)
-            return engine in parts.site._engines
+            assert len(running) == len(parts.site.engines)
+            return engine in parts.site.engines
 
         def broken() -> contextlib.AbstractContextManager[None]:
             return setting(parts, "current", WeightsRef(gateway.version, str(self.directory / "nowhere")))

@@ -18,7 +18,7 @@ def export(name: str, *, session: str = "", size: int = 10, deadline: float = 10
 
 
 def kept(exports: KvExports) -> list[str]:
-    return list(exports._entries)
+    return list(exports.entries)
 
 
 def test_an_export_is_handed_out_once_to_who_knows_its_token() -> None:
@@ -94,8 +94,8 @@ def test_reasons_are_kept_for_a_bounded_number() -> None:
     exports = KvExports(lambda: 0.0, limit_bytes=10)
     for i in range(MAX_REMEMBERED_REASONS + 5):
         exports.put(export(f"{i}"))
-    assert len(exports._removal_reasons) == MAX_REMEMBERED_REASONS
-    assert exports.find("0", "token") == "it was never here"
+    assert exports.find("3", "token") == "it was never here"
+    assert exports.find("4", "token") == "it was the oldest when room ran out"
 
 
 @given(st.lists(st.tuples(st.sampled_from("pdats"), st.integers(0, 5), st.integers(1, 60)), max_size=60))
@@ -119,11 +119,11 @@ def test_bytes_are_bounded_and_accounted_for(steps: list[tuple[str, int, int]]) 
         else:
             now += n / 10
             exports.sweep()
-        entries = exports._entries.values()
+        entries = exports.entries.values()
         assert exports.bytes == sum(e.size for e in entries) <= 100
         sessions = [e.session for e in entries if e.session]
         assert len(sessions) == len(set(sessions))
-        assert set(exports._sessions) == set(sessions)
+        assert set(exports.sessions) == set(sessions)
         assert put == len(exports) + exports.taken + exports.expired + exports.dropped
 
 

@@ -53,10 +53,10 @@ def test_an_ended_lease_is_told_from_one_that_never_was(qwen: Path, shm: str) ->
     async def scenario(p: Side, d: Side, _: Side) -> None:
         params = await prefilled(p.client, ask("0", range(20)))
         exports, now = p.server.handoffs.exports, asyncio.get_running_loop().time
-        exports._now = lambda: now() + 29.0
+        exports.now = lambda: now() + 29.0
         exports.sweep()
         assert len(exports) == 1
-        exports._now = lambda: now() + 30.0
+        exports.now = lambda: now() + 30.0
         exports.sweep()
         with pytest.raises(HandoffFailed, match="its lease ended"):
             await d.client.generate(ask("a", range(20), params))
@@ -64,10 +64,10 @@ def test_an_ended_lease_is_told_from_one_that_never_was(qwen: Path, shm: str) ->
             await d.client.generate(ask("a", range(20), {**params, "remote_request_id": "x", "remote_file": ""}))
         assert d.server.handoffs.failed == 2
         assert exports.expired == 1
-        exports._now = now
+        exports.now = now
         returned = (await split(p.client, d.client, ask("b", range(20), session="s"))).kv_transfer
         late = d.server.handoffs.exports
-        late._now = lambda: now() + 479.0
+        late.now = lambda: now() + 479.0
         late.sweep()
         assert returned
         assert len(late) == 1, "what waits for the next turn waits longer"
@@ -172,7 +172,7 @@ def test_full_shared_memory_means_the_socket(qwen: Path, tmp_path: Path, monkeyp
 def test_bytes_that_changed_on_the_way_are_refused(qwen: Path, tmp_path: Path) -> None:
     async def scenario(p: Side, d: Side, _: Side) -> None:
         params = await prefilled(p.client, ask("0", range(20)))
-        files = p.server.handoffs._files
+        files = p.server.handoffs.files
         assert files is not None
         path = files.root / str(params["remote_file"])
         data = bytearray(path.read_bytes())
@@ -204,7 +204,7 @@ def test_a_silent_prefill_engine_costs_the_requests_own_timeout(qwen: Path) -> N
             await opened.wait()
             assert (await d.client.stats()).waiting == 1
             assert (await d.client.generate(ask("b", [1, 2]))).finish is FinishReason.LENGTH
-            limit = d.server.handoffs._pulling["a"]
+            limit = d.server.handoffs.pull_timeouts["a"]
             assert before + 7.0 <= (limit.when() or 0.0) <= loop.time() + 7.0
             limit.reschedule(loop.time())  # the seven seconds are over
             with pytest.raises(HandoffFailed, match="in 7 s"):
@@ -268,14 +268,14 @@ def test_a_session_that_goes_while_its_suffix_is_on_the_way_is_computed_here(qwe
         first = await split(p.client, d.client, ask("0", prompt, session="s"))
         second = ask("1", [*prompt, *first.token_ids, 4, 5], session="s")
         params = await prefilled(p.client, second, first.kv_transfer)
-        pull, runner = d.server.handoffs._pull, d.server.handoffs.runner
+        pull, runner = d.server.handoffs.pull, d.server.handoffs.runner
 
         async def evicting(*arguments: Any) -> Any:
             block = await pull(*arguments)
             runner.release("s")
             return block
 
-        d.server.handoffs._pull = evicting  # type: ignore[method-assign]
+        d.server.handoffs.pull = evicting  # type: ignore[method-assign]
         answer = await d.client.generate(dataclasses.replace(second, kv_transfer=params))
         assert answer.token_ids == greedy(qwen, second.token_ids, 6)
         assert runner.dropped_imports == 1
@@ -304,13 +304,15 @@ def test_a_copy_that_nobody_waits_for_leaves_no_file(
 
     async def scenario(p: Side, d: Side, _: Side) -> None:
         kv = {"do_remote_decode": True, "do_remote_prefill": False}
+        await p.client.generate(ask("connects", range(20)))
+        idle = len(asyncio.all_tasks())
         task = asyncio.create_task(p.client.generate(ask("0", range(20), kv, tokens=1)))
         while not copying.is_set():
             await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        while p.server.handoffs._tasks is None or p.server.handoffs._tasks._tasks:
+        while len(asyncio.all_tasks()) > idle:
             await asyncio.sleep(0)
         go_on.set()
         while not removed.is_set():
@@ -327,8 +329,8 @@ def test_a_lost_connection_gives_up_its_pulls(qwen: Path) -> None:
         task = asyncio.create_task(d.client.generate(ask("a", range(20), params)))
         while not d.server.handoffs.runner.busy:
             await asyncio.sleep(0)
-        assert d.client._stream is not None
-        d.client._stream.close()
+        assert d.client.stream is not None
+        d.client.stream.close()
         with pytest.raises(EngineError, match="connection lost"):
             await task
         while d.server.handoffs.runner.busy:

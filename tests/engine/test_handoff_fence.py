@@ -85,7 +85,7 @@ def test_weights_that_change_while_the_kv_is_on_its_way(qwen: Path, qwen_next: P
     async def scenario(p: Side, d: Side, _: Side) -> None:
         params = await prefilled(p.client, ask("0", range(20)))
         asked, go_on = asyncio.Event(), asyncio.Event()
-        pull = d.server.handoffs._pull
+        pull = d.server.handoffs.pull
 
         async def held_up(*arguments: Any) -> Any:
             block = await pull(*arguments)
@@ -93,7 +93,7 @@ def test_weights_that_change_while_the_kv_is_on_its_way(qwen: Path, qwen_next: P
             await go_on.wait()
             return block
 
-        d.server.handoffs._pull = held_up  # type: ignore[method-assign]
+        d.server.handoffs.pull = held_up  # type: ignore[method-assign]
         task = asyncio.create_task(d.client.generate(ask("a", range(20), params)))
         await asked.wait()
         await d.client.update_weights(WeightsRef(1, str(qwen_next)))
@@ -111,13 +111,13 @@ def test_weights_that_change_while_the_export_is_copied(
 
     async def scenario(p: Side, d: Side, _: Side) -> None:
         handoffs = p.server.handoffs
-        keep = handoffs._keep
+        keep = handoffs.keep
 
         async def held_up(*arguments: Any) -> Any:
             await p.client.update_weights(WeightsRef(1, str(qwen_next)))
             return await keep(*arguments)
 
-        handoffs._keep = held_up  # type: ignore[method-assign]
+        handoffs.keep = held_up  # type: ignore[method-assign]
         kv = {"do_remote_decode": True, "do_remote_prefill": False}
         assert (await p.client.generate(ask("0", range(20), kv, tokens=1))).kv_transfer is None
         assert len(handoffs.exports) == 0

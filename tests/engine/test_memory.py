@@ -20,7 +20,7 @@ def test_a_step_that_finds_no_memory_ends_the_engine_in_a_line(
         raise ExceptionGroup("unhandled errors in a TaskGroup", [FULL])
 
     monkeypatch.setattr(program, "load", lambda args: type("Runner", (), {"decoder": None}))
-    monkeypatch.setattr(program, "_serve", serve)
+    monkeypatch.setattr(program, "serve_runner", serve)
     monkeypatch.setattr(program, "die_with_parent", lambda *_, **__: None)
     threads = torch.get_num_threads()
     assert program.main(["--model", "m", "--threads", str(threads)]) == 1

@@ -304,4 +304,4 @@ def check_schedule(qwen: Path, qwen_next: Path, data: st.DataObject) -> None:
             ids += want
     used = r.table
     assert not r.busy
-    assert len(used._free) + used.idle_sessions() == 3
+    assert len(used.free) + used.idle_sessions() == 3

@@ -222,8 +222,8 @@ def test_a_stream_that_breaks_aborts_its_requests_and_is_opened_again(qwen: Path
                 await asyncio.sleep(0)
             with pytest.raises(EngineError, match="'b' is in use"):
                 await e.generate(ask("b", [1, 2]))
-            assert e._stream is not None
-            e._stream.close()
+            assert e.stream is not None
+            e.stream.close()
             with pytest.raises(EngineError, match="connection lost") as lost:
                 await task
             assert lost.value.retryable

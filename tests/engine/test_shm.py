@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollart.engine.shm import SharedKvFiles, _lock
+from rollart.engine.shm import SharedKvFiles, lock_file
 
 
 def parts(*texts: bytes) -> list[memoryview]:
@@ -112,7 +112,7 @@ def test_a_neighbour_that_sweeps_holds_nobody_up(tmp_path: Path) -> None:
     """Even a sweep that was stopped half-way."""
     files, other = SharedKvFiles(str(tmp_path)), SharedKvFiles(str(tmp_path))
     other.write(parts(b"x"))
-    stopped = _lock(files.root / "lock")
+    stopped = lock_file(files.root / "lock")
     files.sweep()
     with pytest.raises(BlockingIOError):
         files.write(parts(b"x"))

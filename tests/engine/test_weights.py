@@ -115,11 +115,11 @@ def test_foreign_tensors_are_refused_before_anything_changes(qwen: Path) -> None
 
     r = runner(qwen)
     tensors = random_tensors(read_architecture(qwen), 5)
-    before = [w.clone() for _, w in r.network._targets()]
+    before = [w.clone() for _, w in r.network.weight_targets()]
     missing = {k: v for k, v in tensors.items() if "layers.1.mlp.down" not in k}
     with pytest.raises(UsageError, match="no tensor"):
         r.load(missing, 1)
     with pytest.raises(UsageError, match="has shape"):
         r.load({**tensors, "model.norm.weight": tensors["model.norm.weight"][:3]}, 1)
     assert r.version == 0
-    assert all(w.equal(b) for (_, w), b in zip(r.network._targets(), before, strict=True))
+    assert all(w.equal(b) for (_, w), b in zip(r.network.weight_targets(), before, strict=True))

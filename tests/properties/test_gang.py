@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.clusters.runtime import _PlacementSearch, matches, place_bundles
+from rollart.adapters.clusters.runtime import PlacementSearch, matches, place_bundles
 from rollart.fleet import Bundle, BundleGroup, Node, Strategy
 
 Nodes = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3)), min_size=1, max_size=4)
@@ -63,6 +63,6 @@ def holds(gang: Sequence[BundleGroup], where: dict[str, Node], nodes: Sequence[N
 def test_nodes_that_are_alike_are_tried_once() -> None:
     nodes = [Node(f"n{i}", {"gpu": "x", "ray.io/node-id": f"{i}"}, {"GPU": 8.0}, {"GPU": 8.0}) for i in range(40)]
     gang = [BundleGroup(f"g{i}", (Bundle(f"g{i}", {"GPU": 5.0}, {"gpu": "x"}),)) for i in range(41)]
-    search = _PlacementSearch(gang, nodes)
+    search = PlacementSearch(gang, nodes)
     assert search.find() is None
     assert search.steps <= 2 * len(gang)

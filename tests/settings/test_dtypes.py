@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from placement.types import Role
-from rollart.engine.__main__ import _arguments
+from rollart.engine.__main__ import parse_arguments
 from rollart.errors import SpecError
 from rollart.launch.layout import engine_actor, engine_command, engine_tolerance, required_vllm_options
 from rollart.launch.preflight import dry_run_lines
@@ -33,7 +33,7 @@ def engine_of(run: Resolved, path: Path) -> argparse.Namespace:
     """The engine's own interpretation of its command line."""
     arguments = engine_actor(run, path, run.plan.of(Role.ENGINE)[0]).args[2]
     assert isinstance(arguments, list)
-    return _arguments([*arguments, "--model", "m"])
+    return parse_arguments([*arguments, "--model", "m"])
 
 
 def trainer_of(run: Resolved, path: Path) -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rollart.train.checkpoint import _moment
+from rollart.train.checkpoint import restored_moment
 from rollart.train.server import CommandMessage, run_command
 
 
 def test_all_of_a_parameters_state_lies_beside_it_the_count_of_updates_too() -> None:
     """Fused kernels on a GPU read the count there: in host memory it would be an illegal address."""
     parameter = torch.empty((3, 4), device="meta")
-    count = _moment(parameter, torch.tensor(7.0))
+    count = restored_moment(parameter, torch.tensor(7.0))
     assert (count.device.type, count.shape, count.dtype) == ("meta", (), torch.float32)
-    assert _moment(parameter, torch.ones(3, 4)).device.type == "meta"
-    assert _moment(torch.empty(2), torch.tensor(7.0)).item() == 7.0
+    assert restored_moment(parameter, torch.ones(3, 4)).device.type == "meta"
+    assert restored_moment(torch.empty(2), torch.tensor(7.0)).item() == 7.0
 
 
 def test_a_step_without_memory_says_what_to_lower(capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,7 +167,7 @@ def test_a_group_that_cannot_be_made_leaves_the_process_its_settings(
     monkeypatch.delenv(collective.NCCL_ERRORS, raising=False)
     if before is not None:
         monkeypatch.setenv(collective.NCCL_ERRORS, before)
-    with contextlib.suppress(RuntimeError), collective._errors_are_ours():
+    with contextlib.suppress(RuntimeError), collective.without_nccl_error_handling():
         assert os.environ[collective.NCCL_ERRORS] == "0"
         raise RuntimeError("no GPU")
     assert os.environ.get(collective.NCCL_ERRORS) == before
@@ -178,7 +178,7 @@ def test_the_store_keeps_nothing_of_the_broadcasts_before_the_last(bench: Callab
     keys = []
     for version in range(4):
         b.send(b.order(f"s{version}", version=version), tensors(version))
-        served = b.senders[0]._listening_store
+        served = b.senders[0].listening_store
         assert served is not None
         keys.append(served.num_keys())
     assert keys[1] == keys[2] == keys[3]

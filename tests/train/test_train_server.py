@@ -78,7 +78,7 @@ async def test_refusals_reach_the_caller_as_one_line(tmp_path: Path) -> None:
         with pytest.raises(TrainerRefused) as refused:
             await trainer.train([bad, *SAMPLES[1:]], 0)
         assert refused.value.samples == (bad.id,)
-        service._learner.train = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
+        service.learner.train = lambda *_: 1 / 0  # type: ignore[assignment, method-assign]
         with pytest.raises(TrainerError, match=r"^train: ZeroDivisionError: division by zero$"):
             await trainer.train(SAMPLES, 0)
 
@@ -164,7 +164,7 @@ async def test_a_publish_that_hangs_and_is_given_up_leaves_no_version(
 async def test_what_is_not_a_request_is_a_400(tmp_path: Path) -> None:
     async with serving(config(tmp_path)) as (trainer, _), ClientSession() as session:
         for body in (b"", b"\xc1", b"\x01", b"\x80"):
-            async with session.post(f"{trainer._url}/publish", data=body) as response:
+            async with session.post(f"{trainer.url}/publish", data=body) as response:
                 assert response.status == 400
                 await response.read()
 
@@ -175,21 +175,21 @@ async def test_health_and_metrics_answer_while_a_step_runs(tmp_path: Path) -> No
         await trainer.train(SAMPLES, 0)
         await trainer.publish(4)
         running, release = asyncio.Event(), threading.Event()
-        loop, work = asyncio.get_running_loop(), service._learner.train
+        loop, work = asyncio.get_running_loop(), service.learner.train
 
         def slow(*arguments: Any) -> Any:
             loop.call_soon_threadsafe(running.set)
             assert release.wait(60)
             return work(*arguments)
 
-        service._learner.train = slow  # type: ignore[assignment, method-assign]
+        service.learner.train = slow  # type: ignore[assignment, method-assign]
         async with asyncio.TaskGroup() as group:
             step = group.create_task(trainer.train(SAMPLES, 4))
             await running.wait()
             assert await trainer.healthy()
-            async with session.get(f"{trainer._url}/health") as response:
+            async with session.get(f"{trainer.url}/health") as response:
                 assert await response.json() == {"status": "ok", "version": 4, "queued": 1, "stream": False}
-            async with session.get(f"{trainer._url}/metrics") as response:
+            async with session.get(f"{trainer.url}/metrics") as response:
                 text = await response.text()
             assert not step.done()
             release.set()
@@ -308,14 +308,14 @@ async def test_what_was_staged_is_published_beside_the_next_step(tmp_path: Path)
         await staged.train(SAMPLES, 0)
         await staged.stage(1)
         began, goes_on = threading.Event(), threading.Event()
-        train = service._learner.train
+        train = service.learner.train
 
         def held(*args: Any) -> TrainReport:
             began.set()
             assert goes_on.wait(60)
             return train(*args)
 
-        service._learner.train = held  # type: ignore[method-assign]
+        service.learner.train = held  # type: ignore[method-assign]
         step = asyncio.ensure_future(staged.train(SAMPLES, 1))
         await asyncio.to_thread(began.wait, 60)
         path = Path((await staged.publish(1)).path)  # although the learner's thread is busy
@@ -337,14 +337,14 @@ async def test_columns_are_filled_beside_a_step_and_are_those_of_the_step(tmp_pa
     async with serving(config(tmp_path, loss={"kl": 0.1}, domains=domains)) as (trainer, service):
         await trainer.publish(0)
         began, goes_on = threading.Event(), threading.Event()
-        train = service._learner.train
+        train = service.learner.train
 
         def held(*args: Any) -> TrainReport:
             began.set()
             assert goes_on.wait(60)
             return train(*args)
 
-        service._learner.train = held  # type: ignore[method-assign]
+        service.learner.train = held  # type: ignore[method-assign]
         step = asyncio.ensure_future(trainer.train(SAMPLES, 0))
         await asyncio.to_thread(began.wait, 60)
         reference = await trainer.reference(SAMPLES)  # although the learner's thread is busy
@@ -366,9 +366,9 @@ def test_every_thread_that_computes_begins_on_its_ranks_gpu(tmp_path: Path, monk
         torch.cuda, "set_device", lambda device: chosen.setdefault(threading.current_thread().name[:7], device)
     )
     ranks = Ranks()
-    ranks._device = torch.device("cuda:3")
+    ranks.device = torch.device("cuda:3")
     service = TrainerService(config(tmp_path), ranks)
-    for pool in (service._pool, service._disk, service._columns):
+    for pool in (service.torch_pool, service.disk_pool, service.column_pool):
         pool.submit(lambda: None).result()
         pool.shutdown()
     assert chosen == dict.fromkeys(("torch_0", "disk_0", "columns"), torch.device("cuda:3"))
@@ -382,6 +382,6 @@ def test_a_follower_enters_each_thread_before_it_listens(monkeypatch: pytest.Mon
             said.append("hears")
             raise TrainerError("rank 0 is gone")
 
-    monkeypatch.setattr(commands, "_end", lambda status: None)
+    monkeypatch.setattr(commands, "exit_process", lambda status: None)
     commands.follow_rank_zero({Gone(): {}}, enter=lambda: said.append("entered"))
     assert said == ["entered", "hears"]

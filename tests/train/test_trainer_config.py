@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rollart.errors import UsageError
-from rollart.train.__main__ import _service
+from rollart.train.__main__ import join_service
 from rollart.train.config import load_config, parse_config
 from rollart.train.ranks import LocalRankProcesses
 
@@ -106,4 +106,4 @@ def test_gpus_that_are_not_there_are_told_before_ranks_meet(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     config = parse_config({**FULL, "device": "cuda", "parallel": {"ranks": 2}})
     with pytest.raises(UsageError, match="device 'cuda': torch sees no CUDA device"):
-        _service(argparse.Namespace(rank=0, meet=None, here=None, local=0, config=""), config, LocalRankProcesses())
+        join_service(argparse.Namespace(rank=0, meet=None, here=None, local=0, config=""), config, LocalRankProcesses())

@@ -85,7 +85,7 @@ class Site:
     def settle(self) -> None:
         """When one worker's pull has failed, the other may still be pulling or cleaning up."""
         for worker in self.workers:
-            for pull in worker._pulls.values():
+            for pull in worker.pulls.values():
                 pull.join(60)
                 assert pull.ended
 
@@ -236,7 +236,7 @@ async def test_what_one_worker_cannot_pull_the_others_give_up(tmp_path: Path) ->
         pushing = asyncio.ensure_future(s.stored.push(weights))
         while (seen := await s.host.call("pulling")) is None or not seen.buckets:
             await asyncio.sleep(0)
-        (first,) = s.workers[0]._pulls.values()
+        (first,) = s.workers[0].pulls.values()
         first.stop()
         while not s.events.of("weights_not_pulled", "why"):
             await asyncio.sleep(0.001)
@@ -273,7 +273,7 @@ async def test_a_server_that_was_started_anew_meanwhile_says_so(tmp_path: Path) 
         while (seen := await s.host.call("pulling")) is None or not seen.buckets:
             await asyncio.sleep(0)
         for dead in s.workers:
-            for pull in dead._pulls.values():
+            for pull in dead.pulls.values():
                 pull.stop()
                 pull.join(60)
         s.workers = [plugin(), plugin()]

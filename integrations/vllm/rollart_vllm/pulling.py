@@ -306,23 +306,23 @@ class Pull:
 
 _numbers = itertools.count()
 
-_pulls: dict[str, Pull] = {}
+pulls: dict[str, Pull] = {}
 """The latest pulls of this process, by stamp."""
 
 REMEMBERED = 4
-"""Maximum of `_pulls`: the one that an engine loads, the next one, and those with late updates."""
+"""Maximum of `pulls`: the one that an engine loads, the next one, and those with late updates."""
 
 
 def call_pull(call: str, order: Mapping[str, Any]) -> dict[str, Any]:
     """Serve a call about a version: `pull` it, `tell` more sources, `look` at its progress, or `stop` it. Returns its
     progress."""
-    pull = _pulls.get(order["stamp"])
+    pull = pulls.get(order["stamp"])
     if call == "pull":
         if pull is None or pull.ended:
-            _pulls.pop(order["stamp"], None)
-            pull = _pulls[order["stamp"]] = Pull(order)
-            for stamp in list(_pulls)[:-REMEMBERED]:
-                _pulls.pop(stamp).stop()
+            pulls.pop(order["stamp"], None)
+            pull = pulls[order["stamp"]] = Pull(order)
+            for stamp in list(pulls)[:-REMEMBERED]:
+                pulls.pop(stamp).stop()
         else:
             pull.update(order)
     elif pull is not None and call == "tell":

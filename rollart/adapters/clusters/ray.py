@@ -260,10 +260,10 @@ class RayRuntime:
             if self._answered > polls_before:
                 return
             self._polls = number = self._polls + 1
-            self._update_nodes(await self.link.nodes())
+            self.update_nodes(await self.link.nodes())
             self._answered = number
 
-    def _update_nodes(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def update_nodes(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """A node that joins under the name of a dead one is a new node."""
         alive = {str(row["NodeID"]): row for row in rows if row["Alive"]}
         for ray_id in [ray_id for ray_id in self._names if ray_id not in alive]:
@@ -316,7 +316,7 @@ class RayHandle:
         self._runtime = runtime
         self.spec = spec
         self._slots = asyncio.Semaphore(spec.max_concurrency)
-        self._incarnation: _Incarnation | None = None
+        self._incarnation: RayIncarnation | None = None
         self._node = ""
         self.resourceless = not spec.bundle and not any(spec.resources.values())
         self.target_node = ""
@@ -361,7 +361,7 @@ class RayHandle:
             self._runtime.link.kill(host)
             raise
         self._node = self._runtime.acquire_resources(ray_id, self.spec)
-        incarnation = _Incarnation(host, self._node, ray_id)
+        incarnation = RayIncarnation(host, self._node, ray_id)
         # The actor outlives the call that started it; it ends by `kill` or by its death, which this task waits for.
         incarnation.watch = asyncio.get_running_loop().create_task(self._watch(incarnation), name=f"end of {self.name}")
         self._incarnation = incarnation
@@ -430,19 +430,19 @@ class RayHandle:
         finally:
             booting.cancel()
 
-    async def _ask(self, incarnation: _Incarnation, method: str, *args: object) -> Any:
+    async def _ask(self, incarnation: RayIncarnation, method: str, *args: object) -> Any:
         with self._translate_deaths(incarnation):
             return await self._runtime.link.call_method(incarnation.host, method, *args)
 
     @contextlib.contextmanager
-    def _translate_deaths(self, incarnation: _Incarnation) -> Iterator[None]:
+    def _translate_deaths(self, incarnation: RayIncarnation) -> Iterator[None]:
         """Converts Ray's errors of a dead actor into `PartDied`."""
         try:
             yield
         except _death_errors() as error:
             raise PartDied(self.name, f"its actor on {incarnation.node} died: {first_line(error, 200)}") from None
 
-    async def _alive(self) -> _Incarnation:
+    async def _alive(self) -> RayIncarnation:
         while True:
             if self._gone:
                 raise PartDied(self.name, "the actor is dead and has no restarts left")
@@ -467,7 +467,7 @@ class RayHandle:
                 await asyncio.sleep(min(0.25 * 2**attempt, 2.0))
         self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self._node))
 
-    async def _watch(self, incarnation: _Incarnation) -> None:
+    async def _watch(self, incarnation: RayIncarnation) -> None:
         """Wait for the death of an incarnation, then restart the actor."""
         try:
             await self._ask(incarnation, "live")
@@ -476,7 +476,7 @@ class RayHandle:
         except ProviderError:  # the connection is lost: every call fails by itself
             return
 
-    def _on_death(self, incarnation: _Incarnation) -> None:
+    def _on_death(self, incarnation: RayIncarnation) -> None:
         """The incarnation died, or is unreachable. It is killed, so that it never runs beside its successor."""
         if self._incarnation is not incarnation:
             return
@@ -487,7 +487,7 @@ class RayHandle:
             self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
             self._revival.add_done_callback(_mark_retrieved)
 
-    def _record_death(self, incarnation: _Incarnation, restart: bool) -> None:
+    def _record_death(self, incarnation: RayIncarnation, restart: bool) -> None:
         self._runtime.return_resources(incarnation.ray_id, self.spec)
         self._runtime.emit(RuntimeEvent("actor_died", self.name, incarnation.node))
         if restart and (self.spec.max_restarts < 0 or self._restarts < self.spec.max_restarts):
@@ -496,7 +496,7 @@ class RayHandle:
             self._gone = True
             self._runtime.forget(self)
 
-    async def _stop(self, incarnation: _Incarnation) -> None:
+    async def _stop(self, incarnation: RayIncarnation) -> None:
         if incarnation.watch is not None:
             incarnation.watch.cancel()
             await asyncio.gather(incarnation.watch, return_exceptions=True)
@@ -636,7 +636,7 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 @dataclass(slots=True)
-class _Incarnation:
+class RayIncarnation:
     """One incarnation: its Ray actor and its node."""
 
     host: Any

@@ -48,7 +48,7 @@ def feasible_nodes(spec: ActorSpec, labels: Mapping[str, str], nodes: Sequence[N
 def place_bundles(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> Mapping[str, Node] | None:
     """A node with enough free resources for each bundle, by bundle; None if there is no such assignment, or none was
     found in `MAX_SEARCH_STEPS` tries. Large bundles first; ties by the order of `nodes`."""
-    return _PlacementSearch(gang, nodes).find()
+    return PlacementSearch(gang, nodes).find()
 
 
 def check_feasible(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
@@ -57,7 +57,7 @@ def check_feasible(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
     for bundle in _bundles(gang):
         if not any(matches(bundle.labels, n.labels) and _has_capacity(n.total, bundle) for n in empty):
             raise UsageError(f"{bundle}: no node could ever hold it", remedy=_described(nodes))
-    search = _PlacementSearch(gang, empty)
+    search = PlacementSearch(gang, empty)
     if search.find() is None and search.steps < MAX_SEARCH_STEPS:
         deepest = search.stuck
         raise UsageError(
@@ -174,7 +174,7 @@ def _described(nodes: Sequence[Node]) -> str:
     return "the cluster has: " + "; ".join(f"{n.id} {own[n.id]} {dict(n.total)}" for n in nodes)
 
 
-class _PlacementSearch:
+class PlacementSearch:
     """Depth-first search over bundles from the largest on. `stuck` is the first bundle that the search never placed."""
 
     def __init__(self, gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:

@@ -85,7 +85,8 @@ class HttpEngine:
         self._stamps: dict[int, tuple[str, ...]] = {}
         """Accepted stamps, by version, of the weights that this client had the server load: the stamp of the published
         files, then that of the broadcast. If the former is empty, stamps are not compared."""
-        self._stream: EngineStream | None = None
+        self.stream: EngineStream | None = None
+        """The connection that carries the requests, if the engine offers one."""
         self._opening = asyncio.Lock()
 
     @property
@@ -114,7 +115,7 @@ class HttpEngine:
 
     async def _generate_any(self, request: GenerateRequest) -> Completion:
         if self._streaming:
-            stream = self._stream if self._stream is not None and self._stream.open else await self._open_stream()
+            stream = self.stream if self.stream is not None and self.stream.open else await self._open_stream()
             if stream is not None:
                 return await stream.generate(request)
         body = request_body(request)
@@ -173,16 +174,16 @@ class HttpEngine:
     async def abort(self, request_ids: Sequence[str]) -> None:
         if not request_ids:  # an empty list would abort everything
             return
-        if self._stream is not None and self._stream.open:  # keeps the order with earlier requests
-            self._stream.send(("a", tuple(request_ids)))
+        if self.stream is not None and self.stream.open:  # keeps the order with earlier requests
+            self.stream.send(("a", tuple(request_ids)))
         else:
             ids = [form for i in request_ids for form in (i, VLLM_PREFIX + i)]
             await self.control("/abort_requests", {"request_ids": ids})
 
     async def release(self, session: str) -> None:
         """Free the trajectory's prefix KV. A server without this route (vLLM) evicts by itself."""
-        if self._stream is not None and self._stream.open:
-            self._stream.send(("r", session))
+        if self.stream is not None and self.stream.open:
+            self.stream.send(("r", session))
         else:
             await self.control("/rollart/release_session", {"session": session}, optional=True)
 
@@ -285,16 +286,16 @@ class HttpEngine:
     async def close(self) -> None:
         """Close the connections; requests in flight are aborted."""
         self._closed = True
-        if self._stream is not None:
-            self._stream.close()
+        if self.stream is not None:
+            self.stream.close()
         if self._http is not None:
             await self._http.close()
 
     async def _open_stream(self) -> EngineStream | None:
         """Connect to the server's stream. None, now and in future, if it has none or its port is unreachable."""
         async with self._opening:
-            if not self._streaming or (self._stream is not None and self._stream.open):
-                return self._stream
+            if not self._streaming or (self.stream is not None and self.stream.open):
+                return self.stream
             offered = as_object(await self.request("GET", "/rollart/stream", limit_s=CONNECT_S, optional=True))
             host, port = urlsplit(self._url).hostname or "", offered.get("port")
             if not port:
@@ -303,10 +304,10 @@ class HttpEngine:
             try:
                 async with asyncio.timeout(CONNECT_S):
                     loop = asyncio.get_running_loop()
-                    _, self._stream = await loop.create_connection(lambda: EngineStream(self._url), host, port)
+                    _, self.stream = await loop.create_connection(lambda: EngineStream(self._url), host, port)
             except OSError:  # TimeoutError included
-                self._streaming, self._stream = False, None
-            return self._stream
+                self._streaming, self.stream = False, None
+            return self.stream
 
     async def control(self, path: str, body: Mapping[str, object], *, optional: bool = False) -> dict[str, Any]:
         return as_object(await self.request("POST", path, body, once=self._once, optional=optional))

@@ -28,17 +28,17 @@ class HttpTrainer:
     """
 
     def __init__(self, url: str) -> None:
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
         self.streams = False
 
     async def greet(self) -> None:
         """Ask once for the trainer's capabilities. `TrainerError` if it does not answer."""
         try:
-            async with self._open().get(f"{self._url}/health", timeout=aiohttp.ClientTimeout(total=60)) as response:
+            async with self._open().get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=60)) as response:
                 self.streams = bool((await response.json()).get("stream", False))
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            raise TrainerError(f"trainer at {self._url}: no greeting: {str(error) or type(error).__name__}") from error
+            raise TrainerError(f"trainer at {self.url}: no greeting: {str(error) or type(error).__name__}") from error
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
         return _report(await self._post("train", {"samples": encode_samples(samples), "version": version}))
@@ -96,7 +96,7 @@ class HttpTrainer:
     async def healthy(self) -> bool:
         """True if the process answers; it does so while a step runs."""
         try:
-            async with self._open().get(f"{self._url}/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
+            async with self._open().get(f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=5)) as response:
                 return response.status == 200
         except (aiohttp.ClientError, TimeoutError, OSError):
             return False
@@ -113,17 +113,17 @@ class HttpTrainer:
     async def _post(self, route: str, message: Mapping[str, object]) -> dict[str, Any]:
         body: bytes = msgpack.packb(message)
         try:
-            async with self._open().post(f"{self._url}/{route}", data=body) as response:
+            async with self._open().post(f"{self.url}/{route}", data=body) as response:
                 payload = await response.read()
                 status = response.status
         except (aiohttp.ClientError, OSError) as error:
             cause = str(error) or type(error).__name__
-            raise TrainerError(f"trainer at {self._url}: {route} failed: {cause}") from error
+            raise TrainerError(f"trainer at {self.url}: {route} failed: {cause}") from error
         try:
             answer = msgpack.unpackb(payload)
         except (ValueError, msgpack.UnpackException) as error:
             raise TrainerError(
-                f"trainer at {self._url}: {route}: unreadable answer, status {status}",
+                f"trainer at {self.url}: {route}: unreadable answer, status {status}",
                 remedy="its log has the cause (`rollart logs --role trainer`), unless another program answers there",
             ) from error
         if status != 200 or not isinstance(answer, dict):

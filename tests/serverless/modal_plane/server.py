@@ -11,6 +11,7 @@ import hashlib
 import json
 import pathlib
 import signal
+import socket
 import sys
 
 import grpclib.server
@@ -28,10 +29,9 @@ async def serve(root: pathlib.Path, token: tuple[str, str]) -> None:
     await site.start()
     plane.state.blobs.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
     server = grpclib.server.Server([client_service(plane)])
-    await server.start("127.0.0.1", 0)
-    assert server._server is not None
-    assert server._server.sockets
-    port = server._server.sockets[0].getsockname()[1]
+    listener = socket.create_server(("127.0.0.1", 0))
+    await server.start(sock=listener)
+    port = listener.getsockname()[1]
     print(json.dumps({"server_url": f"http://127.0.0.1:{port}", "http_url": plane.state.blobs.url}), flush=True)
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

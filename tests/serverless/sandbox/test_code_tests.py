@@ -60,7 +60,7 @@ def score() -> Iterator[CodeTests]:
     one = CodeTests()
     one.load(pathlib.Path())
     yield one
-    one._box.close()
+    one.box.close()
 
 
 @pytest.mark.slow  # real processes

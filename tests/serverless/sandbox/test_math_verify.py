@@ -78,7 +78,7 @@ def test_it_works_in_threads_where_the_library_alone_does_not(score: MathVerify)
 
     def run() -> None:
         try:
-            score._library.parse("$1$")
+            score.library.parse("$1$")
         except ValueError as error:
             errors.append(str(error))
         outcomes.append(score(item("\\boxed{1}", "1")))
