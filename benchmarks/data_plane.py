@@ -29,7 +29,7 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
-from rollart.policy.sample_table import Balanced, Balancing, Fifo, SampleRow, SampleTable, WholeGroups, partition
+from rollart.policy.sample_table import Balanced, Fifo, SampleRow, SampleTable, WholeGroups, partition
 
 COLUMNS = ("responses", "reward", "ref_logprobs", "advantage")
 GROUP, MICRO, BATCH, CONSUMERS = 8, 32, 512, 8
@@ -102,12 +102,12 @@ def backlog(samples: list[SampleRow]) -> int:
     return int(taken / (time.process_time() - began))
 
 
-def balance(samples: list[SampleRow], how: Balancing, rounds: int) -> tuple[float, float]:
+def balance(samples: list[SampleRow], rounds: int) -> tuple[float, float]:
     """Rows per CPU-second, and the mean over batches of the largest load over the mean load."""
     lengths = [r.tokens for r in samples]
     batches = [lengths[i : i + BATCH] for i in range(0, len(lengths) - BATCH + 1, BATCH)][:20]
-    rate = cpu(lambda: sum(len(b) for b in batches if partition(b, CONSUMERS, how)), rounds)
-    worst = [max(sum(b[i] for i in p) for p in partition(b, CONSUMERS, how)) * CONSUMERS / sum(b) for b in batches]
+    rate = cpu(lambda: sum(len(b) for b in batches if partition(b, CONSUMERS)), rounds)
+    worst = [max(sum(b[i] for i in p) for p in partition(b, CONSUMERS)) * CONSUMERS / sum(b) for b in batches]
     return rate, sum(worst) / len(worst)
 
 
@@ -132,8 +132,7 @@ def main() -> None:
     if args.rows < BATCH:
         parser.error(f"--rows {args.rows}: at least one batch of {BATCH}")
     samples = rows(args.rows // BATCH * BATCH)
-    lpt, lpt_load = balance(samples, Balancing.LPT, args.rounds)
-    kk, kk_load = balance(samples, Balancing.KK, args.rounds)
+    lpt, lpt_load = balance(samples, args.rounds)
     small = rows(len(samples) // 10 // GROUP * GROUP)
     results = {
         "rows": float(len(samples)),
@@ -143,8 +142,6 @@ def main() -> None:
         "backlog_tenth_rows_per_s": float(max(backlog(small) for _ in range(args.rounds))),
         "lpt_rows_per_s": lpt,
         "lpt_load": lpt_load,
-        "kk_rows_per_s": kk,
-        "kk_load": kk_load,
         "bytes_per_row": memory(samples),
     }
     if args.json:

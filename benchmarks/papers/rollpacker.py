@@ -16,7 +16,7 @@ from benchmarks.papers.row import Claim, Figure, Found, Row
 from benchmarks.papers.world import Bed, Serving, Task, mean, play
 from rollart.model import Trajectory
 from rollart.sim.workload import PRESETS, cap_answers, entity_generator
-from rollart.strategies.tp_change import TensorParallelRule, TensorParallelState, default_tp, next_tensor_parallelism
+from rollart.strategies.tp_change import TensorParallelRule, TensorParallelState, next_tensor_parallelism
 
 __all__ = ["ROWS"]
 
@@ -183,9 +183,14 @@ def _throughput(tp: int) -> float:
     return done.passed[0].tokens / done.rollout_s()
 
 
+def _fastest(throughput: Mapping[int, float]) -> int:
+    """The initial TP size from a profile; ties go to the smallest."""
+    return min(throughput, key=lambda tp: (-throughput[tp], tp))
+
+
 def _planner(seeds: int) -> Found:
     """A separate size for each kind of round, as the product's policy chooses after every round."""
-    first = default_tp({tp: _throughput(tp) for tp in TP_RULE.sizes})
+    first = _fastest({tp: _throughput(tp) for tp in TP_RULE.sizes})
     states = {"short": TensorParallelState(first), "long": TensorParallelState(first)}
     gain: list[float] = []
     short: list[float] = []

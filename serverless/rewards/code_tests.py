@@ -62,9 +62,9 @@ class CodeTests:
     """Owns a sandbox that starts with the worker and ends with it."""
 
     def load(self, artefacts: pathlib.Path) -> None:
-        self.box: Box = sandbox().box()
+        self._box: Box = sandbox().box()
         try:
-            self.box.start()
+            self._box.start()
         except SandboxUnavailable:
             pass  # reported for every item, and retried: the cause may go away
 
@@ -77,7 +77,7 @@ class CodeTests:
         spent = 0.0
         try:
             for test in tests:
-                verdict = _test(self.box, program, test, limits)
+                verdict = _test(self._box, program, test, limits)
                 verdicts.append(verdict)
                 spent += verdict.seconds
                 if spent >= _TOTAL_S or not (share or verdict.passed):

@@ -48,14 +48,14 @@ class MathVerify:
 
     def load(self, artefacts: pathlib.Path) -> None:
         try:
-            self.library: Any = importlib.import_module("math_verify")
+            self._library: Any = importlib.import_module("math_verify")
         except ImportError:
             raise ExtraMissing("math-verify", "math") from None
         # Its messages about timeouts and failed parses of each answer are in the outcome.
         logging.getLogger("math_verify").setLevel(logging.CRITICAL)
         # Parsers are built, and much of sympy imported, at the first use: here once instead of in every child.
         for one, other in ((r"$\frac{1}{2}$", "0.5"), ("$x^2+2x+1$", "$(x+1)^2$"), (r"$\{1,2\}$", r"$\{2,1\}$")):
-            self.library.verify(self._parse(one), self._parse(other), timeout_seconds=None)
+            self._library.verify(self._parse(one), self._parse(other), timeout_seconds=None)
 
     def __call__(self, item: Item) -> Outcome:
         if item.reference_answer is None or not item.reference_answer.strip():
@@ -76,7 +76,7 @@ class MathVerify:
         return Scored(float(stages["equal"]), metrics)
 
     def _parse(self, text: str) -> Any:
-        return self.library.parse(text, parsing_timeout=None)
+        return self._library.parse(text, parsing_timeout=None)
 
     def _apart(self, reference: str, completion: str, seconds: float, memory_mb: int) -> tuple[dict[str, Any], str]:
         """Run a comparison in a child. Returns the stages that it reached and the cause of its end."""
@@ -121,7 +121,7 @@ class MathVerify:
             if gold:
                 report_stage(reference=True)
                 answers = self._parse(_marked(completion))
-                equal = bool(self.library.verify(gold, answers, timeout_seconds=None))
+                equal = bool(self._library.verify(gold, answers, timeout_seconds=None))
                 report_stage(parsed=bool(answers), equal=equal, seconds=time.monotonic() - began)
             os._exit(0)
         except MemoryError:

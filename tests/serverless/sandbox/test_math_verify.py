@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import pathlib
 import sys
 import threading
@@ -78,7 +79,7 @@ def test_it_works_in_threads_where_the_library_alone_does_not(score: MathVerify)
 
     def run() -> None:
         try:
-            score.library.parse("$1$")
+            importlib.import_module("math_verify").parse("$1$")
         except ValueError as error:
             errors.append(str(error))
         outcomes.append(score(item("\\boxed{1}", "1")))
