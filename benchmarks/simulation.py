@@ -30,9 +30,9 @@ from pathlib import Path
 from placement import hardware
 from placement.architecture import shape_of
 from placement.roofline import Roofline, RooflinePerformance
+from rollart.control.admission import SchedulerSettings
 from rollart.control.control_plane import ControlSettings
 from rollart.control.domain import Domain
-from rollart.control.scheduler import SchedulerSettings
 from rollart.control.trajectory import WaitLimits
 from rollart.fleet import EnginePlacement
 from rollart.policy.schedules import resolve

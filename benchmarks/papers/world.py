@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from benchmarks.papers.models import shape, steps
 from benchmarks.papers.tuned import TRAIN_FIXED_S, TRAIN_MFU
 from placement.hardware import device
+from rollart.control.admission import SchedulerSettings
 from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
 from rollart.control.domain import Domain
-from rollart.control.scheduler import SchedulerSettings
 from rollart.control.training import StepDone
 from rollart.control.trajectory import WaitLimits
 from rollart.fleet import EnginePlacement, EngineRole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from rollart.control.domain import Domain, training_seed
 from rollart.control.groups import GroupLaunch, GroupRun, PendingPrompt
@@ -12,6 +13,20 @@ from rollart.policy.admission import AdmissionWindow, DomainQuota
 from rollart.policy.release import SlotLedger
 from rollart.policy.schedules import Schedule
 from rollart.ports import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerSettings:
+    """`rules` bound the lead of rollout and define the treatment of stale groups; `steps`: the total number of training
+    steps; `max_attempts` per group before its prompt is given up; a fault rate above `max_fault_rate` ends the run once
+    there are `min_faults` faults."""
+
+    seed: int
+    steps: int
+    rules: Schedule
+    max_attempts: int = 3
+    max_fault_rate: float = 0.05
+    min_faults: int = 20
 
 
 class PromptAdmission:
@@ -28,18 +43,14 @@ class PromptAdmission:
     def __init__(
         self,
         domains: Sequence[Domain],
-        rules: Schedule,
+        settings: SchedulerSettings,
         recorder: Recorder,
-        *,
-        seed: int,
-        steps: int,
-        strategies: Sequence[RolloutStrategy] = (),
+        strategies: Sequence[RolloutStrategy],
     ) -> None:
         self._domains = {d.name: d for d in domains}
-        self._rules = rules
+        self._settings = settings
+        self._rules = rules = settings.rules
         self._recorder = recorder
-        self._seed = seed
-        self._steps = steps
         quotas = tuple(DomainQuota(d.name, d.quota, d.group_size) for d in domains)
         self._window = AdmissionWindow(quotas, rules.alpha if rules.windowed else 0)
         self._strategies = strategies
@@ -105,7 +116,7 @@ class PromptAdmission:
         (`extra`)."""
         found = dict.fromkeys(self._domains, 0)
         for name, domain in self._domains.items():
-            needed = self._steps * domain.quota - self.consumed[name] - self.short[name]
+            needed = self._settings.steps * domain.quota - self.consumed[name] - self.short[name]
             if needed > 0:
                 found[name] = needed + extra.get(name, 0) - self.slots.outstanding.get(name, 0)
         return found
@@ -120,7 +131,7 @@ class PromptAdmission:
         """The prompts that `draw` would return."""
         first = self.drawn[domain.name]
         return [
-            PendingPrompt(f"{domain.name}-{i}", domain, training_seed(self._seed, domain.name, i))
+            PendingPrompt(f"{domain.name}-{i}", domain, training_seed(self._settings.seed, domain.name, i))
             for i in range(first, first + count)
         ]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from rollart.control.admission import PromptAdmission
+from rollart.control.admission import PromptAdmission, SchedulerSettings
 from rollart.control.buffer import BatchDeadline, BatchShares, SampleBuffer, SampleColumn
 from rollart.control.domain import Domain
 from rollart.control.evaluation import Evaluation, EvaluationResult
@@ -16,7 +16,7 @@ from rollart.control.groups import GroupRun
 from rollart.control.pacing import BatchPace, StartPace
 from rollart.control.publish import Publisher
 from rollart.control.rewarding import TrajectoryScorer
-from rollart.control.scheduler import Scheduler, SchedulerSettings
+from rollart.control.scheduler import Scheduler
 from rollart.control.session import RunSession
 from rollart.control.strategy import RolloutStrategy
 from rollart.control.training import ColumnFiller, StepDone, Training, all_samples

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollart.control.admission import PromptAdmission
+from rollart.control.admission import PromptAdmission, SchedulerSettings
 from rollart.control.buffer import SampleBuffer
 from rollart.control.domain import Domain
 from rollart.control.groups import ActiveRollouts, GroupLaunch, GroupRun, GroupTable, PendingPrompt
@@ -21,7 +21,7 @@ from rollart.control.trajectory import FreeRunning, TrajectoryAborted, Trajector
 from rollart.errors import FaultRateExceeded, SpecError
 from rollart.model import AbortReason, Group, GroupId, Purpose, TrainSample, TrajectoryId
 from rollart.policy.incidents import IncidentWindow
-from rollart.policy.schedules import Admission, Schedule
+from rollart.policy.schedules import Admission
 from rollart.policy.schedules import RewardTiming as RewardStage
 from rollart.ports import FINISHED, RELAUNCH_MARK, Charge, Journal, Recorder, Recovered, RunEvent
 
@@ -283,20 +283,6 @@ FAULT_WINDOW_BATCHES = 4
 """Size in batches of the window of attempts over which losses to incidents are counted, if larger than `WINDOW`."""
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerSettings:
-    """`rules` bound the lead of rollout and define the treatment of stale groups; `steps`: the total number of training
-    steps; `max_attempts` per group before its prompt is given up; a fault rate above `max_fault_rate` ends the run once
-    there are `min_faults` faults."""
-
-    seed: int
-    steps: int
-    rules: Schedule
-    max_attempts: int = 3
-    max_fault_rate: float = 0.05
-    min_faults: int = 20
-
-
 class Scheduler:
     """Owns admission and the tasks of all training trajectories.
 
@@ -326,9 +312,7 @@ class Scheduler:
         self._recorder = recorder
         self._rules = settings.rules
         self._bound = settings.rules.bound
-        self.admission = admission(
-            domains, settings.rules, recorder, seed=settings.seed, steps=settings.steps, strategies=strategies
-        )
+        self.admission = admission(domains, settings, recorder, strategies)
         self.admission.short = buffer.short
         self._slots = self.admission.slots
         # Rewards that are a separate stage wait until every trajectory of the batch has ended.

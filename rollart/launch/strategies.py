@@ -63,7 +63,7 @@ class StrategySettings:
         prefetcher = None if self.prefetch is None else _prefetcher(self.prefetch, run)
         admission: Callable[..., PromptAdmission] = PromptAdmission
         if self.tail is not None:
-            admission = partial(TailBatchAdmission, settings=self.tail)
+            admission = partial(TailBatchAdmission, tail=self.tail)
         elif shares is not None:
             admission = partial(FairAdmission, shares=shares)
         strategies: list[RolloutStrategy | None] = [

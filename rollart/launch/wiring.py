@@ -17,11 +17,11 @@ from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.architecture import stamp_of
+from rollart.control.admission import SchedulerSettings
 from rollart.control.buffer import BatchDeadline, SampleColumn
 from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
 from rollart.control.domain import Domain
 from rollart.control.evaluation import EvaluationResult
-from rollart.control.scheduler import SchedulerSettings
 from rollart.control.session import RunSession
 from rollart.control.training import StepDone, all_samples
 from rollart.control.trajectory import WaitLimits

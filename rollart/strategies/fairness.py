@@ -15,13 +15,12 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rollart.control.admission import PromptAdmission
+from rollart.control.admission import PromptAdmission, SchedulerSettings
 from rollart.control.domain import Domain
 from rollart.control.strategy import RolloutStrategy
 from rollart.control.trajectory import TrajectoryState
 from rollart.ledger.events import DOMAIN_SHARE
 from rollart.model import Group
-from rollart.policy.schedules import Schedule
 from rollart.ports import Recorder, Recovered, RunEvent
 from rollart.settings.rollout import FollowSpec
 from rollart.shares import DomainShare, bounded_shares
@@ -478,15 +477,13 @@ class FairAdmission(PromptAdmission):
     def __init__(
         self,
         domains: Sequence[Domain],
-        rules: Schedule,
+        settings: SchedulerSettings,
         recorder: Recorder,
+        strategies: Sequence[RolloutStrategy],
         *,
         shares: DomainShareTracker,
-        seed: int,
-        steps: int,
-        strategies: Sequence[RolloutStrategy] = (),
     ) -> None:
-        super().__init__(domains, rules, recorder, seed=seed, steps=steps, strategies=strategies)
+        super().__init__(domains, settings, recorder, strategies)
         self._shares = shares
 
     def full(self, domain: Domain) -> Sequence[Domain]:

@@ -24,13 +24,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollart.control.admission import PromptAdmission
+from rollart.control.admission import PromptAdmission, SchedulerSettings
 from rollart.control.domain import Domain
 from rollart.control.groups import GroupLaunch, GroupRun, PendingPrompt
 from rollart.control.strategy import RolloutStrategy
 from rollart.model import GroupId, TrainSample
 from rollart.policy.admission import DomainQuota
-from rollart.policy.schedules import Schedule
 from rollart.ports import RELAUNCH_MARK, Recorder, RunEvent
 from rollart.settings.rollout import TailBatchingSpec
 from rollart.shares import DomainShare
@@ -188,19 +187,17 @@ class TailBatchAdmission(PromptAdmission):
     def __init__(
         self,
         domains: Sequence[Domain],
-        rules: Schedule,
+        settings: SchedulerSettings,
         recorder: Recorder,
+        strategies: Sequence[RolloutStrategy],
         *,
-        settings: TailBatchingSpec,
-        seed: int,
-        steps: int,
-        strategies: Sequence[RolloutStrategy] = (),
+        tail: TailBatchingSpec,
     ) -> None:
-        super().__init__(domains, rules, recorder, seed=seed, steps=steps, strategies=strategies)
+        super().__init__(domains, settings, recorder, strategies)
         self._tail = TailBatching(
             [DomainQuota(d.name, d.quota, d.group_size) for d in domains],
-            eta_prompts=settings.eta_prompts,
-            eta_responses=settings.eta_responses,
+            eta_prompts=tail.eta_prompts,
+            eta_responses=tail.eta_responses,
         )
         self._replacements: list[GroupLaunch] = []
         """Prompts that replace dropped prompts in the round."""

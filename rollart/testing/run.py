@@ -10,10 +10,10 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+from rollart.control.admission import SchedulerSettings
 from rollart.control.buffer import BatchDeadline, SampleColumn
 from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
 from rollart.control.domain import Domain
-from rollart.control.scheduler import SchedulerSettings
 from rollart.control.training import StepDone, all_samples
 from rollart.control.trajectory import WaitLimits
 from rollart.fleet import EngineKind, EnginePlacement
