@@ -237,7 +237,20 @@ class Launched:
         assert "Traceback" not in self.said
 
     def _tell(self) -> str:
-        return self.said + "\n".join(f"{p.pid} {p.command[:150]}" for p in processes(self._home))
+        return "\n".join([self.said, *(f"{p.pid} {p.command[:150]}" for p in processes(self._home)), self._state()])
+
+    def _state(self) -> str:
+        """The ledger's counts by state and its last events, for a test that waits in vain."""
+        try:
+            with ledger(self.directory) as db:
+                counts = {
+                    table: db.execute(f"SELECT state, count(*) FROM {table} GROUP BY state").fetchall()
+                    for table in ("groups", "samples")
+                }
+                last = db.execute("SELECT t, kind, subject FROM events ORDER BY rowid DESC LIMIT 8").fetchall()
+        except sqlite3.Error as error:
+            return f"no ledger: {error}"
+        return f"step {self.step()}, by state {counts}, last events {last}"
 
 
 class Home:
