@@ -67,19 +67,35 @@ class Waiting(Coin):
 
 class Held(Coin):
     """Of every kind (by its turns) the first `free` games begin at once; later ones wait until the file `gate` is
-    there: a test opens it when what it waits for has happened, however long that took."""
+    there: a test opens it when what it waits for has happened, however long that took. A game that is given up, as
+    on a busy machine whose engine misses a health check, does not count: its trajectory plays another."""
 
     begun: ClassVar[Counter[int]] = Counter()
 
     def __init__(self, *, free: int, gate: str, turns: int, **more: Any) -> None:
         super().__init__(turns=turns, **more)
         self._kind, self._free, self._gate = turns, free, Path(gate)
+        self._unfinished = 0
 
     async def reset(self, seed: int) -> Observation:
-        Held.begun[self._kind] += 1
-        while Held.begun[self._kind] > self._free and not self._gate.exists():
+        self._give_up()
+        while Held.begun[self._kind] >= self._free and not self._gate.exists():
             await asyncio.sleep(0.02)
+        Held.begun[self._kind] += 1
+        self._unfinished = 1
         return await super().reset(seed)
+
+    async def step(self, action: str) -> Step:
+        step = await super().step(action)
+        self._unfinished = int(not step.done)
+        return step
+
+    async def close(self) -> None:
+        self._give_up()
+
+    def _give_up(self) -> None:
+        Held.begun[self._kind] -= self._unfinished
+        self._unfinished = 0
 
 
 class BrokenReset(Coin):
