@@ -37,6 +37,7 @@ from rollart.engine.driver import Driver
 from rollart.engine.jobs import EngineJob, FinishedJob, refuse_invalid
 from rollart.engine.shm import SharedKvFiles, boot_id
 from rollart.errors import EngineError, HandoffFailed
+from rollart.generation import parse_error
 from rollart.model import Completion, FinishReason
 
 MAX_REMEMBERED_REASONS = 256
@@ -164,7 +165,7 @@ class KvHandoffs:
     async def hand_out(self, request_id: str, token: str, start: int) -> list[memoryview]:
         """Hand out the bytes of an export from token `start` on, once. HandoffFailed, with the reason, if the export is
         unavailable."""
-        export, before = self._find(request_id, token), None
+        export, before = self.exports.find(request_id, token), None
         if start < export.start:
             before = await self._driver.apply(
                 lambda: self.runner.session_kv(export.session, export.token_ids, export.version, start)
@@ -174,7 +175,7 @@ class KvHandoffs:
                     f"KV of request {request_id!r} was copied from token {export.start} on, {start} was asked for, "
                     "and the session holds the rest no more"
                 )
-            self._find(request_id, token)  # it may have been dropped during the await
+            self.exports.find(request_id, token)  # it may have been dropped during the await
         data = self.exports.take(export)
         if data is None:
             raise HandoffFailed(f"the KV of request {request_id!r} was taken")
@@ -190,12 +191,6 @@ class KvHandoffs:
             return encode_block(replace(block, keys=keys, values=values, start=block.start + skip), export.token)
 
         return await _off_loop(export.size, cut)
-
-    def _find(self, request_id: str, token: str) -> KvExport:
-        found = self.exports.find(request_id, token)
-        if isinstance(found, str):
-            raise HandoffFailed(f"no KV of request {request_id!r} is to be had here: {found}")
-        return found
 
     async def _fetch(self, job: EngineJob, source: KvSource) -> bool:
         """Pull the KV that the session lacks into `job.imported`. False if the request was aborted during the pull."""
@@ -255,10 +250,9 @@ class KvHandoffs:
         except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: an invalid address
             raise HandoffFailed(f"the KV pull from {source.url} failed: {error!r}", remedy="prefill again") from error
         if answer.status != 200:
-            raise HandoffFailed(
-                f"KV pull refused: {source.url} answered {answer.status}: {_error_text(body)}",
-                remedy="prefill again: KV can be pulled once, within its lease",
-            )
+            refusal = parse_error(source.url, "", answer.status, body).message
+            remedy = "prefill again: KV can be pulled once, within its lease"
+            raise HandoffFailed(f"KV pull refused: {refusal}", remedy=remedy)
         return await _off_loop(len(body), lambda: decode_block(body, source.token)), "socket"
 
     async def keep(self, job: EngineJob, block: KvBlock) -> Mapping[str, object] | None:
@@ -282,24 +276,8 @@ class KvHandoffs:
         if block.version != self.runner.version:  # the weights were replaced during the copy
             _discard(files, file)
             return None
-        kept = self.exports.put(
-            KvExport(
-                request_id=request.request_id,
-                session=request.session,
-                token=token,
-                token_ids=block.token_ids,
-                start=block.start,
-                version=block.version,
-                size=block.size,
-                deadline=loop.time() + lease,
-                file=file,
-                data=data,
-            )
-        )
-        if not kept:
-            return None
         host, port = self.advertise
-        return KvSource(
+        export = KvExport(
             host=host,
             port=port,
             request_id=request.request_id,
@@ -309,23 +287,68 @@ class KvHandoffs:
             version=block.version,
             boot_id=self._boot if file else "",
             file=file,
-            timeout_s=0.0,
-        ).params()
+            session=request.session,
+            token_ids=block.token_ids,
+            size=block.size,
+            deadline=loop.time() + lease,
+            data=data,
+        )
+        return export.params() if self.exports.put(export) else None
 
 
 @dataclass(frozen=True, slots=True)
-class KvExport:
-    """One export. Its bytes are the output of `transfer.encode_block`: in `file`, or in `data` if there is no file."""
+class KvSource:
+    """The location of exported KV according to `kv_transfer_params`: `tokens` is the length of the sequence, `start`
+    the first copied token, `version` that of the weights (None: not given). `file` is a path in the shared memory of
+    the host `boot_id`, '' if there is none.
+    """
 
+    host: str
+    port: int
     request_id: str
-    session: str
     token: str
-    token_ids: tuple[int, ...]
+    tokens: int
     start: int
+    version: int | None
+    boot_id: str = ""
+    file: str = ""
+    timeout_s: float = math.inf
+    """Longest pull."""
+
+    @property
+    def url(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}/rollart/kv"
+
+    def params(self) -> dict[str, object]:
+        """The `kv_transfer_params` for this location."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": f"{self.host}:{self.port}",
+            "remote_request_id": self.request_id,
+            "remote_block_ids": [],
+            "remote_host": self.host,
+            "remote_port": self.port,
+            "remote_num_tokens": self.tokens,
+            "transfer_mode": "pull",
+            "weight_version": self.version,
+            "remote_start": self.start,
+            "remote_token": self.token,
+            "remote_boot_id": self.boot_id,
+            "remote_file": self.file,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvExport(KvSource):
+    """One export. Its bytes are the output of `encode_block`: in `file`, or in `data` if there is no file."""
+
     version: int
+    session: str
+    token_ids: tuple[int, ...]
     size: int
     deadline: float
-    file: str = ""
     data: bytes = b""
 
 
@@ -371,22 +394,22 @@ class KvExports:
         self.exported_bytes += export.size
         return True
 
-    def find(self, request_id: str, token: str) -> KvExport | str:
-        """The export, or the reason why it is unavailable."""
+    def find(self, request_id: str, token: str) -> KvExport:
+        """The export. HandoffFailed, with the reason, if it is unavailable."""
         export = self.entries.get(request_id)
         if export is not None and export.deadline <= self.now():
             self._expire(request_id)
             export = None
-        if export is None:
-            return self._removal_reasons.get(request_id, "it was never here")
-        return export if export.token == token else "the token is not that of the export"
+        if export is not None and export.token == token:
+            return export
+        why = self._removal_reasons.get(request_id, "it was never here")
+        why = why if export is None else "the token is not that of the export"
+        raise HandoffFailed(f"no KV of request {request_id!r} is to be had here: {why}")
 
     def take(self, export: KvExport) -> bytes | mmap.mmap | None:
         """Remove an export and return its bytes; None if another engine has taken its file."""
         data = self._files.take(export.file) if export.file and self._files is not None else export.data
-        self._pop(export.request_id)
-        self._remember(export.request_id, "it was taken")
-        self.taken += 1
+        self._mark_taken(export.request_id)
         return data or None
 
     def drop(self, request_ids: Iterable[str]) -> None:
@@ -409,80 +432,36 @@ class KvExports:
         now = self.now()
         for name, export in list(self.entries.items()):
             if export.file and self._files is not None and not self._files.holds(export.file):
-                self._pop(name)
-                self._remember(name, "it was taken")
-                self.taken += 1
+                self._mark_taken(name)
             elif export.deadline <= now:
                 self._expire(name)
 
+    def _mark_taken(self, name: str) -> None:
+        self.taken += 1
+        self._remove(name, "it was taken")
+
     def _expire(self, name: str) -> None:
         self.expired += 1
-        self._forget(self._pop(name), "its lease ended")
+        self._remove(name, "its lease ended")
 
     def _drop(self, name: str, reason: str) -> None:
         self.dropped += 1
-        self._forget(self._pop(name), reason)
+        self._remove(name, reason)
 
-    def _pop(self, name: str) -> KvExport:
+    def _remove(self, name: str, reason: str) -> None:
+        """Removes the export's file as well, unless it was taken."""
         export = self.entries.pop(name)
         self.bytes -= export.size
         if self.sessions.get(export.session) == name:
             del self.sessions[export.session]
-        return export
+        self._forget(export, reason)
 
     def _forget(self, export: KvExport, reason: str) -> None:
-        if export.file and self._files is not None:
-            self._files.remove(export.file)
-        self._remember(export.request_id, reason)
-
-    def _remember(self, name: str, reason: str) -> None:
-        self._removal_reasons[name] = reason
-        self._removal_reasons.move_to_end(name)
+        _discard(self._files, export.file)
+        self._removal_reasons[export.request_id] = reason
+        self._removal_reasons.move_to_end(export.request_id)
         if len(self._removal_reasons) > MAX_REMEMBERED_REASONS:
             self._removal_reasons.popitem(last=False)
-
-
-@dataclass(frozen=True, slots=True)
-class KvSource:
-    """The location of exported KV according to `kv_transfer_params`: `tokens` is the length of the sequence, `start`
-    the first copied token, `version` that of the weights (None: not given). `file` is a path in the shared memory of
-    the host `boot_id`, '' if there is none.
-    """
-
-    host: str
-    port: int
-    request_id: str
-    token: str
-    tokens: int
-    start: int
-    version: int | None
-    boot_id: str
-    file: str
-    timeout_s: float
-
-    @property
-    def url(self) -> str:
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}/rollart/kv"
-
-    def params(self) -> dict[str, object]:
-        """The `kv_transfer_params` for this location."""
-        return {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": f"{self.host}:{self.port}",
-            "remote_request_id": self.request_id,
-            "remote_block_ids": [],
-            "remote_host": self.host,
-            "remote_port": self.port,
-            "remote_num_tokens": self.tokens,
-            "transfer_mode": "pull",
-            "weight_version": self.version,
-            "remote_start": self.start,
-            "remote_token": self.token,
-            "remote_boot_id": self.boot_id,
-            "remote_file": self.file,
-        }
 
 
 def parse_kv_source(params: Mapping[str, object] | None, *, timeout_s: float) -> KvSource | None:
@@ -576,14 +555,6 @@ async def _off_loop(size: int, work: Callable[[], T], *, undo: Callable[[T], Non
         if undo is not None:
             running.add_done_callback(lambda done: undo(done.result()) if not done.exception() else None)
         raise
-
-
-def _error_text(body: bytes) -> str:
-    """The error message in an engine's response body."""
-    try:
-        return str(json.loads(body)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace")
 
 
 def _discard(files: SharedKvFiles | None, location: str) -> None:
