@@ -44,11 +44,10 @@ class BundleGroup:
 
 @dataclass(frozen=True, slots=True)
 class ActorSpec:
-    """An actor to start: its class, its placement constraints, and its restart limit.
+    """An actor to start: its class and its placement constraints.
 
-    `labels` use Ray's grammar (`v`, `!v`, `in(a,b)`); `resources` are amounts by name ("CPU", "GPU", ...). `isolation`
-    "inline" runs it on the caller's loop, "process" in a process of its own. Arguments and results are values: they are
-    copied even inline. `max_restarts` -1 = for ever.
+    `labels` use Ray's grammar (`v`, `!v`, `in(a,b)`); `resources` are amounts by name ("CPU", "GPU", ...). Arguments
+    and results are values: they are copied even in one process.
     """
 
     name: str
@@ -58,10 +57,7 @@ class ActorSpec:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     resources: Mapping[str, float] = field(default_factory=dict)
     labels: Mapping[str, str] = field(default_factory=dict)
-    max_restarts: int = 0
-    max_task_retries: int = 0
     max_concurrency: int = 1000
-    isolation: Literal["inline", "process"] = "inline"
     bundle: str = ""
     """A reserved bundle to run in, by its labels; without one, any node with room."""
 

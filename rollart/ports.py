@@ -386,13 +386,11 @@ class Handle(Protocol):
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any: ...
 
-    def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]: ...
-
-    async def kill(self, *, restart: bool = False) -> None: ...
+    async def kill(self) -> None: ...
 
 
 class Runtime(Protocol):
-    """Starts, places, watches and kills actors. Local (asyncio and subprocesses), local on virtual time, Ray."""
+    """Starts, places, watches and kills actors. Local (asyncio), local on virtual time, Ray."""
 
     async def start(self) -> None: ...
 
@@ -413,10 +411,6 @@ class Runtime(Protocol):
         """`free` of each node excludes reservations and actors outside of reservations."""
 
     def events(self) -> AsyncIterator[RuntimeEvent]: ...
-
-    async def put(self, value: Any) -> str: ...
-
-    async def get(self, ref: str) -> Any: ...
 
     async def close(self) -> None:
         """Stop every actor and process that this runtime started; bounded."""

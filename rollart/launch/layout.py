@@ -376,6 +376,5 @@ def program_actor(
         kwargs=options,
         resources=where[0],
         labels=where[1],
-        max_restarts=-1 if on_ray else 0,
         max_concurrency=calls if on_ray else 1000,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -25,10 +24,7 @@ class Says:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         return self.address
 
-    def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        raise NotImplementedError
-
-    async def kill(self, *, restart: bool = False) -> None:
+    async def kill(self) -> None:
         self.address = ""
 
 

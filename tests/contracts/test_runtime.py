@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +27,13 @@ HERE = "tests.contracts.test_runtime:"
 class Counter:
     """A stateful actor."""
 
-    def __init__(self, start: int = 0, checkpoint: str = "") -> None:
-        self.value = start
+    def __init__(self) -> None:
+        self.value = 0
         self.peak = self.running = 0
         self.barriers: dict[int, asyncio.Barrier] = {}
-        if checkpoint:
-            with contextlib.suppress(FileNotFoundError), open(checkpoint) as file:
-                self.value = int(file.read())
-        self.checkpoint = checkpoint
-
-    def pid(self) -> int:
-        return os.getpid()
 
     def add(self, n: int) -> int:
         self.value += n
-        if self.checkpoint:
-            with open(self.checkpoint, "w") as file:
-                file.write(str(self.value))
         return self.value
 
     def keep(self, values: list[int]) -> list[int]:
@@ -79,10 +68,6 @@ class Counter:
     def fail(self) -> None:
         raise KeyError("no such thing")
 
-    async def count(self, n: int) -> AsyncIterator[int]:
-        for i in range(n):
-            yield i
-
 
 def nodes() -> list[Node]:
     return [
@@ -91,7 +76,7 @@ def nodes() -> list[Node]:
     ]
 
 
-Scenario = Callable[[Any, str], Awaitable[None]]
+Scenario = Callable[[Any], Awaitable[None]]
 Run = Callable[[Scenario], None]
 
 
@@ -114,23 +99,22 @@ def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster
 
 @pytest.fixture(
     params=[
-        pytest.param(("inline", run_virtual), id="local-virtual"),
-        pytest.param(("inline", run_real), id="local"),
-        pytest.param(("process", run_real), id="local-process", marks=pytest.mark.slow),
+        pytest.param(("local", run_virtual), id="local-virtual"),
+        pytest.param(("local", run_real), id="local"),
         pytest.param(("ray", run_real), id="ray", marks=pytest.mark.slow),
     ]
 )
 def on(request: pytest.FixtureRequest) -> Run:
     """Run a scenario on a started runtime and close it."""
-    isolation, runner = request.param
-    cluster: RayCluster | None = request.getfixturevalue("ray_cluster") if isolation == "ray" else None
+    backend, runner = request.param
+    cluster: RayCluster | None = request.getfixturevalue("ray_cluster") if backend == "ray" else None
 
     def execute(scenario: Scenario) -> None:
         async def main() -> None:
             runtime = LocalRuntime(nodes()) if cluster is None else cluster.runtime()
             await runtime.start()
             try:
-                await scenario(runtime, isolation)
+                await scenario(runtime)
             finally:
                 await runtime.close()
             assert all(dict(n.free) == dict(n.total) for n in runtime.nodes()), "resources came back"
@@ -140,13 +124,12 @@ def on(request: pytest.FixtureRequest) -> Run:
     return execute
 
 
-def spec(name: str, isolation: str, **more: Any) -> ActorSpec:
-    where: Any = "process" if isolation == "ray" else isolation
-    return ActorSpec(name, HERE + "Counter", isolation=where, **more)
+def spec(name: str, **more: Any) -> ActorSpec:
+    return ActorSpec(name, HERE + "Counter", **more)
 
 
 def test_placement_follows_labels(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
+    async def scenario(runtime: Runtime) -> None:
         for i, (selector, expected) in enumerate(
             [
                 ({"gpu": "H20", "zone": "!c"}, "n1"),
@@ -155,7 +138,7 @@ def test_placement_follows_labels(on: Run) -> None:
                 ({}, ""),
             ]
         ):
-            handle = await runtime.spawn(spec(f"a{i}", isolation, labels=selector))
+            handle = await runtime.spawn(spec(f"a{i}", labels=selector))
             assert handle.node == (expected or handle.node)
             assert handle.node in {n.id for n in runtime.nodes()}
 
@@ -163,11 +146,11 @@ def test_placement_follows_labels(on: Run) -> None:
 
 
 def test_resources_are_accounted_and_waited_for(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
-        first = await runtime.spawn(spec("a", isolation, resources={"GPU": 2.0}))
+    async def scenario(runtime: Runtime) -> None:
+        first = await runtime.spawn(spec("a", resources={"GPU": 2.0}))
         assert runtime.nodes()[1].free["GPU"] == 0.0
         async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(runtime.spawn(spec("b", isolation, resources={"GPU": 2.0})))
+            waiting = tasks.create_task(runtime.spawn(spec("b", resources={"GPU": 2.0})))
             await asyncio.sleep(0.01)
             assert not waiting.done()
             await first.kill()
@@ -177,18 +160,18 @@ def test_resources_are_accounted_and_waited_for(on: Run) -> None:
 
 
 def test_infeasible_request_is_an_error_at_once(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
+    async def scenario(runtime: Runtime) -> None:
         with pytest.raises(UsageError, match="no node could ever hold it"):
-            await runtime.spawn(spec("a", isolation, resources={"GPU": 3.0}))
+            await runtime.spawn(spec("a", resources={"GPU": 3.0}))
         with pytest.raises(UsageError, match="H100"):
-            await runtime.spawn(spec("b", isolation, labels={"gpu": "H100"}))
+            await runtime.spawn(spec("b", labels={"gpu": "H100"}))
 
     on(scenario)
 
 
 def test_arguments_and_results_are_values(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
-        handle = await runtime.spawn(spec("a", isolation))
+    async def scenario(runtime: Runtime) -> None:
+        handle = await runtime.spawn(spec("a"))
         mine = [1, 2]
         answer = await handle.call("keep", mine)
         mine.append(3)
@@ -199,8 +182,8 @@ def test_arguments_and_results_are_values(on: Run) -> None:
 
 
 def test_an_exception_keeps_its_type(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
-        handle = await runtime.spawn(spec("a", isolation))
+    async def scenario(runtime: Runtime) -> None:
+        handle = await runtime.spawn(spec("a"))
         with pytest.raises(KeyError, match="no such thing"):
             await handle.call("fail")
         assert await handle.call("add", 2) == 2
@@ -208,18 +191,10 @@ def test_an_exception_keeps_its_type(on: Run) -> None:
     on(scenario)
 
 
-def test_streams(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
-        handle = await runtime.spawn(spec("a", isolation))
-        assert [i async for i in handle.stream("count", 5)] == [0, 1, 2, 3, 4]
-
-    on(scenario)
-
-
 def test_fifty_calls_at_once_and_the_concurrency_limit(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
-        handle = await runtime.spawn(spec("a", isolation, max_concurrency=50))
-        limited = await runtime.spawn(spec("b", isolation, max_concurrency=3))
+    async def scenario(runtime: Runtime) -> None:
+        handle = await runtime.spawn(spec("a", max_concurrency=50))
+        limited = await runtime.spawn(spec("b", max_concurrency=3))
         async with asyncio.timeout(60):
             await asyncio.gather(*(handle.call("meet", 50) for _ in range(50)))
             await asyncio.gather(*(limited.call("meet", 3) for _ in range(9)))
@@ -229,46 +204,9 @@ def test_fifty_calls_at_once_and_the_concurrency_limit(on: Run) -> None:
     on(scenario)
 
 
-def test_objects(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
-        value = {"a": [1]}
-        ref = await runtime.put(value)
-        value["a"].append(2)
-        assert await runtime.get(ref) == {"a": [1]}
-        with pytest.raises(UsageError):
-            await runtime.get("nothing")
-
-    on(scenario)
-
-
-def test_a_call_in_flight_is_retried_after_a_kill(on: Run, tmp_path: Path) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
-        handle = await runtime.spawn(spec("a", isolation, max_restarts=1, max_task_retries=1))
-        async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
-            call = tasks.create_task(handle.call("held", str(tmp_path / "begun")))
-            await there(tmp_path / "begun")
-            await handle.kill(restart=True)
-        assert call.result() == "done"
-
-    on(scenario)
-
-
-def test_state_is_lost_unless_checkpointed(on: Run, tmp_path: Any) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
-        forgetful = await runtime.spawn(spec("a", isolation, max_restarts=1))
-        careful = await runtime.spawn(spec("b", isolation, max_restarts=1, kwargs={"checkpoint": str(tmp_path / "c")}))
-        for handle in (forgetful, careful):
-            await handle.call("add", 5)
-            await handle.kill(restart=True)
-        assert await forgetful.call("add", 1) == 1
-        assert await careful.call("add", 1) == 6
-
-    on(scenario)
-
-
 def test_a_dead_actor_is_reported(on: Run, tmp_path: Path) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
-        handle = await runtime.spawn(spec("a", isolation))
+    async def scenario(runtime: Runtime) -> None:
+        handle = await runtime.spawn(spec("a"))
         async with asyncio.timeout(60.0), asyncio.TaskGroup() as tasks:
             call = tasks.create_task(_swallow(handle.call("held", str(tmp_path / "begun"))))
             await there(tmp_path / "begun")
@@ -294,19 +232,18 @@ async def _swallow(call: Awaitable[Any]) -> Any:
 
 
 def test_events_report_starts_and_deaths(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
-        handle = await runtime.spawn(spec("a", isolation, max_restarts=1))
-        await handle.kill(restart=True)
+    async def scenario(runtime: Runtime) -> None:
+        handle = await runtime.spawn(spec("a"))
+        await handle.kill()
         kinds = []
         async for event in runtime.events():
             kinds.append((event.kind, event.subject))
-            if event.kind == "actor_restarted":
+            if event.kind == "actor_died":
                 break
         assert kinds == [
             *(("node_up", node.id) for node in runtime.nodes()),
             ("actor_started", "a"),
             ("actor_died", "a"),
-            ("actor_restarted", "a"),
         ]
 
     on(scenario)
@@ -320,22 +257,22 @@ H20 = {"gpu": "H20", "zone": "b"}
 
 
 def test_a_gang_is_held_and_its_actors_run_in_it(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
+    async def scenario(runtime: Runtime) -> None:
         before = {n.id: dict(n.free) for n in runtime.nodes()}
         gang = [group("a", {"GPU": 1.0, "CPU": 1.0}, {"gpu": "H800"}), group("b", {"GPU": 2.0}, H20)]
         await runtime.reserve(gang, wait_s=60.0)
         held = {n.id: dict(n.free) for n in runtime.nodes()}
         assert (held["n0"], held["n1"]["GPU"]) == ({"CPU": 1.0, "GPU": 0.0}, 0.0)
-        first = await runtime.spawn(spec("first", isolation, resources={"GPU": 1.0}, bundle="b"))
-        second = await runtime.spawn(spec("second", isolation, resources={"GPU": 1.0}, bundle="b"))
-        other = await runtime.spawn(spec("other", isolation, resources={"GPU": 1.0}, bundle="a"))
+        first = await runtime.spawn(spec("first", resources={"GPU": 1.0}, bundle="b"))
+        second = await runtime.spawn(spec("second", resources={"GPU": 1.0}, bundle="b"))
+        other = await runtime.spawn(spec("other", resources={"GPU": 1.0}, bundle="a"))
         assert [first.node, second.node, other.node] == ["n1", "n1", "n0"]
         assert await first.call("add", 2) == 2
         assert {n.id: dict(n.free) for n in runtime.nodes()} == held, "within the reservation"
         with pytest.raises(UsageError, match="could never hold it"):
-            await runtime.spawn(spec("large", isolation, resources={"GPU": 3.0}, bundle="b"))
+            await runtime.spawn(spec("large", resources={"GPU": 3.0}, bundle="b"))
         with pytest.raises(UsageError, match="none of that name"):
-            await runtime.spawn(spec("nowhere", isolation, bundle="c"))
+            await runtime.spawn(spec("nowhere", bundle="c"))
         with pytest.raises(UsageError, match="still in bundle 'b'"):
             await runtime.release("b")
         for handle in (first, second):
@@ -350,13 +287,13 @@ def test_a_gang_is_held_and_its_actors_run_in_it(on: Run) -> None:
 
 
 def test_a_gang_that_waits_holds_nothing(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
-        busy = await runtime.spawn(spec("busy", isolation, resources={"GPU": 1.0}, labels=H20))
+    async def scenario(runtime: Runtime) -> None:
+        busy = await runtime.spawn(spec("busy", resources={"GPU": 1.0}, labels=H20))
         gang = [group("a", {"GPU": 1.0}, {"gpu": "H800"}), group("b", {"GPU": 2.0}, H20)]
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(runtime.reserve(gang, wait_s=100.0))
             await asyncio.sleep(0.01)
-            between = await runtime.spawn(spec("between", isolation, resources={"GPU": 1.0}, labels={"gpu": "H800"}))
+            between = await runtime.spawn(spec("between", resources={"GPU": 1.0}, labels={"gpu": "H800"}))
             await between.kill()
             assert not waiting.done()
             await busy.kill()
@@ -366,7 +303,7 @@ def test_a_gang_that_waits_holds_nothing(on: Run) -> None:
 
 
 def test_a_reservation_that_is_given_up_holds_nothing(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
+    async def scenario(runtime: Runtime) -> None:
         gang = [group("a", {"GPU": 1.0}, {"gpu": "H800"}), group("b", {"GPU": 2.0}, H20)]
         for seconds in (0.0, 0.001, 0.01, 0.03):
             given_up = asyncio.ensure_future(runtime.reserve(gang, wait_s=60.0))
@@ -382,7 +319,7 @@ def test_a_reservation_that_is_given_up_holds_nothing(on: Run) -> None:
 
 
 def test_two_gangs_that_want_the_same_come_one_after_the_other(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
+    async def scenario(runtime: Runtime) -> None:
         order: list[str] = []
 
         async def take(name: str) -> None:
@@ -401,7 +338,7 @@ def test_two_gangs_that_want_the_same_come_one_after_the_other(on: Run) -> None:
 
 
 def test_a_gang_without_room_names_the_missing_bundles(on: Run) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
+    async def scenario(runtime: Runtime) -> None:
         with pytest.raises(UsageError, match=r"wide \(pool 'h20'\).*no node could ever hold it"):
             await runtime.reserve([group("wide", {"GPU": 3.0}, H20, about="pool 'h20'")], wait_s=60.0)
         with pytest.raises(UsageError, match=r"could never hold all of it at once.*\(pool 'h20'\)"):
@@ -423,30 +360,13 @@ def test_a_gang_without_room_names_the_missing_bundles(on: Run) -> None:
     ("strategy", "nodes_used"), [("STRICT_SPREAD", 2), ("SPREAD", 2), ("STRICT_PACK", 1), ("PACK", 1)]
 )
 def test_bundles_of_a_group_follow_its_strategy(on: Run, strategy: Strategy, nodes_used: int) -> None:
-    async def scenario(runtime: Runtime, isolation: str) -> None:
+    async def scenario(runtime: Runtime) -> None:
         bundles = tuple(Bundle(f"b{i}", {"CPU": 1.0}, {"zone": "in(a,b)"}) for i in range(2))
         await runtime.reserve([BundleGroup("all", bundles, strategy)], wait_s=60.0)
-        handles = [await runtime.spawn(spec(b.name, isolation, bundle=b.name)) for b in bundles]
+        handles = [await runtime.spawn(spec(b.name, bundle=b.name)) for b in bundles]
         assert len({handle.node for handle in handles}) == nodes_used
 
     on(scenario)
-
-
-@pytest.mark.slow
-def test_a_process_that_dies_by_itself_comes_back() -> None:
-    """Reason for slow: a real process, killed with -9."""
-
-    async def main() -> None:
-        runtime = LocalRuntime(nodes())
-        await runtime.start()
-        try:
-            handle = await runtime.spawn(spec("a", "process", max_restarts=1, max_task_retries=1))
-            os.kill(await handle.call("pid"), signal.SIGKILL)
-            assert await handle.call("add", 3) == 3
-        finally:
-            await runtime.close()
-
-    asyncio.run(main())
 
 
 @pytest.mark.slow
@@ -517,13 +437,13 @@ def test_the_death_of_a_ray_node_moves_its_actors(ray_cluster: RayCluster) -> No
             await runtime.reserve([group("full", {"CPU": 2.0}, H20)], wait_s=60.0)
             await runtime.reserve([group("held", {"CPU": 1.0}, {"gpu": "H20"})], wait_s=60.0)
             await runtime.release("full")
-            inside = await runtime.spawn(spec("d", "ray", resources={"CPU": 1.0}, bundle="held", max_restarts=-1))
+            inside = await runtime.spawn(spec("d", resources={"CPU": 1.0}, bundle="held"))
             assert inside.node == "n2", "where there was room"
-            movable = await runtime.spawn(spec("a", "ray", labels={"zone": "in(b,c)"}, max_restarts=-1))
-            bound = await runtime.spawn(spec("b", "ray", labels={"zone": "c"}, max_restarts=-1, max_task_retries=1))
+            movable = await runtime.spawn(spec("a", labels={"zone": "in(b,c)"}))
+            bound = await runtime.spawn(spec("b", labels={"zone": "c"}))
             both = [movable, bound]
             if movable.node != "n2":  # Ray chose: send it to the node that dies
-                both[0] = await runtime.spawn(spec("c", "ray", labels={"zone": "c"}, max_restarts=-1))
+                both[0] = await runtime.spawn(spec("c", labels={"zone": "c"}))
             calls = [asyncio.ensure_future(_swallow(h.call("slow", 600.0))) for h in both]
             ray_cluster.kill_node("n2")
             async for event in runtime.events():

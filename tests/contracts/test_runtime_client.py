@@ -73,7 +73,7 @@ def on(served: Served) -> Run:
             runtime = served.runtime(Kept)
             await runtime.start()
             try:
-                await scenario(runtime, "ray")
+                await scenario(runtime)
             finally:
                 await runtime.close()
             assert all(dict(n.free) == dict(n.total) for n in runtime.nodes()), "resources came back"
@@ -84,8 +84,8 @@ def on(served: Served) -> Run:
 
 
 def test_a_call_that_is_given_up_while_it_is_made_is_cancelled(on: Run) -> None:
-    async def scenario(runtime: Any, isolation: str) -> None:
-        handle = await runtime.spawn(spec("a", isolation, max_concurrency=2))
+    async def scenario(runtime: Any) -> None:
+        handle = await runtime.spawn(spec("a", max_concurrency=2))
         for _ in range(5):  # of two places none is left taken
             call = asyncio.ensure_future(handle.call("slow", 3600.0))
             await asyncio.sleep(0)
@@ -107,7 +107,7 @@ def test_the_end_of_the_server_ends_every_call_with_one_line(served: Served) -> 
         runtime = served.runtime(RAY_CLIENT_RECONNECT_GRACE_PERIOD="3")  # 30 s else
         await runtime.start()
         try:
-            handle = await runtime.spawn(spec("a", "ray", max_restarts=-1, max_task_retries=1))
+            handle = await runtime.spawn(spec("a"))
             call = asyncio.ensure_future(handle.call("slow", 3600.0))
             assert await handle.call("add", 1) == 1
             served.process.kill()
@@ -118,7 +118,7 @@ def test_the_end_of_the_server_ends_every_call_with_one_line(served: Served) -> 
                 with pytest.raises(ProviderError, match="is lost"):
                     await handle.call("add", 1)
                 with pytest.raises((ProviderError, PartDied), match="is lost"):
-                    await runtime.spawn(spec("b", "ray"))
+                    await runtime.spawn(spec("b"))
         finally:
             with contextlib.suppress(ProviderError):
                 async with asyncio.timeout(120):

@@ -40,7 +40,7 @@ def test_parts_ask_for_the_labels_of_their_pools(fake: Resolved, tmp_path: Path)
     assert sorted(str(dict(e.labels)) for e in engines) == ["{'gpu': 'H20'}", "{'gpu': 'H800'}"]
     trainer = trainer_actors(fake, tmp_path, tmp_path / "trainer.json")[0]
     assert dict(trainer.labels) == {"gpu": "none"}
-    assert all(spec.factory.endswith(":NodeProgram") and spec.max_restarts == -1 for spec in (*engines, trainer))
+    assert all(spec.factory.endswith(":NodeProgram") for spec in (*engines, trainer))
     assert all(spec.max_concurrency < 10 for spec in engines), "Ray's default is 1000"
 
 
@@ -48,7 +48,7 @@ def test_local_clusters_are_as_they_were(tmp_path: Path) -> None:
     here = resolve_files()
     spec = trainer_actors(here, tmp_path, tmp_path / "trainer.json")[0]
     assert (spec.factory, dict(spec.labels)) == ("rollart.adapters.clusters.program:Program", {"pool": "here"})
-    assert (spec.max_restarts, spec.max_concurrency) == (0, ActorSpec("a", "b").max_concurrency)
+    assert spec.max_concurrency == ActorSpec("a", "b").max_concurrency
 
 
 def test_a_part_that_finds_no_room_is_named(fake: Resolved, tmp_path: Path) -> None:
@@ -123,13 +123,12 @@ def test_what_happens_to_the_cluster_is_told() -> None:
                 record_cluster_events(runtime, lambda kind, subject, **f: told.append((kind, subject, f)))
             )
             await runtime.start()
-            spec = ActorSpec("a", "tests.contracts.test_runtime:Counter", max_restarts=1)
-            await (await runtime.spawn(spec)).kill(restart=True)
+            spec = ActorSpec("a", "tests.contracts.test_runtime:Counter")
+            await (await runtime.spawn(spec)).kill()
             await asyncio.sleep(0.1)
             watch.cancel()
         assert told == [
             ("node_joined", "n0", {}),
-            ("actor_placed", "a", {"node": "n0"}),
             ("actor_placed", "a", {"node": "n0"}),
         ]
 

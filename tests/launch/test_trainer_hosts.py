@@ -155,7 +155,6 @@ def program(name: str, config: Path, *arguments: str) -> ActorSpec:
         kwargs={"env": {}},
         resources={"CPU": 1.0},
         labels=LEARNERS,
-        max_restarts=-1,
         max_concurrency=6,
     )
 

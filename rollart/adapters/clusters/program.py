@@ -8,7 +8,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -197,11 +197,8 @@ class ReachabilityCheckedHandle:
             await self._check_reachable(str(answer))
         return answer
 
-    def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        return self._handle.stream(method, *args, **kwargs)
-
-    async def kill(self, *, restart: bool = False) -> None:
-        await self._handle.kill(restart=restart)
+    async def kill(self) -> None:
+        await self._handle.kill()
 
     async def _check_reachable(self, address: str) -> None:
         url = urlsplit(address)

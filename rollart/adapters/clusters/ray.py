@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,8 +103,6 @@ class RayRuntime:
         self._names: dict[str, str] = {}
         """Names of live nodes, by Ray's id."""
         self._leaving: set[str] = set()
-        self._objects: dict[str, Any] = {}
-        self._ids = itertools.count()
         self._events = EventLog()
         self._watcher: asyncio.Task[None] | None = None
         self._poll_lock = asyncio.Lock()
@@ -174,20 +171,6 @@ class RayRuntime:
         """Every event since the runtime's start, for as long as it runs."""
         return self._events.read()
 
-    async def put(self, value: Any) -> str:
-        import ray
-
-        ref = f"object-{next(self._ids)}"
-        self._objects[ref] = await self.link.run_blocking(ray.put, pack(value))
-        return ref
-
-    async def get(self, ref: str) -> Any:
-        import ray
-
-        if ref not in self._objects:
-            raise UsageError(f"no object {ref!r} in this runtime")
-        return unpack(await self.link.run_blocking(ray.get, self._objects[ref]))
-
     async def close(self) -> None:
         self._events.close()
         if self._watcher is not None:
@@ -199,7 +182,6 @@ class RayRuntime:
         with contextlib.suppress(TimeoutError, ProviderError):
             async with asyncio.timeout(CLOSE_S):
                 await self.groups.close()
-        self._objects.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await self._disconnect()
@@ -223,7 +205,7 @@ class RayRuntime:
         self._events.emit(event)
 
     def forget(self, handle: RayHandle) -> None:
-        """The actor will not restart."""
+        """The actor is dead and will not restart."""
         self._actors.pop(handle.spec.name, None)
 
     async def feasible(self, spec: ActorSpec) -> None:
@@ -308,9 +290,9 @@ class RayRuntime:
 
 
 class RayHandle:
-    """A running actor. Calls wait for one of `max_concurrency` slots; a call in flight when the actor dies is retried
-    up to `max_task_retries` on the next incarnation, then fails with `PartDied`. If a restart finds no node that could
-    hold the actor, calls fail with `PartDied`, and each of them tries the restart again."""
+    """A running actor, which is restarted until it is killed. Calls wait for one of `max_concurrency` slots; a call in
+    flight when the actor dies fails with `PartDied`. If a restart finds no node that could hold the actor, calls fail
+    with `PartDied`, and each of them tries the restart again."""
 
     def __init__(self, runtime: RayRuntime, spec: ActorSpec) -> None:
         self._runtime = runtime
@@ -321,7 +303,6 @@ class RayHandle:
         self.resourceless = not spec.bundle and not any(spec.resources.values())
         self.target_node = ""
         """The node chosen here for an actor that takes no resources."""
-        self._restarts = 0
         self._revival: asyncio.Task[None] | None = None
         self._gone = False
 
@@ -369,48 +350,31 @@ class RayHandle:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         payload = pack((args, kwargs))
         async with self._slots:
-            for _ in range(self.spec.max_task_retries + 1):
-                incarnation = await self._alive()
-                try:
-                    ok, result = await self._ask(incarnation, "call", method, payload)
-                except PartDied as error:
-                    last = error
-                    self._on_death(incarnation)
-                    continue
-                if not ok:
-                    raise unpack(result)
-                return unpack(result)
-            raise last
-
-    async def stream(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """The items of an async generator method, one by one. Not retried: the caller may have seen items."""
-        payload = pack((args, kwargs))
-        async with self._slots:
             incarnation = await self._alive()
-            with self._translate_deaths(incarnation):
-                async with contextlib.aclosing(self._runtime.link.stream(incarnation.host, method, payload)) as items:
-                    async for ok, item in items:
-                        if not ok:
-                            raise unpack(item)
-                        yield unpack(item)
+            try:
+                ok, result = await self._ask(incarnation, "call", method, payload)
+            except PartDied:
+                self._on_death(incarnation)
+                raise
+        if not ok:
+            raise unpack(result)
+        return unpack(result)
 
-    async def kill(self, *, restart: bool = False) -> None:
-        incarnation, self._incarnation = self._incarnation, None
+    async def kill(self) -> None:
         if self._gone:
             return
-        self._gone = not restart  # first, so that a call during the stop does not restart the actor
-        if incarnation is None:  # dead, or restarting
-            await self._end_revival()
-            incarnation, self._incarnation = self._incarnation, None
-        if incarnation is not None:
-            try:
+        self._gone = True  # first, so that a call during the stop does not restart the actor
+        if self._incarnation is None and self._revival is not None:  # dead, or restarting
+            self._revival.cancel()
+            await asyncio.gather(self._revival, return_exceptions=True)
+        incarnation, self._incarnation = self._incarnation, None
+        try:
+            if incarnation is not None:
                 await self._stop(incarnation)
-            finally:
-                self._record_death(incarnation, restart)
-        elif self._gone:
+        finally:
+            if incarnation is not None:
+                self._record_death(incarnation)
             self._runtime.forget(self)
-        if restart and not self._gone:
-            await self._alive()
 
     async def _boot_response(self, host: Any) -> tuple[bool, bytes, str]:
         """The response of the new actor's `boot`, once Ray has placed it."""
@@ -431,14 +395,9 @@ class RayHandle:
             booting.cancel()
 
     async def _ask(self, incarnation: RayIncarnation, method: str, *args: object) -> Any:
-        with self._translate_deaths(incarnation):
-            return await self._runtime.link.call_method(incarnation.host, method, *args)
-
-    @contextlib.contextmanager
-    def _translate_deaths(self, incarnation: RayIncarnation) -> Iterator[None]:
-        """Converts Ray's errors of a dead actor into `PartDied`."""
+        """The actor's response. Ray's errors of a dead actor become `PartDied`."""
         try:
-            yield
+            return await self._runtime.link.call_method(incarnation.host, method, *args)
         except _death_errors() as error:
             raise PartDied(self.name, f"its actor on {incarnation.node} died: {first_line(error, 200)}") from None
 
@@ -482,19 +441,13 @@ class RayHandle:
             return
         self._incarnation = None
         self._runtime.link.kill(incarnation.host)
-        self._record_death(incarnation, True)
-        if not self._gone:
-            self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
-            self._revival.add_done_callback(_mark_retrieved)
+        self._record_death(incarnation)
+        self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
+        self._revival.add_done_callback(_mark_retrieved)
 
-    def _record_death(self, incarnation: RayIncarnation, restart: bool) -> None:
+    def _record_death(self, incarnation: RayIncarnation) -> None:
         self._runtime.return_resources(incarnation.ray_id, self.spec)
         self._runtime.emit(RuntimeEvent("actor_died", self.name, incarnation.node))
-        if restart and (self.spec.max_restarts < 0 or self._restarts < self.spec.max_restarts):
-            self._restarts += 1
-        else:
-            self._gone = True
-            self._runtime.forget(self)
 
     async def _stop(self, incarnation: RayIncarnation) -> None:
         if incarnation.watch is not None:
@@ -506,11 +459,6 @@ class RayHandle:
                     await self._ask(incarnation, "stop")
         finally:
             self._runtime.link.kill(incarnation.host)
-
-    async def _end_revival(self) -> None:
-        if self._revival is not None:
-            self._revival.cancel()
-            await asyncio.gather(self._revival, return_exceptions=True)
 
 
 class RayGroups:

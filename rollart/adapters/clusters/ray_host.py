@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-import itertools
 import pickle
-from collections.abc import AsyncIterator
 from typing import Any
 
 from rollart import __version__
@@ -23,8 +21,6 @@ class RayActorHost:
 
     def __init__(self) -> None:
         self._actor: Any = None
-        self._streams: dict[int, AsyncIterator[tuple[bool, bytes]]] = {}
-        self._numbers = itertools.count()
 
     async def boot(self, factory: str, init: bytes, version: str) -> tuple[bool, bytes, str]:
         """Make the object. Returns True or False for success, the error, and the id of this node. UsageError for a
@@ -56,28 +52,6 @@ class RayActorHost:
             return True, pack(await self._actor.call(method, args, kwargs))
         except Exception as error:
             return False, _packed_error(error)
-
-    async def stream(self, method: str, payload: bytes) -> AsyncIterator[tuple[bool, bytes]]:
-        try:
-            args, kwargs = pickle.loads(payload)
-            async for item in self._actor.stream(method, args, kwargs):
-                yield True, pack(item)
-        except Exception as error:
-            yield False, _packed_error(error)
-
-    async def begin(self, method: str, payload: bytes) -> int:
-        """The number of a new stream whose items are requested one by one, for callers that cannot use `stream`."""
-        number = next(self._numbers)
-        self._streams[number] = self.stream(method, payload)
-        return number
-
-    async def item(self, number: int) -> tuple[bool, bytes] | None:
-        """The stream's next item; None after the last."""
-        return await anext(self._streams[number], None)
-
-    async def leave(self, number: int) -> None:
-        stream: Any = self._streams.pop(number)
-        await stream.aclose()
 
     async def stop(self) -> None:
         if self._actor is not None:

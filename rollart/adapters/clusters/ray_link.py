@@ -15,7 +15,7 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rollart.errors import ProviderError, first_line
@@ -82,10 +82,6 @@ class RayDriverLink:
             with contextlib.suppress(Exception):
                 ray.cancel(ref)
             raise
-
-    async def stream(self, host: Any, method: str, payload: bytes) -> AsyncGenerator[Any, None]:
-        async for ref in host.stream.options(num_returns="streaming").remote(method, payload):
-            yield await ref
 
     def kill(self, host: Any) -> None:
         """Does not wait."""
@@ -157,16 +153,6 @@ class RayClientLink(RayDriverLink):
             if refs:
                 run_detached(ray.cancel, refs[0])
             raise
-
-    async def stream(self, host: Any, method: str, payload: bytes) -> AsyncGenerator[Any, None]:
-        """Ray's client has no streams: the items are requested one by one."""
-        number = await self.call_method(host, "begin", method, payload)
-        try:
-            while (item := await self.call_method(host, "item", number)) is not None:
-                yield item
-        finally:
-            if self._error is None:
-                run_detached(lambda: host.leave.remote(number))
 
     def kill(self, host: Any) -> None:
         import ray

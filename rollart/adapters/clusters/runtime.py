@@ -6,7 +6,6 @@ The search for feasible nodes is pure: the local runtime places by it, and Ray w
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib
 import inspect
 from collections import deque
@@ -111,12 +110,6 @@ class InlineActor:
         """The result of a method, which may be a coroutine function or a plain one."""
         result = getattr(self._instance, method)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
-
-    async def stream(self, method: str, args: Any, kwargs: Any) -> AsyncIterator[Any]:
-        """The items of an async generator method."""
-        async with contextlib.aclosing(getattr(self._instance, method)(*args, **kwargs)) as items:
-            async for item in items:
-                yield item
 
     async def kill(self) -> None:
         """End the object by its `aclose`, if it has one."""
