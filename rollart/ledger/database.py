@@ -38,7 +38,14 @@ STAMP = "stamp:"
 MINUTE_S = 60.0
 """Worker time is kept by the minute: a row per function and state, independent of the number of calls."""
 
-SCHEMA = """
+WORKER_TIME = """
+CREATE TABLE worker_time (
+  function TEXT NOT NULL, provider TEXT NOT NULL, memory_mb INTEGER NOT NULL, state TEXT NOT NULL,
+  minute INTEGER NOT NULL, seconds REAL NOT NULL, spans INTEGER NOT NULL,
+  PRIMARY KEY (function, provider, memory_mb, state, minute)) WITHOUT ROWID;
+"""
+
+SCHEMA = f"""{WORKER_TIME}
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE intervals (
   role TEXT NOT NULL, resource TEXT NOT NULL, t0 REAL NOT NULL, t1 REAL NOT NULL, state TEXT NOT NULL,
@@ -57,10 +64,6 @@ CREATE TABLE invocations (
 CREATE TABLE savings (
   function TEXT NOT NULL, stage TEXT NOT NULL, t REAL NOT NULL, items INTEGER NOT NULL, billed_s REAL NOT NULL,
   memory_mb INTEGER NOT NULL);
-CREATE TABLE worker_time (
-  function TEXT NOT NULL, provider TEXT NOT NULL, memory_mb INTEGER NOT NULL, state TEXT NOT NULL,
-  minute INTEGER NOT NULL, seconds REAL NOT NULL, spans INTEGER NOT NULL,
-  PRIMARY KEY (function, provider, memory_mb, state, minute)) WITHOUT ROWID;
 CREATE TABLE groups (
   id TEXT PRIMARY KEY, domain TEXT NOT NULL, seed INTEGER NOT NULL, state INTEGER NOT NULL DEFAULT 0,
   reason TEXT NOT NULL DEFAULT '', version INTEGER);
@@ -78,10 +81,7 @@ UPGRADES: Mapping[int, tuple[str, ...]] = {
         "ALTER TABLE invocations ADD COLUMN queued_s REAL NOT NULL DEFAULT 0",
         "ALTER TABLE invocations ADD COLUMN cold_billed_s REAL NOT NULL DEFAULT 0",
         "UPDATE invocations SET cold_billed_s = min(cold_start_s, billed_s)",
-        """CREATE TABLE worker_time (
-          function TEXT NOT NULL, provider TEXT NOT NULL, memory_mb INTEGER NOT NULL, state TEXT NOT NULL,
-          minute INTEGER NOT NULL, seconds REAL NOT NULL, spans INTEGER NOT NULL,
-          PRIMARY KEY (function, provider, memory_mb, state, minute)) WITHOUT ROWID""",
+        WORKER_TIME,
     )
 }
 """By version: the statements that upgrade a file to the next version, for a resume."""
@@ -152,10 +152,10 @@ class Database:
         config: Mapping[str, Any] | None = None,
         prices: PriceBook | None = None,
         sync: bool = True,
+        measure: Measure = len,
     ) -> None:
         self.directory = directory
-        self._prices = prices
-        self._sync = sync
+        self._prices, self._sync, self._measure = prices, sync, measure
         self.published = False
         """A version was committed since the last checkpoint."""
         try:
@@ -167,7 +167,12 @@ class Database:
                 remedy="choose another place with --runs-dir",
             ) from None
         try:
-            self._take_lock()
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise UsageError(
+                    f"{directory}: another process is writing this run", remedy="wait for it, or `rollart stop` it"
+                ) from None
             with self._storage_errors():
                 self.segments = PayloadFiles(directory / "segments")
                 self.connection = self._open(config, "FULL" if sync else "NORMAL")
@@ -207,10 +212,17 @@ class Database:
             raise
         with self._storage_errors():
             if self.segments.rolled:
-                self._sweep()
+                # Delete segment files whose samples are all trained or dropped: once per file, so a scan is cheap.
+                live = self.connection.execute(
+                    f"SELECT DISTINCT segment FROM samples WHERE state = {LIVE} AND segment IS NOT NULL"
+                )
+                self.segments.keep({segment for (segment,) in live})
             if self.published:
                 self.published = False
-                self._checkpoint()
+                if self._sync:  # without it there is no crash to prepare for
+                    # Move committed pages from the write-ahead log into the database file: the log is an additional
+                    # file that can be lost. Readers may limit the checkpoint; the next publish continues it.
+                    self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
         devices = functions = 0.0
         for row in recorded:
             match row:
@@ -219,7 +231,7 @@ class Database:
                 case Invocation():
                     functions += self._bill(row.provider, row.billed_s, row.memory_mb, 1)
                 case WorkerSpan(state=WorkerState.IDLE):
-                    functions += self._idle(row.provider, row.t1 - row.t0, row.memory_mb)
+                    functions += self._bill(row.provider, row.t1 - row.t0, row.memory_mb)
         self.functions_usd += functions
         self.spent_usd += devices + functions
         return results
@@ -255,7 +267,7 @@ class Database:
         elif known != (domain, seed, LIVE):
             raise RunFailed(f"group {group} was admitted before, as {known} (rule: a group's id is used once)")
 
-    def finish(self, sample: TrainSample, measure: Measure = len) -> None:
+    def finish(self, sample: TrainSample) -> None:
         """Store a finished sample. A sample of a dropped group counts as dropped.
 
         The same id replaces a live sample (a resumed run repeats stale work) and never a consumed one.
@@ -267,7 +279,7 @@ class Database:
         payload = (encoded, None, None) if inline else (None, *self.segments.append(encoded))
         group = self._one("SELECT state FROM groups WHERE id = ?", sample.group)
         state = LIVE if group is None or group[0] == LIVE else DROPPED
-        tokens, sampled = measure(sample.token_ids), _with_loss(sample, measure)
+        tokens, sampled = self._measure(sample.token_ids), self._with_loss(sample)
         done = self.connection.execute(
             "INSERT INTO samples VALUES (?,?,?,?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET "
             "grp = excluded.grp, v0 = excluded.v0, tokens = excluded.tokens, action_tokens = excluded.action_tokens, "
@@ -296,14 +308,7 @@ class Database:
             self._drop_group(group, reason)
 
     def commit(
-        self,
-        version: int,
-        step: int,
-        consumed: Sequence[Group],
-        metrics: Mapping[str, float],
-        measure: Measure = len,
-        *,
-        stamp: str = "",
+        self, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float], stamp: str
     ) -> None:
         """Consume groups into a version. RunFailed, and nothing changes, if a sample is not live or the version is
         old."""
@@ -318,7 +323,7 @@ class Database:
             f"UPDATE samples SET state = {DROPPED}, payload = NULL WHERE grp = ? AND state = {LIVE}",
             [(g.id,) for g in consumed],
         )
-        tokens = sum(_with_loss(s, measure) for s in samples)
+        tokens = sum(map(self._with_loss, samples))
         self.connection.execute(
             "INSERT INTO versions VALUES (?,?,?,?,?,?)",
             (version, step, len(consumed), len(samples), tokens, json.dumps(dict(metrics))),
@@ -415,32 +420,10 @@ class Database:
         self.connection.execute(f"UPDATE groups SET state = {DROPPED}, reason = ? WHERE id = ?", (reason, group))
         self.connection.execute(f"UPDATE samples SET state = {DROPPED}, payload = NULL WHERE grp = ?", (group,))
 
-    def _checkpoint(self) -> None:
-        """Move committed pages from the write-ahead log into the database file: the log is an additional file that can
-        be lost. Readers may limit the checkpoint; the next publish continues it. Without `sync` there is no crash to
-        prepare for."""
-        if self._sync:
-            self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
-
-    def _sweep(self) -> None:
-        """Delete segment files whose samples are all trained or dropped. Once per file, so a scan is cheap enough."""
-        live = self.connection.execute(
-            f"SELECT DISTINCT segment FROM samples WHERE state = {LIVE} AND segment IS NOT NULL"
-        )
-        self.segments.keep({segment for (segment,) in live})
-
     def close(self) -> None:
         self.segments.close()
         self.connection.close()
         os.close(self._lock)
-
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(
-                f"{self.directory}: another process is writing this run", remedy="wait for it, or `rollart stop` it"
-            ) from None
 
     def _open(self, config: Mapping[str, Any] | None, synchronous: str) -> sqlite3.Connection:
         path = self.directory / FILE
@@ -531,17 +514,15 @@ class Database:
             "SELECT provider, sum(seconds), memory_mb FROM worker_time WHERE state = ? GROUP BY provider, memory_mb",
             (WorkerState.IDLE,),
         ).fetchall()
-        return sum(self._bill(*call) for call in calls) + sum(self._idle(*row) for row in idle)
+        return sum(self._bill(*call) for call in calls) + sum(self._bill(*row) for row in idle)
 
-    def _bill(self, provider: str, billed_s: float, memory_mb: int, requests: int) -> float:
+    def _bill(self, provider: str, seconds: float, memory_mb: int, requests: int | None = None) -> float:
+        """The bill of calls, or without `requests` of idle workers."""
         if self._prices is None or not self._prices.billed(provider):
             return 0.0
-        return self._prices.function_usd(provider, billed_s=billed_s, memory_mb=memory_mb, requests=requests)
-
-    def _idle(self, provider: str, seconds: float, memory_mb: int) -> float:
-        if self._prices is None or not self._prices.billed(provider):
-            return 0.0
-        return self._prices.idle_usd(provider, seconds=seconds, memory_mb=memory_mb)
+        if requests is None:
+            return self._prices.idle_usd(provider, seconds=seconds, memory_mb=memory_mb)
+        return self._prices.function_usd(provider, billed_s=seconds, memory_mb=memory_mb, requests=requests)
 
     def _heal(self) -> None:
         """For resources that were open when the run died, record the missing time as `down`, cause `crash`."""
@@ -569,8 +550,7 @@ class Database:
                 f"{self.directory / FILE}: {error}", remedy="restore the run directory from a backup"
             ) from None
 
-
-def _with_loss(sample: TrainSample, measure: Measure) -> int:
-    if measure is len:
-        return sum(sample.loss_mask)
-    return measure(tuple(itertools.compress(sample.token_ids, sample.loss_mask)))
+    def _with_loss(self, sample: TrainSample) -> int:
+        if self._measure is len:
+            return sum(sample.loss_mask)
+        return self._measure(tuple(itertools.compress(sample.token_ids, sample.loss_mask)))

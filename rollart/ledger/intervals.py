@@ -6,9 +6,6 @@ the value; sums and checks are pure.
 from __future__ import annotations
 
 import enum
-import math
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rollart.ports import Clock, Interval, Recorder, RunEvent
@@ -50,7 +47,7 @@ class ResourceClock:
         self._recorder, self._clock = recorder, clock
         self._units, self._price = units, usd_per_unit_hour
         self._state, self._cause = str(state), cause
-        self._since = self._opened = clock()
+        self._since = clock()
         self._closed = False
         self.beside: tuple[ResourceClock, ...] = ()
         """Resources that are temporarily in the same state as this one."""
@@ -196,27 +193,3 @@ class IntervalSum:
     usd: float
     t0: float
     t1: float
-
-
-@dataclass(frozen=True, slots=True)
-class CostTotals:
-    """Dollars in all, and the same dollars by role and by resource."""
-
-    usd: float
-    by_role: Mapping[str, float]
-    by_resource: Mapping[str, float]
-
-
-def totals(rows: Iterable[IntervalSum]) -> CostTotals:
-    """Dollars in all, by role and by resource. The three agree to rounding (property test)."""
-    rows = list(rows)
-    by_role: dict[str, list[float]] = defaultdict(list)
-    by_resource: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        by_role[row.role].append(row.usd)
-        by_resource[row.resource].append(row.usd)
-    return CostTotals(
-        usd=math.fsum(row.usd for row in rows),
-        by_role={role: math.fsum(usd) for role, usd in by_role.items()},
-        by_resource={resource: math.fsum(usd) for resource, usd in by_resource.items()},
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from rollart.settings.prices import PriceEntry, PriceList
 
@@ -21,24 +21,7 @@ class PriceBook:
         """Price of `requests` calls that ran `billed_s` seconds in total on workers of `memory_mb` and one core. A
         provider without any price costs nothing here; `sources` shows that. See `billed` for whether the price is a
         bill."""
-        items = self.function_items(provider, billed_s=billed_s, memory_mb=memory_mb, requests=requests)
-        return sum(price.usd * amount for price, amount in items)
-
-    def function_items(
-        self, provider: str, *, billed_s: float, memory_mb: float, requests: int
-    ) -> Iterator[tuple[PriceEntry, float]]:
-        """Amounts of the units that the provider has a price for: GB-seconds (1 GB = 1024 MB, as AWS counts),
-        GiB-seconds, core-seconds, requests."""
-        memory_s = billed_s * memory_mb / 1024.0
-        return self._items(
-            provider,
-            {
-                "GB-second": memory_s,
-                "GiB-second": memory_s,
-                "core-second": billed_s,
-                "million-requests": requests / 1e6,
-            },
-        )
+        return sum(price.usd * amount for price, amount in self.items(provider, billed_s, memory_mb, requests))
 
     def billed(self, provider: str) -> bool:
         """True if the provider's calls are billed; otherwise they are part of no total and no budget."""
@@ -51,20 +34,21 @@ class PriceBook:
     def idle_usd(self, provider: str, *, seconds: float, memory_mb: float) -> float:
         """Bill of `seconds` worker-seconds in which no call ran, on workers of `memory_mb` and one core; 0 where the
         provider charges nothing for them."""
-        return sum(p.usd * amount for p, amount in self.idle_items(provider, seconds=seconds, memory_mb=memory_mb))
+        return sum(price.usd * amount for price, amount in self.items(provider, seconds, memory_mb, None))
 
-    def idle_items(self, provider: str, *, seconds: float, memory_mb: float) -> Iterator[tuple[PriceEntry, float]]:
-        """Amounts of idle worker time that the provider has a price for."""
-        memory_s = seconds * memory_mb / 1024.0
-        return self._items(
-            provider, {"idle-GB-second": memory_s, "idle-GiB-second": memory_s, "idle-core-second": seconds}
-        )
+    def items(
+        self, provider: str, seconds: float, memory_mb: float, requests: int | None
+    ) -> Iterator[tuple[PriceEntry, float]]:
+        """Amounts of the units that the provider has a price for: GB-seconds (1 GB = 1024 MB, as AWS counts),
+        GiB-seconds, core-seconds, requests; without `requests`, the units of idle worker time."""
+        idle, memory_s = "idle-" if requests is None else "", seconds * memory_mb / 1024.0
+        amounts = {f"{idle}GB-second": memory_s, f"{idle}GiB-second": memory_s, f"{idle}core-second": seconds}
+        if requests is not None:
+            amounts["million-requests"] = requests / 1e6
+        for unit, amount in amounts.items():
+            if (price := self._table.get((provider, unit))) is not None:
+                yield price, amount
 
     def sources(self, name: str) -> tuple[PriceEntry, ...]:
         """Every price of a name, for the foot of a report."""
         return tuple(entry for (known, _), entry in self._table.items() if known == name)
-
-    def _items(self, provider: str, amounts: Mapping[str, float]) -> Iterator[tuple[PriceEntry, float]]:
-        for unit, amount in amounts.items():
-            if (price := self._table.get((provider, unit))) is not None:
-                yield price, amount

@@ -210,12 +210,6 @@ class LedgerReader:
         rows = self._query("SELECT value FROM meta WHERE key = 'config'")
         return dict(json.loads(rows[0][0])) if rows else {}
 
-    def configs(self) -> list[dict[str, Any]]:
-        """The configurations of all lives of the run, the last one last; equal consecutive ones once."""
-        rows = self._query("SELECT value FROM meta WHERE key LIKE 'config.%' ORDER BY CAST(substr(key, 8) AS INTEGER)")
-        now = self.config()
-        return [*(json.loads(row[0]) for row in rows), *([now] if now else [])]
-
     def facts(self) -> RunFacts:
         (facts,) = self._rows(
             RunFacts,

@@ -74,9 +74,9 @@ class Ledger:
         self._held = set(held)
         self._stopping = False
         self._closed: list[RunEvent] = []
-        database = Database(Path(directory), now=self._began, config=config, prices=prices, sync=not inline)
-        self._database = database
-        self._measure = measure
+        database = self._database = Database(
+            Path(directory), now=self._began, config=config, prices=prices, sync=not inline, measure=measure
+        )
         self._writer: InlineWriter | ThreadWriter = InlineWriter(database) if inline else ThreadWriter(database)
         self._record: Callable[[Any], None] = self._writer.record
 
@@ -96,9 +96,6 @@ class Ledger:
         """The part of `spent_usd` that providers of functions bill."""
         return self._database.functions_usd
 
-    def interval(self, interval: Interval) -> None:
-        self._record(interval)
-
     def event(self, event: RunEvent) -> None:
         self._record(event)
         if self._on_event is not None:
@@ -113,27 +110,20 @@ class Ledger:
         """The run is over: the resources that close from now on are held until the ledger closes."""
         self._stopping = True
 
-    def invocation(self, invocation: Invocation) -> None:
-        """The bill of one function call; its times are the run's."""
-        self._record(invocation)
+    def record(self, row: Interval | Charge | Invocation | Saving | WorkerSpan) -> None:
+        """Record one row. The times of an `Invocation` (the bill of one function call) are the run's; a `Saving` is of
+        items that needed no call; of `WorkerSpan`s, stretches of a function worker's life, only sums by the minute are
+        kept."""
+        self._record(row)
 
-    def saving(self, saving: Saving) -> None:
-        """Items that needed no function call."""
-        self._record(saving)
-
-    def worker(self, span: WorkerSpan) -> None:
-        """A stretch of a function worker's life; only sums by the minute are kept."""
-        self._record(span)
-
-    def charge(self, charge: Charge) -> None:
-        self._record(charge)
+    interval = charge = invocation = saving = worker = record
 
     async def admit(self, group: str, domain: str, seed: int) -> None:
         await self._writer.run(lambda db: db.admit(group, domain, seed))
 
     async def finish(self, sample: TrainSample, charge: Charge) -> None:
         def finished(db: Database) -> None:
-            db.finish(sample, self._measure)
+            db.finish(sample)
             db.insert([charge])
 
         await self._writer.run(finished)
@@ -147,7 +137,7 @@ class Ledger:
     async def commit(
         self, *, version: int, step: int, consumed: Sequence[Group], metrics: Mapping[str, float], stamp: str = ""
     ) -> None:
-        await self._writer.run(lambda db: db.commit(version, step, consumed, metrics, self._measure, stamp=stamp))
+        await self._writer.run(lambda db: db.commit(version, step, consumed, metrics, stamp))
 
     async def recover(self) -> Recovered | None:
         recovered: Recovered | None = await self._writer.run(Database.recover)

@@ -210,12 +210,10 @@ def _prices(rows: RunRows) -> Table:
 def _function_items(rows: RunRows) -> Iterator[tuple[PriceEntry, float]]:
     book = rows.prices
     for call in rows.invocations:
-        yield from book.function_items(
-            call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb, requests=call.calls
-        )
+        yield from book.items(call.provider, call.billed_s, call.memory_mb, call.calls)
     for worker in rows.workers:
         if worker.state == WorkerState.IDLE:
-            yield from book.idle_items(worker.provider, seconds=worker.seconds, memory_mb=worker.memory_mb)
+            yield from book.items(worker.provider, worker.seconds, worker.memory_mb, None)
 
 
 def _names(pools: Sequence[PoolPrice]) -> str:

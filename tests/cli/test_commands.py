@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,7 +18,6 @@ import yaml
 from rollart.cli import controller
 from rollart.cli.runs import new_lines
 from rollart.errors import BudgetExceeded, FaultRateExceeded, PartDied, ProviderError, RunFailed, SpecError
-from rollart.ledger.reader import LedgerReader
 
 Call = Callable[..., Any]
 
@@ -119,9 +120,10 @@ class TestLaunch:
         assert done.code == 0
         assert "this resume changes training.lr: 1e-05 -> 0.001" in done.err
         assert "this resume changes cluster.engines.max_slots: " in done.err
-        with LedgerReader(Path("runs/mine")) as reader:
-            rates = [config["run"]["training"]["lr"] for config in reader.configs()]
-        assert rates == [1e-5, 1e-3]
+        with contextlib.closing(sqlite3.connect("runs/mine/ledger.sqlite")) as ledger:
+            configs = dict(ledger.execute("SELECT key, value FROM meta WHERE key LIKE 'config%'"))
+        rates = {key: json.loads(config)["run"]["training"]["lr"] for key, config in configs.items()}
+        assert rates == {"config.0": 1e-5, "config": 1e-3}
 
     def test_resume_continues_as_it_was_started(self, rollart: Call, launch_calls: Any) -> None:
         rollart("launch", "run.yaml", "steps=5", "--name", "mine")
