@@ -100,10 +100,12 @@ def publish_version(learner: Learner, root: Path, version: int, tokenizer: tuple
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LearnerSnapshot:
-    """A learner's state at one moment. `files`: the files that this rank writes; `index`: the file of each tensor, if
-    there are several files."""
+    """A learner's state at one moment. `files`: the files that this rank writes; `rows`: of each tensor that is a part
+    of a whole one, its first row and the rows of the whole; `index`: the file of each tensor, if there are several
+    files."""
 
-    files: Mapping[str, Mapping[str, Tensor | TensorRows]]
+    files: Mapping[str, Mapping[str, Tensor]]
+    rows: Mapping[str, tuple[int, int]]
     index: str | None
     config: str
     counters: LearnerCounters
@@ -114,13 +116,11 @@ def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
     """The learner's current state. All ranks must call it. A copy is in host memory and remains unchanged while the
     learner continues; without `copy`, the tensors are the learner's own. Several ranks always copy."""
     learner.policy.reshard()
-    state, model = _state_tensors(learner), published_tensors(learner.policy.model)
+    (state, rows), model = _state_tensors(learner), published_tensors(learner.policy.model)
     if learner.ranks.size == 1:
         index: str | None = None
         with torch.no_grad():
-            whole: dict[str, Tensor | TensorRows] = {
-                name: m.merge([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()
-            }
+            whole = {name: m.merge([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()}
         files = {MODEL: whole, OPTIMIZER: state}
         files = {name: _copied(tensors) for name, tensors in files.items()} if copy else files
     else:
@@ -130,7 +130,7 @@ def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
     config = learner.policy.model.config
     config.architectures = [type(learner.policy.model).__name__]
     counters = dataclasses.replace(learner.counters)
-    return LearnerSnapshot(files, index, str(config.to_json_string()), counters, learner.config.durable)
+    return LearnerSnapshot(files, rows, index, str(config.to_json_string()), counters, learner.config.durable)
 
 
 def write_version(
@@ -157,7 +157,7 @@ def write_version(
 
     def share(temporary: Path) -> dict[str, str]:
         for name, tensors in state_of.files.items():
-            save_tensors(temporary / name, tensors)
+            save_tensors(temporary / name, tensors, state_of.rows)
         return {name: _digest(temporary / name, state_of.durable) for name in state_of.files}
 
     def seal(temporary: Path, digests: Mapping[str, str]) -> None:
@@ -202,78 +202,53 @@ def restore_version(learner: Learner, path: Path, version: int) -> None:
     learner.counters = counters
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRows:
-    """Rows of a tensor from `start` on; `of` is the number of rows of the whole tensor."""
-
-    tensor: Tensor
-    start: int
-    of: int
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor | TensorRows]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], rows: Mapping[str, tuple[int, int]]) -> None:
     """Write one file, with the umask's mode for new files. Raises `OSError` and `SafetensorError`."""
-    rows = {name: [t.start, t.of] for name, t in tensors.items() if isinstance(t, TensorRows)}
-    plain = {name: t.tensor if isinstance(t, TensorRows) else t for name, t in tensors.items()}
+    rows = {name: rows[name] for name in tensors if name in rows}
     # transformers requires `format`, and safetensors cannot read an empty file without metadata.
     metadata = {"format": "pt"} | ({"rows": json.dumps(rows)} if rows else {})
     path.touch()
     mode = stat.S_IMODE(path.stat().st_mode)
-    save_file({name: t.detach().cpu().contiguous() for name, t in plain.items()}, path, metadata=metadata)
+    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path, metadata=metadata)
     path.chmod(mode)  # safetensors puts a temporary file of mode 0600 in its place
 
 
 class TensorFiles:
-    """The tensors of some files, by name. Tensors that were read remain valid after `close`."""
+    """The tensors of some files, by name. Tensors that were read remain valid when the files are closed with it."""
 
     def __init__(self, files: Iterable[Path]) -> None:
-        self._files: list[Any] = []
-        self._locations: dict[str, list[tuple[int, int, Any]]] = {}
+        self._pieces: dict[str, list[tuple[int, int, Any]]] = {}
+        """Of each tensor: first row, end and file of its pieces."""
         self.shapes: dict[str, tuple[int, ...]] = {}
         for path in files:
             file: Any = safe_open(str(path), framework="pt")
-            self._files.append(file)
             rows = json.loads((file.metadata() or {}).get("rows", "{}"))
             for name in file.keys():  # noqa: SIM118 - not a mapping
-                self._add(name, file.get_slice(name), rows.get(name))
+                shape = tuple(file.get_slice(name).get_shape())
+                count = shape[0] if shape else 0
+                start, of = rows.get(name) or (0, count)
+                self._pieces.setdefault(name, []).append((start, start + count, file))
+                self.shapes[name] = (of, *shape[1:]) if shape else ()
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor in host memory, by default all. `ValueError` if some rows are in no file."""
-        shape = self.shapes[name]
+        shape, pieces = self.shapes[name], sorted(self._pieces[name], key=lambda p: p[:2])
         if not shape:
-            return self._read_scalar(name)
+            scalar: Tensor = pieces[0][2].get_tensor(name)
+            return scalar
         stop = shape[0] if stop is None else stop
         parts, at = [], start
-        for first, last, piece in sorted(self._locations[name], key=lambda p: p[:2]):
+        for first, last, file in pieces:
             if first <= at < min(last, stop):
                 end = min(last, stop)
-                parts.append(piece[at - first : end - first])
+                parts.append(file.get_slice(name)[at - first : end - first])
                 at = end
         if at < stop:
             raise ValueError(f"{name}: rows {at} to {stop} are in no file")
         if not parts:
-            first, _, piece = self._locations[name][0]
-            parts.append(piece[0:0])
+            parts.append(pieces[0][2].get_slice(name)[0:0])
         whole: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
         return whole
-
-    def close(self) -> None:
-        self._locations.clear()
-        self._files.clear()
-
-    def _add(self, name: str, piece: Any, rows: list[int] | None) -> None:
-        shape = tuple(piece.get_shape())
-        start, of = rows or (0, shape[0] if shape else 0)
-        self._locations.setdefault(name, []).append((start, start + (shape[0] if shape else 0), piece))
-        self.shapes[name] = (of, *shape[1:]) if shape else ()
-
-    def _read_scalar(self, name: str) -> Tensor:
-        """Read a scalar."""
-        for file in self._files:
-            if name in file.keys():  # noqa: SIM118 - not a mapping
-                tensor: Tensor = file.get_tensor(name)
-                return tensor
-        raise ValueError(f"{name} is in no file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,8 +285,9 @@ def row_range(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
-def _state_tensors(learner: Learner) -> dict[str, Tensor | TensorRows]:
-    """State for `restore_version` besides the weights: this rank's rows of the optimizers' state and of adapters."""
+def _state_tensors(learner: Learner) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
+    """State for `restore_version` besides the weights: this rank's rows of the optimizers' state and of adapters, and
+    which rows they are."""
     names = {p: n for n, p in learner.policy.model.named_parameters()}
     whole = {
         f"{which}/{names[parameter]}/{key}": value
@@ -322,39 +298,35 @@ def _state_tensors(learner: Learner) -> dict[str, Tensor | TensorRows]:
     whole |= {f"{ADAPTER}/{name}/weight": p for name, p in adapter_tensors(learner.policy.model).items()}
     rank, size = learner.ranks.rank, learner.ranks.size
     if size == 1:
-        return {name: local_rows(tensor) for name, tensor in whole.items()}
-    out: dict[str, Tensor | TensorRows] = {}
+        return {name: local_rows(tensor) for name, tensor in whole.items()}, {}
+    tensors: dict[str, Tensor] = {}
+    rows: dict[str, tuple[int, int]] = {}
     for name, tensor in whole.items():
         if not tensor.ndim:
             if rank == 0:
-                out[name] = tensor
+                tensors[name] = tensor
             continue
         start, stop = row_range(tensor.shape[0], rank=rank, ranks=size)
         if stop > start:
-            out[name] = TensorRows(local_rows(tensor), start, tensor.shape[0])
-    return out
+            tensors[name], rows[name] = local_rows(tensor), (start, tensor.shape[0])
+    return tensors, rows
 
 
-def _copied(tensors: Mapping[str, Tensor | TensorRows]) -> dict[str, Tensor | TensorRows]:
-    return {
-        name: TensorRows(_copied_tensor(t.tensor), t.start, t.of) if isinstance(t, TensorRows) else _copied_tensor(t)
-        for name, t in tensors.items()
-    }
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def _sharded_files(
-    learner: Learner, model: Mapping[str, AdaptedTensor]
-) -> tuple[dict[str, dict[str, Tensor | TensorRows]], str]:
+def _sharded_files(learner: Learner, model: Mapping[str, AdaptedTensor]) -> tuple[dict[str, dict[str, Tensor]], str]:
     """This rank's files of whole tensors, and the index of all files. Tensors are assembled one at a time, on the rank
     that writes them: no rank holds more than its share, and every byte crosses the network once."""
     ranks = learner.ranks
     sizes = {name: m.base.numel() * m.base.element_size() for name, m in model.items()}
     planned = file_buckets(sizes, ranks=ranks.size, limit=learner.config.parallel.bucket_mb * 10**6)
-    files: dict[str, dict[str, Tensor | TensorRows]] = {}
+    files: dict[str, dict[str, Tensor]] = {}
     place = {}
     for number, bucket in enumerate(planned, start=1):
         file = f"model-{number:05d}-of-{len(planned):05d}.safetensors"
-        mine: dict[str, Tensor | TensorRows] = {}
+        mine: dict[str, Tensor] = {}
         for name in bucket.names:
             place[name] = file
             parts = [ranks.assemble(local_rows(p), of=p.shape[0], owner=bucket.owner) for p in model[name].parts]
@@ -502,8 +474,6 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
         raise _unreadable(path, error) from error
     except (SafetensorError, ValueError, KeyError) as error:
         raise VersionDamaged(f"{path} cannot be read as a version: {error}") from error
-    model.close()
-    state.close()
     return pairs, moments, counters
 
 
@@ -513,10 +483,6 @@ def restored_moment(parameter: Tensor, value: Tensor) -> Tensor:
     state = torch.zeros_like(parameter) if value.ndim else torch.zeros_like(value, device=parameter.device)
     local_rows(state).copy_(value)
     return state
-
-
-def _copied_tensor(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True)
 
 
 def _unreadable(path: Path, error: OSError) -> TrainerError:

@@ -53,7 +53,6 @@ def outgoing_version(snapshot: LearnerSnapshot) -> OutgoingVersion:
         for file, tensors in snapshot.files.items()
         if not file.startswith("trainer/")
         for name, tensor in tensors.items()
-        if isinstance(tensor, Tensor)
     }
     return OutgoingVersion(whole, snapshot.config)
 

@@ -135,11 +135,11 @@ async def test_a_publish_that_hangs_and_is_given_up_leaves_no_version(
     """The disk hangs and the trainer is restored and continues; then the disk resumes the old write."""
     hangs, release, write = threading.Event(), threading.Event(), checkpoint.save_tensors
 
-    def slow(path: Path, tensors: Any) -> None:
+    def slow(path: Path, tensors: Any, rows: Any) -> None:
         if not hangs.is_set():
             hangs.set()
             release.wait()
-        write(path, tensors)
+        write(path, tensors, rows)
 
     async with serving(config(tmp_path)) as (trainer, _):
         start = await trainer.publish(0)
