@@ -120,7 +120,6 @@ async def started(
         name,
         "rollart.adapters.clusters.ray_host:NodeProgram",
         args=(name, "rollart.engine", arguments, str(directory / f"{name}.log")),
-        resources={"CPU": 1.0},
         labels={"pool": pool},
         max_concurrency=6,
     )

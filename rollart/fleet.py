@@ -59,7 +59,7 @@ class ActorSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     max_concurrency: int = 1000
     bundle: str = ""
-    """A reserved bundle to run in, by its labels; without one, any node with room."""
+    """A reserved bundle to run in, which holds the resources; without one, a node that nothing is reserved on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Node:
     id: str
     labels: Mapping[str, str]
     total: Mapping[str, float]
-    free: Mapping[str, float]
+    free: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.adapters.clusters.ray import RayRuntime
-from rollart.fleet import ActorSpec
 
 
 def row(ray_id: str, name: str, *, alive: bool = True) -> dict[str, Any]:
@@ -25,9 +24,10 @@ def row(ray_id: str, name: str, *, alive: bool = True) -> dict[str, Any]:
 
 
 def test_a_node_of_the_name_of_a_dead_one_is_another() -> None:
-    runtime, actor = RayRuntime("auto"), ActorSpec("a", "m:F", resources={"CPU": 3.0})
+    runtime, resources = RayRuntime("auto"), {"CPU": 3.0}
     runtime.update_nodes([row("id-1", "n1")])
-    assert runtime.acquire_resources("id-1", actor) == "n1"
+    runtime.account("id-1", resources, -1.0)
+    assert runtime.node_name("id-1") == "n1"
     assert runtime.nodes()[0].free == {"CPU": 1.0}
     runtime.update_nodes([row("id-1", "n1"), row("id-2", "n1")])
     assert [(n.id, n.free["CPU"]) for n in runtime.nodes()] == [("n1", 1.0), ("n1-id-2", 4.0)], "both live"
@@ -36,9 +36,9 @@ def test_a_node_of_the_name_of_a_dead_one_is_another() -> None:
 
     runtime = RayRuntime("auto")
     runtime.update_nodes([row("id-1", "n1")])
-    runtime.acquire_resources("id-1", actor)
+    runtime.account("id-1", resources, -1.0)
     runtime.update_nodes([row("id-1", "n1", alive=False), row("id-2", "n1")])
-    runtime.return_resources("id-1", actor)
+    runtime.account("id-1", resources, 1.0)
     assert [(n.id, n.free) for n in runtime.nodes()] == [("n1", {"CPU": 4.0})], (
         "resources of the dead one are not counted here"
     )
@@ -80,18 +80,16 @@ Lives = st.lists(st.sets(st.integers(0, 7), max_size=6), max_size=12)
 
 
 @given(Lives, st.lists(st.tuples(st.integers(0, 11), st.integers(0, 7)), max_size=20))
-def test_free_resources_are_those_held_by_no_actor_of_the_node(
-    lives: list[set[int]], holds: list[tuple[int, int]]
-) -> None:
-    runtime, actor = RayRuntime("auto"), ActorSpec("a", "m:F", resources={"CPU": 1.0})
+def test_free_resources_are_those_reserved_by_no_group(lives: list[set[int]], holds: list[tuple[int, int]]) -> None:
+    runtime, resources = RayRuntime("auto"), {"CPU": 1.0}
     held: dict[int, int] = {}
     for poll_nodes, alive in enumerate(lives):
         runtime.update_nodes([row(f"id-{i}", f"n{i % 3}") for i in alive])
         for gone in held.keys() - alive:
             for _ in range(held.pop(gone)):
-                runtime.return_resources(f"id-{gone}", actor)
+                runtime.account(f"id-{gone}", resources, 1.0)
         for _, node in ((at, node) for at, node in holds if at == poll_nodes and node in alive):
-            runtime.acquire_resources(f"id-{node}", actor)
+            runtime.account(f"id-{node}", resources, -1.0)
             held[node] = held.get(node, 0) + 1
         nodes = {node.id: node for node in runtime.nodes()}
         assert len(nodes) == len(alive)

@@ -85,7 +85,7 @@ class Stopping(RayHandle):
 
     async def boot(self) -> None:
         self.starts += 1
-        self._incarnation = RayIncarnation(None, "n0", "id0")
+        self._incarnation = RayIncarnation(None, "n0")
 
     async def _stop(self, life: RayIncarnation) -> None:
         await asyncio.sleep(0.01)

@@ -145,20 +145,6 @@ def test_placement_follows_labels(on: Run) -> None:
     on(scenario)
 
 
-def test_resources_are_accounted_and_waited_for(on: Run) -> None:
-    async def scenario(runtime: Runtime) -> None:
-        first = await runtime.spawn(spec("a", resources={"GPU": 2.0}))
-        assert runtime.nodes()[1].free["GPU"] == 0.0
-        async with asyncio.TaskGroup() as tasks:
-            waiting = tasks.create_task(runtime.spawn(spec("b", resources={"GPU": 2.0})))
-            await asyncio.sleep(0.01)
-            assert not waiting.done()
-            await first.kill()
-        assert waiting.result().node == "n1"
-
-    on(scenario)
-
-
 def test_infeasible_request_is_an_error_at_once(on: Run) -> None:
     async def scenario(runtime: Runtime) -> None:
         with pytest.raises(UsageError, match="no node could ever hold it"):
@@ -288,15 +274,15 @@ def test_a_gang_is_held_and_its_actors_run_in_it(on: Run) -> None:
 
 def test_a_gang_that_waits_holds_nothing(on: Run) -> None:
     async def scenario(runtime: Runtime) -> None:
-        busy = await runtime.spawn(spec("busy", resources={"GPU": 1.0}, labels=H20))
+        await runtime.reserve([group("busy", {"GPU": 1.0}, H20)], wait_s=60.0)
         gang = [group("a", {"GPU": 1.0}, {"gpu": "H800"}), group("b", {"GPU": 2.0}, H20)]
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(runtime.reserve(gang, wait_s=100.0))
             await asyncio.sleep(0.01)
-            between = await runtime.spawn(spec("between", resources={"GPU": 1.0}, labels={"gpu": "H800"}))
-            await between.kill()
+            await runtime.reserve([group("between", {"GPU": 1.0}, {"gpu": "H800"})], wait_s=60.0)
+            await runtime.release("between")
             assert not waiting.done()
-            await busy.kill()
+            await runtime.release("busy")
         assert [runtime.reserved(name) for name in ("a", "b")] == [True, True]
 
     on(scenario)

@@ -13,7 +13,7 @@ from typing import Any
 from rollart.adapters.clusters.runtime import (
     EventLog,
     InlineActor,
-    account,
+    add_resources,
     bundle_node,
     check_feasible,
     feasible_nodes,
@@ -27,8 +27,8 @@ from rollart.ports import Handle
 
 
 class LocalRuntime:
-    """Owns its actors. `spawn` waits until a node has room for the actor, unblocked by a `kill`; calls to one actor
-    wait for one of its `max_concurrency` slots. Invariant: free = total - held on every node, never below 0."""
+    """Owns its actors. `reserve` waits until the nodes have room, unblocked by a `release`; calls to one actor wait for
+    one of its `max_concurrency` slots. Invariant: free = total - reserved on every node, never below 0."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = {n.id: Node(n.id, dict(n.labels), dict(n.total), dict(n.total)) for n in nodes}
@@ -48,11 +48,11 @@ class LocalRuntime:
     async def spawn(self, spec: ActorSpec) -> Handle:
         if spec.name in self._actors:
             raise UsageError(f"an actor named {spec.name!r} runs already")
-        while (node := self._place(spec)) is None:
-            changed = self._changed
-            await changed.wait()
-        handle = self._actors[spec.name] = _LocalHandle(self, spec, node)
-        account(node, spec.resources, 1.0)
+        if spec.bundle:
+            node = bundle_node(spec, self._bundles)
+        else:
+            node = feasible_nodes(spec, spec.labels, self.nodes())[0]
+        handle = self._actors[spec.name] = _LocalHandle(self, spec, node.id)
         self.emit(RuntimeEvent("actor_started", spec.name, node.id))
         return handle
 
@@ -72,7 +72,7 @@ class LocalRuntime:
         for group in gang:
             self._groups[group.name] = group
             for bundle in group.bundles:
-                account(found[bundle.name], bundle.resources, 1.0)
+                add_resources(found[bundle.name].free, bundle.resources, -1.0)
                 total = dict(bundle.resources)
                 self._bundles[bundle.name] = Node(found[bundle.name].id, dict(bundle.labels), total, dict(total))
 
@@ -85,8 +85,9 @@ class LocalRuntime:
                 raise UsageError(f"an actor is still in bundle {bundle.name!r}", remedy="kill it first")
         del self._groups[group]
         for bundle in reservation.bundles:
-            account(self._nodes[self._bundles.pop(bundle.name).id], bundle.resources, -1.0)
-        self._notify()
+            add_resources(self._nodes[self._bundles.pop(bundle.name).id].free, bundle.resources, 1.0)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def reserved(self, group: str) -> bool:
         return group in self._groups
@@ -107,48 +108,21 @@ class LocalRuntime:
         self._events.emit(event)
 
     def forget(self, handle: _LocalHandle) -> None:
-        """The actor is dead: its resources are free."""
+        """The actor is dead."""
         del self._actors[handle.name]
-        account(handle.held, handle.spec.resources, -1.0)
-        self._notify()
-
-    def _place(self, spec: ActorSpec) -> Node | None:
-        """The first node with room; None if every node that could hold the actor is full; `UsageError` if no node
-        could."""
-        if spec.bundle:
-            fitting = [bundle_node(spec, self._bundles)]
-        else:
-            fitting = feasible_nodes(spec, spec.labels, self.nodes())
-        for node in fitting:
-            if all(node.free.get(k, 0.0) >= v - 1e-9 for k, v in spec.resources.items()):
-                return node
-        return None
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 class _LocalHandle:
     """A running actor. Calls wait for a concurrency slot; `kill` fails those in flight with `PartDied`."""
 
-    def __init__(self, runtime: LocalRuntime, spec: ActorSpec, held: Node) -> None:
-        """`held`: the node, or the bundle on it, that the actor's resources are accounted to."""
+    def __init__(self, runtime: LocalRuntime, spec: ActorSpec, node: str) -> None:
         self._runtime = runtime
         self.spec = spec
-        self.held = held
+        self.name, self.node = spec.name, node
         self._actor = InlineActor(spec.factory, *_copy((spec.args, dict(spec.kwargs))))
         self._slots = asyncio.Semaphore(spec.max_concurrency)
         self._calls = set[asyncio.Task[Any]]()
         self._gone = False
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def node(self) -> str:
-        return self.held.id
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         async with self._slots:

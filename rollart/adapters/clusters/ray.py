@@ -39,7 +39,7 @@ from rollart.adapters.clusters.ray_link import (
 )
 from rollart.adapters.clusters.runtime import (
     EventLog,
-    account,
+    add_resources,
     bundle_node,
     check_feasible,
     feasible_nodes,
@@ -87,7 +87,7 @@ class RayRuntime:
     """Owns its actors and the connection to the cluster, one per process. `spawn` waits until Ray finds room for the
     actor; after the death of a node, the next incarnation of its actor goes to any node that its labels allow.
 
-    Invariant: free = total - reserved - held by our other actors on every live node.
+    Invariant: free = total - reserved on every live node.
     """
 
     def __init__(self, address: str, *, env: Mapping[str, str] | None = None) -> None:
@@ -98,7 +98,7 @@ class RayRuntime:
         self._env_before: dict[str, str | None] = {}
         self._actors: dict[str, RayHandle] = {}
         self.link = RayDriverLink()
-        self.groups = RayGroups(self._account, lambda function, *args: self.link.run_blocking(function, *args))
+        self.groups = RayGroups(self.account, lambda function, *args: self.link.run_blocking(function, *args))
         self._nodes: dict[str, Node] = {}
         self._names: dict[str, str] = {}
         """Names of live nodes, by Ray's id."""
@@ -215,24 +215,18 @@ class RayRuntime:
         feasible_nodes(spec, labels, self.nodes())
 
     def least_loaded_node(self, handle: RayHandle) -> tuple[str, str]:
-        """The node for an actor that takes no resources, and Ray's id of it: among the nodes that its labels allow, the
-        one with the fewest such actors; nodes that are leaving come last. Ray would choose an arbitrary node, and the
-        same one for several actors."""
+        """The node for an actor without a bundle, and Ray's id of it: among the nodes that its labels allow, the one
+        with the fewest such actors; nodes that are leaving come last. Ray would choose an arbitrary node, and the same
+        one for several actors."""
         held = Counter(other.target_node for other in self._actors.values() if other is not handle)
         ids = {name: ray_id for ray_id, name in self._names.items()}
         candidates = [name for name, node in self._nodes.items() if matches(handle.spec.labels, node.labels)]
         name = min(candidates, key=lambda name: (name in self._leaving, held[name], name))
         return name, ids[name]
 
-    def acquire_resources(self, ray_id: str, spec: ActorSpec) -> str:
-        """Account for an actor that Ray placed on the node of this id; the node's name."""
-        if not spec.bundle:
-            self._account(ray_id, spec.resources, 1.0)
+    def node_name(self, ray_id: str) -> str:
+        """The name of the node of this id; the id of one that is gone."""
         return self._names.get(ray_id, ray_id)
-
-    def return_resources(self, ray_id: str, spec: ActorSpec) -> None:
-        if not spec.bundle:
-            self._account(ray_id, spec.resources, -1.0)
 
     async def poll_nodes(self) -> None:
         """Poll the nodes. One poll at a time: an older answer must not overwrite a newer one. A caller that waited
@@ -263,10 +257,11 @@ class RayRuntime:
             self._nodes[name] = Node(name, dict(row["Labels"]), total, dict(total))
             self.emit(RuntimeEvent("node_up", name))
 
-    def _account(self, ray_id: str, resources: Mapping[str, float], sign: float) -> None:
+    def account(self, ray_id: str, resources: Mapping[str, float], sign: float) -> None:
+        """Add resources to the free ones of the node of this id, if it lives (`sign` 1), or take them (−1)."""
         node = self._nodes.get(self._names.get(ray_id, ""))
         if node is not None:
-            account(node, resources, sign)
+            add_resources(node.free, resources, sign)
 
     async def _report_leaving(self) -> None:
         """Report nodes that are about to leave: preempted, or drained by the cluster's operator."""
@@ -299,32 +294,26 @@ class RayHandle:
         self.spec = spec
         self._slots = asyncio.Semaphore(spec.max_concurrency)
         self._incarnation: RayIncarnation | None = None
-        self._node = ""
-        self.resourceless = not spec.bundle and not any(spec.resources.values())
+        self.name, self.node = spec.name, ""
         self.target_node = ""
-        """The node chosen here for an actor that takes no resources."""
+        """The node chosen here for an actor without a bundle."""
         self._revival: asyncio.Task[None] | None = None
         self._gone = False
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def node(self) -> str:
-        return self._node
 
     async def boot(self) -> None:
         """Start the next incarnation. `UsageError` if no node could hold it; exceptions of its constructor."""
         await self._runtime.feasible(self.spec)
         resources = dict(self.spec.resources)
-        scheduling: dict[str, Any] = {"label_selector": dict(self.spec.labels) or None}
+        scheduling: dict[str, Any]
         if self.spec.bundle:
             scheduling = {"scheduling_strategy": self._runtime.groups.strategy(self.spec.bundle)}
-        elif self.resourceless:
+        else:
             self.target_node, ray_id = self._runtime.least_loaded_node(self)
-            scheduling["fallback_strategy"] = [dict(scheduling)] if self.spec.labels else None
-            scheduling["label_selector"] = {**self.spec.labels, NODE_ID: ray_id}
+            labels = dict(self.spec.labels)
+            scheduling = {
+                "label_selector": {**labels, NODE_ID: ray_id},
+                "fallback_strategy": [{"label_selector": labels}] if labels else None,
+            }
         options = {
             "num_cpus": resources.pop("CPU", 0.0),
             "num_gpus": resources.pop("GPU", 0.0),
@@ -341,8 +330,8 @@ class RayHandle:
         except BaseException:
             self._runtime.link.kill(host)
             raise
-        self._node = self._runtime.acquire_resources(ray_id, self.spec)
-        incarnation = RayIncarnation(host, self._node, ray_id)
+        self.node = self._runtime.node_name(ray_id)
+        incarnation = RayIncarnation(host, self.node)
         # The actor outlives the call that started it; it ends by `kill` or by its death, which this task waits for.
         incarnation.watch = asyncio.get_running_loop().create_task(self._watch(incarnation), name=f"end of {self.name}")
         self._incarnation = incarnation
@@ -373,7 +362,7 @@ class RayHandle:
                 await self._stop(incarnation)
         finally:
             if incarnation is not None:
-                self._record_death(incarnation)
+                self._runtime.emit(RuntimeEvent("actor_died", self.name, incarnation.node))
             self._runtime.forget(self)
 
     async def _boot_response(self, host: Any) -> tuple[bool, bytes, str]:
@@ -424,7 +413,7 @@ class RayHandle:
                 if attempt == MAX_START_ATTEMPTS - 1:
                     raise
                 await asyncio.sleep(min(0.25 * 2**attempt, 2.0))
-        self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self._node))
+        self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self.node))
 
     async def _watch(self, incarnation: RayIncarnation) -> None:
         """Wait for the death of an incarnation, then restart the actor."""
@@ -441,13 +430,9 @@ class RayHandle:
             return
         self._incarnation = None
         self._runtime.link.kill(incarnation.host)
-        self._record_death(incarnation)
+        self._runtime.emit(RuntimeEvent("actor_died", self.name, incarnation.node))
         self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
         self._revival.add_done_callback(_mark_retrieved)
-
-    def _record_death(self, incarnation: RayIncarnation) -> None:
-        self._runtime.return_resources(incarnation.ray_id, self.spec)
-        self._runtime.emit(RuntimeEvent("actor_died", self.name, incarnation.node))
 
     async def _stop(self, incarnation: RayIncarnation) -> None:
         if incarnation.watch is not None:
@@ -468,7 +453,8 @@ class RayGroups:
     def __init__(
         self, account: Callable[[str, Mapping[str, float], float], None], run_blocking: Callable[..., Awaitable[Any]]
     ) -> None:
-        """`account` accounts for resources of the node with this Ray id; `run_blocking` makes a blocking call."""
+        """`account` adds to or takes from the resources of the node with this Ray id; `run_blocking` makes a blocking
+        call."""
         self._account = account
         self._run_blocking = run_blocking
         self._held: dict[str, _PlacementGroup] = {}
@@ -515,7 +501,7 @@ class RayGroups:
         for bundle, node in zip(held.group.bundles, held.where, strict=True):
             del self.bundles[bundle.name]
             if node is not None:
-                self._account(node, bundle.resources, -1.0)
+                self._account(node, bundle.resources, 1.0)
         await self._remove([held])
 
     async def close(self) -> None:
@@ -535,7 +521,7 @@ class RayGroups:
                     continue
                 held.where[index] = now
                 if held.group.name in self._held:  # not released meanwhile
-                    self._account(now, bundle.resources, 1.0)
+                    self._account(now, bundle.resources, -1.0)
 
     async def _try(self, gang: Sequence[BundleGroup], hold_s: float) -> list[Bundle]:
         """Hold the whole gang, or nothing; the bundles of groups that found no room within `hold_s`."""
@@ -563,7 +549,7 @@ class RayGroups:
                     total = dict(bundle.resources)
                     self.bundles[bundle.name] = Node("", dict(bundle.labels), total, dict(total))
                     if node is not None:
-                        self._account(node, bundle.resources, 1.0)
+                        self._account(node, bundle.resources, -1.0)
             requested = []
             return []
         finally:
@@ -589,8 +575,6 @@ class RayIncarnation:
 
     host: Any
     node: str
-    ray_id: str
-    """Ray's id of the node."""
     watch: asyncio.Task[None] | None = field(default=None)
 
 

@@ -64,15 +64,11 @@ class PrivateCluster:
         """The first of `nodes` is the head: the controller is its driver, and the cluster ends with it. `port` of the
         head; 0: a free one."""
         self._port = port
-        self._directory = directory
+        self._directory, self.token = directory, directory / TOKEN
         self._nodes = nodes
         self._health_s = health_s
         self._temporary = ""
         self._program: Program | None = None
-
-    @property
-    def token(self) -> Path:
-        return self._directory / TOKEN
 
     async def start(self) -> str:
         """The cluster's address. `PartDied` with Ray's message if it does not start."""

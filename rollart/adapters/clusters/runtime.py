@@ -53,7 +53,7 @@ def place_bundles(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> Mapping
 def check_feasible(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
     """`UsageError` if the gang would not fit on these nodes even if they were empty."""
     empty = [Node(n.id, n.labels, n.total, dict(n.total)) for n in nodes]
-    for bundle in _bundles(gang):
+    for bundle in (bundle for group in gang for bundle in group.bundles):
         if not any(matches(bundle.labels, n.labels) and _has_capacity(n.total, bundle) for n in empty):
             raise UsageError(f"{bundle}: no node could ever hold it", remedy=_described(nodes))
     search = PlacementSearch(gang, empty)
@@ -93,10 +93,10 @@ def bundle_node(spec: ActorSpec, bundles: Mapping[str, Node]) -> Node:
     return found
 
 
-def account(node: Node, resources: Mapping[str, float], sign: float) -> None:
-    """Take resources from the node's free ones (`sign` 1), or return them (−1)."""
+def add_resources(free: dict[str, float], resources: Mapping[str, float], sign: float) -> None:
+    """Return resources to the free ones (`sign` 1), or take them (−1)."""
     for name, amount in resources.items():
-        node.free[name] -= sign * amount  # type: ignore[index]
+        free[name] = free.get(name, 0.0) + sign * amount
 
 
 class InlineActor:
@@ -175,7 +175,7 @@ class PlacementSearch:
         self._nodes = nodes
         self._room = {n.id: dict(n.free) for n in nodes}
         self._strategy = {b.name: (g.name, g.strategy) for g in gang for b in g.bundles}
-        self._order = sorted(_bundles(gang), key=lambda b: -sum(b.resources.values()))
+        self._order = sorted((b for group in gang for b in group.bundles), key=lambda b: -sum(b.resources.values()))
         self._selector_labels = {label for bundle in self._order for label in bundle.labels}
         self._found: dict[str, Node] = {}
         self._depth = -1
@@ -197,9 +197,9 @@ class PlacementSearch:
                 tries.pop()
                 if tries:
                     before = self._order[len(tries) - 1]
-                    _add(self._room[self._found.pop(before.name).id], before, 1.0)
+                    add_resources(self._room[self._found.pop(before.name).id], before.resources, 1.0)
                 continue
-            _add(self._room[node.id], bundle, -1.0)
+            add_resources(self._room[node.id], bundle.resources, -1.0)
             self._found[bundle.name] = node
             if len(tries) < len(self._order):
                 tries.append(self._candidates(self._order[len(tries)]))
@@ -227,14 +227,5 @@ class PlacementSearch:
             yield node
 
 
-def _bundles(gang: Sequence[BundleGroup]) -> list[Bundle]:
-    return [bundle for group in gang for bundle in group.bundles]
-
-
 def _has_capacity(room: Mapping[str, float], bundle: Bundle) -> bool:
     return all(room.get(name, 0.0) >= amount - SLACK for name, amount in bundle.resources.items())
-
-
-def _add(room: dict[str, float], bundle: Bundle, sign: float) -> None:
-    for name, amount in bundle.resources.items():
-        room[name] = room.get(name, 0.0) + sign * amount

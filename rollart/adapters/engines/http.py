@@ -72,8 +72,8 @@ class HttpEngine:
         keepalive_s: float = 600.0,
         local: Callable[[WeightsRef], Awaitable[str]] | None = None,
     ) -> None:
-        self._id = id
-        self._url = url.rstrip("/")
+        self.id = id
+        self.url = url.rstrip("/")
         self._first = version
         self._http: aiohttp.ClientSession | None = None
         self._closed = False
@@ -88,14 +88,6 @@ class HttpEngine:
         self.stream: EngineStream | None = None
         """The connection that carries the requests, if the engine offers one."""
         self._opening = asyncio.Lock()
-
-    @property
-    def id(self) -> EngineId:
-        return self._id
-
-    @property
-    def url(self) -> str:
-        return self._url
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Generate the tokens of one turn. Cancelling aborts the request on the server. HandoffFailed if the KV named
@@ -125,7 +117,7 @@ class HttpEngine:
         try:
             return parse_completion(json.loads(raw), self._first)
         except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-            raise WrongAnswer(f"{self._url}: answer not understood: {error!r}") from error
+            raise WrongAnswer(f"{self.url}: answer not understood: {error!r}") from error
 
     async def started_with(self, weights: WeightsRef) -> None:
         """Call before the first request. `EngineError` if the server does not compute with these weights."""
@@ -140,7 +132,7 @@ class HttpEngine:
         expected = self._stamps.get(version) if isinstance(version, int) else None
         if expected and expected[0] and stamp is not None and stamp not in expected:
             raise ForeignWeights(
-                f"{self._url}: its weights are not those that were published as v{version} (stamp {str(stamp)[:12]!r}, "
+                f"{self.url}: its weights are not those that were published as v{version} (stamp {str(stamp)[:12]!r}, "
                 f"published {expected[0][:12]!r})",
                 remedy="something else loads weights into this engine: keep it from the engine's port",
             )
@@ -151,15 +143,15 @@ class HttpEngine:
         return lambda: None
 
     async def _generate_streamed(self, request: GenerateRequest, body: Mapping[str, object]) -> Completion:
-        events = CompletionAssembler(self._url, self._first, request.on_chunk, self._version_source())
+        events = CompletionAssembler(self.url, self._first, request.on_chunk, self._version_source())
         headers = {"X-Session-ID": request.session} if request.session else {}
         data = {**body, "stream": True, "stream_options": {"include_usage": True}}
         path = "/inference/v1/generate"
         try:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-            async with self._client().post(self._url + path, json=data, headers=headers, timeout=timeout) as answer:
+            async with self._client().post(self.url + path, json=data, headers=headers, timeout=timeout) as answer:
                 if answer.status >= 400:
-                    raise parse_error(self._url, path, answer.status, await answer.read())
+                    raise parse_error(self.url, path, answer.status, await answer.read())
                 rest = b""
                 async for chunk in answer.content.iter_any():  # a line may exceed aiohttp's read limit
                     *lines, rest = (rest + chunk).split(b"\n")
@@ -168,7 +160,7 @@ class HttpEngine:
                             events.add(line[6:].strip())
         except (aiohttp.ClientError, TimeoutError) as error:
             cause = str(error) or type(error).__name__
-            raise EngineError(f"{self._url}{path} broke off: {cause}", retryable=True) from error
+            raise EngineError(f"{self.url}{path} broke off: {cause}", retryable=True) from error
         return events.completion()
 
     async def abort(self, request_ids: Sequence[str]) -> None:
@@ -234,7 +226,7 @@ class HttpEngine:
         """Drop all KV: by default, vLLM keeps its prefix cache and the KV of running requests across an update."""
         answer = await self.control("/reset_prefix_cache?reset_running_requests=true", {})
         if answer.get("success") is False:
-            raise EngineError(f"{self._url} kept stale KV: reset_prefix_cache failed", retryable=True)
+            raise EngineError(f"{self.url} kept stale KV: reset_prefix_cache failed", retryable=True)
 
     async def stats(self) -> EngineStats:
         text = (await self.request("GET", "/metrics", limit_s=CONNECT_S)).decode()
@@ -281,7 +273,7 @@ class HttpEngine:
         try:
             return int(models[0]["max_model_len"])  # type: ignore[index]
         except (KeyError, IndexError, TypeError, ValueError):
-            raise EngineError(f"{self._url}/v1/models names no max_model_len", retryable=False) from None
+            raise EngineError(f"{self.url}/v1/models names no max_model_len", retryable=False) from None
 
     async def close(self) -> None:
         """Close the connections; requests in flight are aborted."""
@@ -297,14 +289,14 @@ class HttpEngine:
             if not self._streaming or (self.stream is not None and self.stream.open):
                 return self.stream
             offered = as_object(await self.request("GET", "/rollart/stream", limit_s=CONNECT_S, optional=True))
-            host, port = urlsplit(self._url).hostname or "", offered.get("port")
+            host, port = urlsplit(self.url).hostname or "", offered.get("port")
             if not port:
                 self._streaming = False
                 return None
             try:
                 async with asyncio.timeout(CONNECT_S):
                     loop = asyncio.get_running_loop()
-                    _, self.stream = await loop.create_connection(lambda: EngineStream(self._url), host, port)
+                    _, self.stream = await loop.create_connection(lambda: EngineStream(self.url), host, port)
             except OSError:  # TimeoutError included
                 self._streaming, self.stream = False, None
             return self.stream
@@ -333,23 +325,23 @@ class HttpEngine:
         data = None if body is None else json.dumps(body).encode()
         try:
             async with self._client().request(
-                method, self._url + path, data=data, headers=headers, timeout=timeout
+                method, self.url + path, data=data, headers=headers, timeout=timeout
             ) as answer:
                 raw = await answer.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             cause = str(error) or type(error).__name__
             raise EngineError(
-                f"{self._url}{path} failed: {cause}", retryable=True, remedy="is the engine alive?"
+                f"{self.url}{path} failed: {cause}", retryable=True, remedy="is the engine alive?"
             ) from error
         if optional and answer.status == 404:
             return b""
         if answer.status >= 400:
-            raise parse_error(self._url, path, answer.status, raw)
+            raise parse_error(self.url, path, answer.status, raw)
         return raw
 
     def _client(self) -> aiohttp.ClientSession:
         if self._closed:
-            raise EngineError(f"{self._url}: this engine's client was closed", retryable=True)
+            raise EngineError(f"{self.url}: this engine's client was closed", retryable=True)
         if self._http is None:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keepalive_s)
             self._http = aiohttp.ClientSession(connector=connector)

@@ -270,7 +270,7 @@ class VllmEngine(HttpEngine):
         arguments = json.dumps({key: value for key, value in body.items() if key != "weight_version"})
         for answer in await self.workers(WORKER_METHOD, path[1:], arguments):
             if answer.get("error"):
-                raise EngineError(f"{self._url}{path}: {' '.join(str(answer['error']).split())}", retryable=True)
+                raise EngineError(f"{self.url}{path}: {' '.join(str(answer['error']).split())}", retryable=True)
         return {} if version is None else await super().control("/update_weight_version", {"new_version": version})
 
     async def _has_several_workers(self) -> bool:
@@ -353,7 +353,7 @@ class VllmHost:
     calls, each for one version; `StorageFailed` names the server. All workers pull; those of one host share a copy."""
 
     def __init__(self, name: EngineId, url: str, place: WeightStoreLocation) -> None:
-        self._name, self._url, self._place = name, url, place
+        self.name, self._url, self._place = name, url, place
         self._objects: ObjectStore | None = None
         self._client: VllmEngine | None = None
         self._stamp = ""
@@ -365,20 +365,9 @@ class VllmHost:
         self._order = asyncio.Lock()
         """Keeps the calls to the plugin in order."""
 
-    @property
-    def name(self) -> str:
-        return self._name
-
     async def call(self, method: str, *args: Any) -> Any:
-        """`pull`, `arrived` and `pulling`, as on a `Program` actor. ValueError for any other method."""
-        match method:
-            case "pull":
-                return await self._pull(*args)
-            case "arrived":
-                return await self._arrived(*args)
-            case "pulling":
-                return await self._progress()
-        raise ValueError(method)
+        """`pull`, `arrived` and `pulling`, as on a `Program` actor."""
+        return await getattr(self, method)(*args)
 
     async def close(self) -> None:
         """Close the connections; later calls connect again."""
@@ -389,7 +378,7 @@ class VllmHost:
         if objects is not None:
             await objects.aclose()
 
-    async def _pull(
+    async def pull(
         self, place: WeightStoreLocation, version: int, stamp: str, keep: Sequence[int], manifest_bytes: bytes | None
     ) -> tuple[str, PullResult]:
         manifest, arrivals = manifest_bytes, (set[str](), False, False)
@@ -427,7 +416,7 @@ class VllmHost:
             max(float(report["seconds"]) for report in reports),
         )
 
-    async def _arrived(
+    async def arrived(
         self, place: WeightStoreLocation, manifest: bytes, digests: Sequence[str], over: bool, whole: bool
     ) -> None:
         stamp = Manifest.decode(manifest).stamp
@@ -442,7 +431,7 @@ class VllmHost:
             while len(self._early) > MAX_EARLY_VERSIONS:
                 self._early.popitem(last=False)
 
-    async def _progress(self) -> PullProgress | None:
+    async def pulling(self) -> PullProgress | None:
         if not self._stamp:
             return None
         reports = await self._call_workers("look", {"stamp": self._stamp})
@@ -479,7 +468,7 @@ class VllmHost:
 
     async def _call_workers(self, call: str, arguments: dict[str, Any]) -> list[dict[str, Any]]:
         if self._client is None:
-            self._client = VllmEngine(self._name, self._url)
+            self._client = VllmEngine(self.name, self._url)
         try:
             return await self._client.workers(WORKER_METHOD, call, json.dumps(arguments))
         except EngineError as error:

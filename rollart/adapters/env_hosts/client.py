@@ -33,6 +33,7 @@ class HostConnection(HostChannel):
 
     def __init__(self, name: str, node: str) -> None:
         super().__init__(name)
+        self.id = name
         self.life = f"{name} of life {next(self._lives)}"
         self.node = node
         self.pid = 0
@@ -62,10 +63,6 @@ class HostConnection(HostChannel):
             await connection.aclose()
             raise
         return connection
-
-    @property
-    def id(self) -> str:
-        return self.name
 
     async def reset(self, episode: str, domain: str, seed: int) -> tuple[tuple[Observation, EnvironmentOrigin], float]:
         response = await self._request(HostOperation.RESET, episode, [domain, seed])
