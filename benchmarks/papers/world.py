@@ -30,10 +30,11 @@ from rollart.policy.routing import PREFILL_RULES, RoutingPolicy
 from rollart.policy.schedules import resolve
 from rollart.ports import Charge
 from rollart.serving.engine_registry import GatewayLimits
+from rollart.settings.faults import ResetTroubleSpec
 from rollart.settings.rollout import TailBatchingSpec
 from rollart.sim import loop as virtual
 from rollart.sim.engine import DisaggregatedEngine, EngineLimits, KvFabric, ModelledEngine, SimulatedJob
-from rollart.sim.environments import ResetFaults, SimulatedDomain, SimulatedHost
+from rollart.sim.environments import SimulatedDomain, SimulatedHost
 from rollart.sim.links import PUSH, RDMA, LinkProfile, SharedLink
 from rollart.sim.run import MemoryWeights
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
@@ -86,7 +87,7 @@ class Bed:
     reward: Callable[[Trajectory], float] | None = None
     stage_s: float = 0.0
     tail: float | None = None
-    faults: ResetFaults | None = None
+    faults: ResetTroubleSpec | None = None
     hosts: int = 1
     token_budget: int | None = None
     prefix_cache: bool = True

@@ -1,4 +1,4 @@
-"""Environments on virtual time: scripts played by hosts that may be slow, crowded or broken.
+"""Environments on virtual time: scripts played by hosts that may be slow or broken.
 
 A `SimulatedDomain` is one domain: its environments know their trajectory's script when they are reset. The text of an
 observation is its mass (`workload`), and its `max_tokens` is the length of the engine's answer, so that only the
@@ -12,7 +12,6 @@ selects among them, keeps them alive and counts the losses of their failures as 
 from __future__ import annotations
 
 import asyncio
-import math
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from rollart.leases import Leases
 from rollart.ledger.intervals import ResourceClock
 from rollart.model import Observation, Step
 from rollart.ports import Environment, Recorder
-from rollart.sim.links import SharedLink
+from rollart.settings.faults import ResetTroubleSpec
 from rollart.sim.loop import sleeping
 from rollart.sim.site import HostReservation
 from rollart.sim.workload import Script, Workload, entity_generator
@@ -46,7 +45,7 @@ class SimulatedDomain:
     seed: int = 0
     name: str = ""
     hosts: Sequence[SimulatedHost] = field(default_factory=lambda: (SimulatedHost("host-0"),))
-    faults: ResetFaults | None = None
+    faults: ResetTroubleSpec | None = None
     solved: float | None = None
     """Mean share of trajectories with reward 1 instead of 0; None: each trajectory has its script's reward, and nothing
     is drawn."""
@@ -97,10 +96,10 @@ class SimulatedDomain:
         self.failed_resets += fails
         return fails, faults.stall_s if stalls else 0.0
 
-    def _in_burst(self, faults: ResetFaults, host: SimulatedHost, now: float) -> bool:
+    def _in_burst(self, faults: ResetTroubleSpec, host: SimulatedHost, now: float) -> bool:
         """Bursts are drawn as time passes, and a host's part in each by a hash, so that the result does not depend on
         the caller."""
-        if faults.burst_every_s == math.inf:
+        if faults.burst_every_s is None:
             return False
         bursts = self._bursts
         if self._luck is None:
@@ -162,12 +161,9 @@ class ModelledEnvironment:
         return Observation(str(script.shown[turn]), None, script.answers[turn])
 
     async def _spend(self, seconds: float) -> None:
-        host = self._host
-        if host.work is not None:
-            await host.work.transfer(seconds)
-        elif seconds:
+        if seconds:
             await sleeping(seconds)
-        if not host.up:
+        if not (host := self._host).up:
             raise EnvironmentFault(host.name, "its host is down", incident=f"{host.name} down {host.failures}")
 
 
@@ -175,43 +171,16 @@ _FINAL_OBSERVATION = Observation("1")
 """The last observation, which the policy never answers."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResetFaults:
-    """Faults of resets besides their duration's distribution. With probability `fail` a reset raises when its time is
-    over; with probability `stall` it takes `stall_s` longer. In a burst, both have the probabilities `burst_fail` and
-    `burst_stall` on the hosts that it hits: a registry or a link that is overrun takes many down together (RA-2).
-
-    Bursts come `burst_every_s` apart on average (exponential), for `burst_s`, each on a share `burst_hosts` of hosts.
-    """
-
-    fail: float = 0.0
-    stall: float = 0.0
-    stall_s: float = 400.0
-    burst_every_s: float = math.inf
-    burst_s: float = 120.0
-    burst_hosts: float = 0.25
-    burst_fail: float = 0.0
-    burst_stall: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("fail", "stall", "burst_hosts", "burst_fail", "burst_stall"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)} (rule: a probability)")
-
-
 @dataclass(slots=True)
 class SimulatedHost:
-    """A machine that runs environments. Concurrent environments share `work`, in seconds of one environment alone (a
-    link of as many "GB/s" as the machine has cores, with at most 1 per stream); None: environments do not slow each
-    other down."""
+    """A machine that runs environments, which do not slow each other down."""
 
     name: str
-    work: SharedLink | None = None
     up: bool = True
     active: int = 0
     node: str = ""
     """The machine that fails with it; its own if not given."""
-    on_change: Callable[[bool], None] | None = None
+    on_change: Callable[[bool], None] = lambda _: None
     """Called with the new state when it goes down or comes back."""
     failures: int = 0
     """Number of times that it went down."""
@@ -219,8 +188,7 @@ class SimulatedHost:
     def turn(self, *, up: bool) -> None:
         self.failures += self.up and not up
         self.up = up
-        if self.on_change is not None:
-            self.on_change(up)
+        self.on_change(up)
 
 
 HostedEnvironmentFactory = Callable[[SimulatedHost], Environment]
@@ -257,8 +225,7 @@ class ModelledHosts:
         async def part(name: str) -> ModelledHost:
             host = given.get(name) or SimulatedHost(name)
             room = None if self.room is None else await self.room(name)
-            now = asyncio.get_running_loop().time
-            clock = ResourceClock(role="environment", resource=host.name, recorder=recorder, clock=now)
+            clock = ResourceClock(role="environment", resource=host.name, recorder=recorder, clock=_now)
             made = self.parts[host.name] = ModelledHost(host, self.make, clock, start_s=self.start_s, room=room)
             return made
 
@@ -292,24 +259,17 @@ class ModelledHost:
         make: Mapping[str, HostedEnvironmentFactory],
         clock: ResourceClock,
         *,
-        start_s: float = 0.0,
-        room: HostReservation | None = None,
+        start_s: float,
+        room: HostReservation | None,
     ) -> None:
-        self.host, self._make, self._clock, self._start_s = host, make, clock, start_s
+        self.id, self.host, self.clock = host.name, host, clock
+        self._make, self._start_s = make, start_s
         self.lives: list[ModelledHostInstance] = []
         self._changed = asyncio.Event()
         host.on_change = self._watch
         self._room = room
         if room is not None:
             room.on_change = self._watch
-
-    @property
-    def id(self) -> str:
-        return self.host.name
-
-    @property
-    def clock(self) -> ResourceClock:
-        return self._clock
 
     @property
     def node(self) -> str:
@@ -330,7 +290,7 @@ class ModelledHost:
         return await self.lives[-1].lost()
 
     async def close(self) -> None:
-        self.host.on_change = None
+        self.host.on_change = lambda _: None
         if self._room is not None:
             self._room.on_change = lambda _: None
             self._room.leave()
@@ -346,10 +306,8 @@ class ModelledHost:
 
 T = TypeVar("T")
 
-
 START_S = 1e6
 """Longest wait for a machine that is down, in virtual seconds."""
-
 
 COLD_START = EnvironmentOrigin("cold", 0.0)
 
@@ -360,24 +318,16 @@ class ModelledHostInstance:
     image_domains: frozenset[str] = frozenset()
 
     def __init__(
-        self, host: SimulatedHost, make: Mapping[str, HostedEnvironmentFactory], number: int, *, node: str = ""
+        self, host: SimulatedHost, make: Mapping[str, HostedEnvironmentFactory], number: int, *, node: str
     ) -> None:
         self._host, self._make = host, make
-        self._node = node or host.node or host.name
+        self.id, self.node = host.name, node or host.node or host.name
         self.life = f"{host.name} of life {number}"
         self.episodes: dict[str, Environment] = {}
         self.most = 0
         """The most episodes that it held at a time."""
         self._calls: dict[asyncio.Task[object], None] = {}  # the order of a set differs between runs
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    @property
-    def id(self) -> str:
-        return self._host.name
-
-    @property
-    def node(self) -> str:
-        return self._node
 
     @property
     def alive(self) -> bool:

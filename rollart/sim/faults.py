@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Protocol
 
 from rollart.ports import Engine
@@ -45,7 +46,6 @@ def engine_target(part: FailableEngine, version: Callable[[], int] | None) -> Fa
 
 def host_target(of: SimulatedHost) -> FaultTarget:
     """A host of environments: its environments break, and it gets no new ones."""
-
     return FaultTarget(lambda: of.turn(up=False), lambda: of.turn(up=True))
 
 
@@ -61,9 +61,9 @@ class Outage:
 @dataclass(frozen=True, slots=True)
 class FaultRate:
     """Each of these subjects dies `every_s` after it last came back, on average, and is down for `seconds`, on average;
-    both exponential. A subject of several names (a host of engines) is one entry of a tuple."""
+    both exponential. A subject has one name, or several that fail together (a host of engines)."""
 
-    subjects: Sequence[str | tuple[str, ...]]
+    subjects: Sequence[tuple[str, ...]]
     every_s: float
     seconds: float
 
@@ -89,51 +89,39 @@ class FaultPlan:
     seed: int = 0
     happened: list[FaultTransition] = field(default_factory=list)
     _reasons: dict[str, int] = field(default_factory=dict)
-    _noted: int = 0
 
     def __post_init__(self) -> None:
-        named = [n for o in self.outages for n in o.subjects]
-        named += [n for r in self.rates for s in r.subjects for n in _names_of(s)]
-        for name in named:
+        groups = [*(o.subjects for o in self.outages), *(s for r in self.rates for s in r.subjects)]
+        for name in (name for group in groups for name in group):
             if name not in self.subjects:
                 raise ValueError(f"faults of {name!r}, which is not there (rule: one of {', '.join(self.subjects)})")
 
     async def run(self) -> None:
         """Returns after the last transition; with rates, never."""
         loop = asyncio.get_running_loop()
-        agenda: list[tuple[float, int, tuple[str, ...], bool, _FaultProcess | None]] = []
-        for outage in self.outages:
-            self._note(agenda, outage.at, tuple(outage.subjects), up=False)
-            self._note(agenda, outage.at + outage.seconds, tuple(outage.subjects), up=True)
-        for rate in self.rates:
-            for subject in rate.subjects:
-                one = _FaultProcess(self.seed, _names_of(subject), rate)
-                self._note(agenda, one.draw(rate.every_s), one.names, up=False, life=one)
-        while agenda:
-            at, _, names, up, life = heapq.heappop(agenda)
+        agenda: list[Iterable[tuple[float, Sequence[str], bool]]] = [
+            *([(o.at, o.subjects, False), (o.at + o.seconds, o.subjects, True)] for o in self.outages),
+            *(self._failures(subject, rate) for rate in self.rates for subject in rate.subjects),
+        ]
+        for at, names, up in heapq.merge(*agenda, key=itemgetter(0)):
+            if at == math.inf:
+                return
             await asyncio.sleep(at - loop.time())
             for name in names:
                 self._change(name, up=up, now=loop.time())
-            if life is not None:
-                again = at + life.draw(life.rate.every_s if up else life.rate.seconds)
-                self._note(agenda, again, names, up=not up, life=life)
 
     def down(self) -> set[str]:
         """Subjects that are down now."""
         return {name for name, reasons in self._reasons.items() if reasons}
 
-    def _note(
-        self,
-        agenda: list[tuple[float, int, tuple[str, ...], bool, _FaultProcess | None]],
-        at: float,
-        names: tuple[str, ...],
-        *,
-        up: bool,
-        life: _FaultProcess | None = None,
-    ) -> None:
-        if at < math.inf:
-            self._noted += 1
-            heapq.heappush(agenda, (at, self._noted, names, up, life))
+    def _failures(self, names: Sequence[str], rate: FaultRate) -> Iterator[tuple[float, Sequence[str], bool]]:
+        """Failures and recoveries of one subject, from its own generator."""
+        rng = entity_generator(self.seed, "faults", *names)
+        at = 0.0
+        while True:
+            for mean, up in ((rate.every_s, False), (rate.seconds, True)):
+                at += rng.expovariate(1.0 / mean)
+                yield at, names, up
 
     def _change(self, name: str, *, up: bool, now: float) -> None:
         before = self._reasons.get(name, 0)
@@ -142,19 +130,3 @@ class FaultPlan:
             return
         self.happened.append(FaultTransition(now, name, up))
         (self.subjects[name].up if up else self.subjects[name].down)()
-
-
-class _FaultProcess:
-    """Failures and recoveries of one subject, from its own generator."""
-
-    def __init__(self, seed: int, names: tuple[str, ...], rate: FaultRate) -> None:
-        self.names = names
-        self.rate = rate
-        self._rng = entity_generator(seed, "faults", *names)
-
-    def draw(self, mean: float) -> float:
-        return self._rng.expovariate(1.0 / mean)
-
-
-def _names_of(subject: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (subject,) if isinstance(subject, str) else subject

@@ -1,8 +1,7 @@
 """Links on virtual time: latency, bandwidth, and fair sharing among transfers. Exact, one timer per link.
 
 A transfer is one or more streams (one per tensor-parallel rank, say). A stream gets at most `stream_gb_per_s` and an
-equal share of the link. The same queue models other fairly shared resources: a host's cores, the disk that containers
-are unpacked to (`environments`).
+equal share of the link.
 
 The profiles below are of one published system, for the simulations of its paper; runs have the links of their cluster.
 Three figures are tuned, once, to Mooncake's published table (RA-7): `TCP.gb_per_s` to 61.02 GB in 29.649 s,

@@ -75,7 +75,7 @@ class WeightTransfer:
         self.gb = gb
         self.buckets = math.ceil(gb / bucket_gb)
         self._bucket_gb = gb / self.buckets
-        self._push, self._pull = push, pull
+        self.push_link, self._pull = push, pull
         self._streams = streams
         self._load_s = gb / load_gb_per_s
         self._prefetch = prefetch
@@ -85,11 +85,6 @@ class WeightTransfer:
         """By engine, the pulls of versions that it has not loaded: the newest two, and the version that it waits
         for."""
         self.moved: dict[int, VersionTransfer] = {}
-
-    @property
-    def pushed_over(self) -> SharedLink:
-        """The link into the store."""
-        return self._push
 
     def subscribe(self, engine: str) -> None:
         """The engine fetches new versions from now on."""
@@ -109,7 +104,7 @@ class WeightTransfer:
         report = self.moved[version] = VersionTransfer(version)
         self._stored = {v: n for v, n in self._stored.items() if v >= version - 1} | {version: 0}
         for _ in range(self.buckets):
-            await self._push.transfer(self._bucket_gb)
+            await self.push_link.transfer(self._bucket_gb)
             if lost():
                 raise TrainerError(f"the trainer died while v{version} was pushed")
             self._stored[version] += 1

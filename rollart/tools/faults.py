@@ -12,9 +12,9 @@ from placement.types import Role
 from rollart.launch.hosts import ENVIRONMENT_ROLE, host_count, initial_function_hosts
 from rollart.launch.routing import SERVING_ROLES
 from rollart.report.simulation import ObservedFaults
-from rollart.settings.faults import LINK, FaultPlanSpec, OutageSpec, RateSpec, ResetTroubleSpec, matching_names
+from rollart.settings.faults import LINK, FaultPlanSpec, OutageSpec, RateSpec, matching_names
 from rollart.settings.resolve import Resolved
-from rollart.sim.environments import ResetFaults, SimulatedHost
+from rollart.sim.environments import SimulatedHost
 from rollart.sim.faults import FaultPlan, FaultRate, FaultTarget, Outage, engine_target, host_target
 from rollart.sim.links import SharedLink
 from rollart.sim.run import ModelledRun
@@ -100,7 +100,7 @@ class SimulationFaults:
     made, and `losses` after it."""
 
     def __init__(self, plan: FaultPlanSpec, resolved: Resolved, seed: int) -> None:
-        self._plan, self._resolved = plan, resolved
+        self.plan, self._resolved = plan, resolved
         # Simulations with different seeds under one plan get different faults.
         self._seed = plan.seed * 1_000_003 + seed
         self._faults = FaultPlan({})
@@ -113,18 +113,17 @@ class SimulationFaults:
             late = [o for o in plan.outages if o.at_s == 0]
             for name, machine in self.machines.machines.items():
                 machine.up = not any(matching_names(pattern, [name]) for o in late for pattern in o.parts)
-        self.resets = None if plan.resets is None else _reset_faults(plan.resets)
 
     @property
     def affects_hosts(self) -> bool:
         """True if faults may hit environment hosts, or if there are several hosts."""
         names = [h.name for h in self.hosts]
-        entries: Sequence[OutageSpec | RateSpec] = [*self._plan.outages, *self._plan.rates]
+        entries: Sequence[OutageSpec | RateSpec] = [*self.plan.outages, *self.plan.rates]
         return len(names) > 1 or any(matching_names(pattern, names) for entry in entries for pattern in entry.parts)
 
     @property
     def background_tasks(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
-        return [lambda: self._faults.run()] if self._plan.outages or self._plan.rates else []
+        return [lambda: self._faults.run()] if self.plan.outages or self.plan.rates else []
 
     def begin(
         self, run: ModelledRun, links: Mapping[str, SharedLink], workers: SimulatedMachines | None = None
@@ -163,18 +162,18 @@ class SimulationFaults:
 
         outages = [
             Outage([n for names in named(o) for n in names], o.at_s, math.inf if o.seconds is None else o.seconds)
-            for o in self._plan.outages
+            for o in self.plan.outages
         ]
-        for outage, of in zip(self._plan.outages, list(outages), strict=True):
+        for outage, of in zip(self.plan.outages, list(outages), strict=True):
             warned = [f"{name} to go" for name in of.subjects if f"{name} to go" in subjects]
             if warned and outage.warning_s and outage.at_s:
                 outages.append(Outage(warned, max(0.0, outage.at_s - outage.warning_s), outage.warning_s))
-        rates = [FaultRate(named(r), r.every_s, r.seconds) for r in self._plan.rates]
+        rates = [FaultRate(named(r), r.every_s, r.seconds) for r in self.plan.rates]
         self._faults = FaultPlan(subjects, outages, rates, seed=self._seed)
 
     def losses(self, run: ModelledRun) -> ObservedFaults | None:
         """The counted losses; None for an empty fault plan."""
-        plan = self._plan
+        plan = self.plan
         if not (plan.outages or plan.rates or plan.resets or plan.functions):
             return None
         outages, down_s = Counter[str](), defaultdict[str, float](float)
@@ -218,9 +217,3 @@ class _DegradedLink:
 def _kind(subject: str) -> str:
     """`engine_target` of `engine_target-12`, `link` of `link-weights`."""
     return subject.split("-", 1)[0]
-
-
-def _reset_faults(given: ResetTroubleSpec) -> ResetFaults:
-    values = given.model_dump()
-    values["burst_every_s"] = math.inf if given.burst_every_s is None else given.burst_every_s
-    return ResetFaults(**values)

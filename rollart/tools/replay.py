@@ -85,28 +85,20 @@ def prepare_from_spec(specs: Specs, directory: Path, *, resample: bool = False) 
 def _prepared(
     resolved: Resolved, recorded: Resolved, recording: RecordedRun, directory: Path, resample: bool
 ) -> PreparedReplay:
-    if not _same_hardware(resolved, recorded):
-        note = f"replays {recording.name} on other devices, at the speeds of the plan"
-        return PreparedReplay(resolved, replay_of(resolved, recording, resample=resample), note)
-    resolved = _with_problem(resolved, directory)
-    replay = replace(replay_of(resolved, recording, resample=resample), machine=recording.timings)
-    replay = replace(replay, pace=_fitted_pace(resolved, replace(replay, resample=False), recording))
-    note = f"replays {recording.name} at its own speeds (engines at {replay.pace:.2f} times the model's step times)"
-    return PreparedReplay(resolved, replay, note)
-
-
-def replay_of(resolved: Resolved, recording: RecordedRun, *, resample: bool = False) -> ReplayPlan:
-    """The recorded trajectories and functions on the hardware of `resolved`. UsageError for a domain without a
-    recording."""
-    known = list(recording.scripts)
     for domain in resolved.run.domains:
         if domain.name not in recording.scripts:
             raise UsageError(
                 f"domain '{domain.name}' has no trajectory in {recording.name} (rule: a recorded domain"
-                f"{did_you_mean(domain.name, known)})",
+                f"{did_you_mean(domain.name, list(recording.scripts))})",
                 remedy="replay a run of the same domains",
             )
-    return ReplayPlan(recording, resample=resample)
+    if not _same_hardware(resolved, recorded):
+        note = f"replays {recording.name} on other devices, at the speeds of the plan"
+        return PreparedReplay(resolved, ReplayPlan(recording, resample), note)
+    resolved = _with_problem(resolved, directory)
+    pace = _fitted_pace(resolved, recording)
+    note = f"replays {recording.name} at its own speeds (engines at {pace:.2f} times the model's step times)"
+    return PreparedReplay(resolved, ReplayPlan(recording, resample, pace), note)
 
 
 def _same_hardware(resolved: Resolved, recorded: Resolved) -> bool:
@@ -167,7 +159,7 @@ def _with_problem(resolved: Resolved, directory: Path) -> Resolved:
     return replace(resolved, problem=replace(problem, performance=performance))
 
 
-def _fitted_pace(resolved: Resolved, replay: ReplayPlan, recording: RecordedRun) -> float:
+def _fitted_pace(resolved: Resolved, recording: RecordedRun) -> float:
     """The pace at which simulated trajectories take the recorded engine-seconds, from up to `FIT_ROUNDS` short
     simulations. Engine time is roughly proportional to the pace, so each round multiplies the pace by the missing
     factor."""
@@ -176,9 +168,8 @@ def _fitted_pace(resolved: Resolved, replay: ReplayPlan, recording: RecordedRun)
     best = (float("inf"), pace)
     for _ in range(FIT_ROUNDS):
         with tempfile.TemporaryDirectory(prefix="rollart-replay-") as scratch:
-            done = simulate(
-                resolved, Path(scratch), seed=resolved.run.seed, steps=steps, replay=replace(replay, pace=pace)
-            )
+            replay = ReplayPlan(recording, pace=pace)
+            done = simulate(resolved, Path(scratch), seed=resolved.run.seed, steps=steps, replay=replay)
             found = engine_s_per_trajectory(done.directory)
         missing = wanted / found if found > 0 and wanted > 0 else 1.0
         best = min(best, (abs(missing - 1.0), pace))

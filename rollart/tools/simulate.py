@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from placement.architecture import DecoderShape as ModelShape
-from placement.problem import DomainProfile, Quantity, TrainingConstants, log_normal
+from placement.problem import DomainProfile, Quantity, log_normal
 from placement.roofline import Roofline
 from placement.training import mfu as training_mfu
 from placement.types import Assignment, Role
@@ -26,7 +28,7 @@ from rollart.fleet import EngineKind, EnginePlacement
 from rollart.launch.clusters import PLACEMENT_S, elastic_nodes, elastic_planner, fit_to_devices
 from rollart.launch.hosts import HostAssignments, host_count, host_count_keepers
 from rollart.launch.layout import cpu_pool
-from rollart.launch.routing import SERVING_ROLES, PlannedTurnModel, engine_placement
+from rollart.launch.routing import SERVING_ROLES, engine_placement
 from rollart.launch.start_limits import trainer_start_s
 from rollart.launch.strategies import engines_are_elastic, reshard_settings
 from rollart.launch.wiring import control_settings
@@ -34,7 +36,7 @@ from rollart.model import WeightsRef
 from rollart.policy.schedules import resolve as schedule_named
 from rollart.ports import Recorder, Rewarder, RunEvent
 from rollart.report.simulation import ObservedFaults
-from rollart.settings.faults import LINK, FaultPlanSpec, FunctionTroubleSpec, matching_names
+from rollart.settings.faults import LINK, FaultPlanSpec, matching_names
 from rollart.settings.planning import publishing_of
 from rollart.settings.resolve import NO_PREDICTION, Resolved
 from rollart.settings.run import EvaluationSpec
@@ -64,7 +66,7 @@ from rollart.sim.workload import (
 from rollart.supervise.nodes import NodeTracker
 from rollart.supervise.supervisor import HostLimits
 from rollart.tools.faults import SimulationFaults, function_provider, kv_pairs, machine_name, simulated_function_hosts
-from rollart.tools.recording import SIMULATED_KEY, RecordedRun, RecordedTimings
+from rollart.tools.recording import SIMULATED_KEY, RecordedRun
 from serverless.deploy.package import build
 from serverless.pipeline.offload import Offload
 from serverless.providers.simulated import Profile, SimulatedBackend, SimulatedMachines
@@ -78,13 +80,12 @@ INSTANT_GB_PER_S = 1e9
 @dataclass(frozen=True, slots=True)
 class ReplayPlan:
     """Trajectories and functions of a recorded run in place of the domains' profiles, in recorded order or `resample`d.
-    With a `machine`, the trainer and publishes have its recorded timings, and engines take `pace` times their
+    With a `pace`, the trainer and publishes have their recorded timings, and engines take `pace` times their
     roofline."""
 
     recording: RecordedRun
     resample: bool = False
-    machine: RecordedTimings | None = None
-    pace: float = 1.0
+    pace: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,26 +136,24 @@ def simulate(
 
     async def main() -> SimulationResult:
         loop = asyncio.get_running_loop()
-        recording = None if replay is None else replay.recording
         simulation_faults = SimulationFaults(faults or FaultPlanSpec(), wanted, seed)
         machines = simulation_faults.machines
         present = wanted if machines is None else fit_to_devices(wanted, machines.there())
         world = _ModelledCluster(present, replay)
         config = {**present.to_dict(), SIMULATED_KEY: {"schedule": name, "seed": seed}}
         with TracedLedger(directory, clock=loop.time, config=config, on_time=on_time) as ledger:
-            functions = with_function_faults(function_behaviours(present, recording), faults)
-            scoring = SimulatedFunctions(functions, present, ledger, seed)
-            async with scoring as rewarder:
+            functions = function_behaviours(present, None if replay is None else replay.recording)
+            functions = with_function_faults(functions, simulation_faults.plan)
+            names = simulated_function_hosts(present)
+            workers = SimulatedMachines(names) if names else None
+            async with simulated_functions(functions, present, ledger, seed, workers) as rewarder:
                 hosts = simulated_environment_hosts(present, simulation_faults, wanted)
                 nodes = None if machines is None else simulated_nodes(wanted, machines, ledger)
                 run = ModelledRun(
-                    [
-                        _domain(present, n, seed, replay, simulation_faults, hosts)
-                        for n in range(len(present.run.domains))
-                    ],
+                    _domains(present, seed, replay, simulation_faults, hosts),
                     world.engines(),
                     world.trainer(),
-                    world.trainer_billing(),
+                    world.billing(world.train),
                     rewarder,
                     settings,
                     ledger,
@@ -171,7 +170,7 @@ def simulate(
                     else lambda fleet: host_count_keepers(wanted, nodes, fleet, None, ledger),
                     restart_s=trainer_start_s(present),
                 )
-                simulation_faults.begin(run, world.links(), scoring.machines)
+                simulation_faults.begin(run, world.links(), workers)
                 await run.run()
                 await ledger.flush()
             moved = tuple(world.transfer.moved.values())
@@ -195,34 +194,40 @@ def simulated_nodes(resolved: Resolved, machines: MachineInventory, recorder: Re
 class _ModelledCluster:
     """The plan's parts as simulated parts."""
 
-    def __init__(self, resolved: Resolved, replay: ReplayPlan | None = None) -> None:
+    def __init__(self, resolved: Resolved, replay: ReplayPlan | None) -> None:
         if resolved.problem is None:
-            raise _unknown_speed(resolved)
-        self._resolved = resolved
-        self._recorded = None if replay is None else replay.machine
-        self._pace = 1.0 if replay is None else replay.pace
-        self._performance = resolved.problem.performance
-        self._devices = {pool.name: pool.device for pool in resolved.problem.pools}
-        self._links = PlannedTurnModel.of(resolved.problem, ()).links
-        self._pool_links: dict[tuple[str, str], SharedLink] = {}
-        self._models: dict[tuple[str, int], StepModel] = {}
+            notes = [note.removeprefix(NO_PREDICTION) for note in resolved.notes if note.startswith(NO_PREDICTION)]
+            why = notes[0].removeprefix("no plan: ") if notes else "the speed of its devices is unknown"
+            raise SpecError(
+                f"cluster '{resolved.cluster.name}' cannot be simulated: {why}",
+                remedy="name another --cluster; or give the speed of its CPUs (devices: [{name: cpu, tflops_bf16: …, "
+                "memory_tb_per_s: …, source: …}]); or launch the run there, then `rollart simulate` the recorded run",
+            )
+        self._resolved, self._problem = resolved, resolved.problem
+        self._pace = None if replay is None else replay.pace
+        self._recorded = None if replay is None or replay.pace is None else replay.recording.timings
+        self._devices = {pool.name: pool.device for pool in self._problem.pools}
+        self._kv_channels = self._problem.kv_channels()
         self._pool_of = {a.name: a.pool for a in resolved.plan.assignments}
-        shape = self._performance.shape
+        rented = {p.name for p in resolved.cluster.pools if p.rented}
+        self._usd_unused = {pool: usd for pool, usd in resolved.usd_per_device_hour.items() if pool not in rented}
+        """Dollars per device-hour of pools whose unused devices are paid."""
+        shape = self._problem.performance.shape
         assert isinstance(shape, ModelShape)
         self._shape = shape
-        self._train = resolved.plan.of(Role.TRAINER)[0]
+        self.train = resolved.plan.of(Role.TRAINER)[0]
         self._publishing = publishing_of(resolved.run, resolved.cluster, shape)
         slowest = self._publishing.slowest(
-            resolved.problem.pools,
-            resolved.problem.links,
-            self._train.pool,
+            self._problem.pools,
+            self._problem.links,
+            self.train.pool,
             {a.pool for a in resolved.plan.assignments if a.role in SERVING_ROLES},
         )
-        self._pull_links: dict[str, SharedLink] = {}
+        self._pull_link, self._pool_link = cache(self._make_pull_link), cache(self._make_pool_link)
+        self._steps = cache(self._make_steps)
         self._fabric = KvFabric(self._engine_link)
         self._made = 0
-        weights = resolved.run.weights
-        store = weights.store
+        store = resolved.run.weights.store
         self.transfer = WeightTransfer(
             shape.weight_bytes / 1e9,
             push=SharedLink(LinkProfile(slowest.push.gb_per_s)),
@@ -237,7 +242,7 @@ class _ModelledCluster:
         """Links by their names in fault plans. Empty for recorded publishes, which use no links."""
         if self._recorded is not None:
             return {}
-        found = {f"{LINK}weights": self.transfer.pushed_over}
+        found = {f"{LINK}weights": self.transfer.push_link}
         for a in self._resolved.plan.assignments:
             if a.role in SERVING_ROLES:
                 found[f"{LINK}weights-{a.name}"] = self._pull_link(a.name)
@@ -245,14 +250,11 @@ class _ModelledCluster:
             found[f"{LINK}kv-{one}-{other}"] = self._pool_link(one, other)
         return found
 
-    def _pull_link(self, engine: str) -> SharedLink:
+    def _make_pull_link(self, engine: str) -> SharedLink:
         """The link over which an engine's host pulls weights."""
-        if engine not in self._pull_links:
-            problem = self._resolved.problem
-            assert problem is not None, "a run without a problem is not simulated"
-            path = self._publishing.path(problem.pools, problem.links, self._train.pool, self._pool_of[engine])
-            self._pull_links[engine] = SharedLink(LinkProfile(min(path.pull.gb_per_s, INSTANT_GB_PER_S)))
-        return self._pull_links[engine]
+        problem = self._problem
+        path = self._publishing.path(problem.pools, problem.links, self.train.pool, self._pool_of[engine])
+        return SharedLink(LinkProfile(min(path.pull.gb_per_s, INSTANT_GB_PER_S)))
 
     def engines(self) -> list[PlacedEngine]:
         return [self._make_engine(a) for a in self._resolved.plan.of(*SERVING_ROLES)]
@@ -265,14 +267,12 @@ class _ModelledCluster:
                 devices[assignment.pool] += len(assignment.devices)
         for pool, count in resolved.plan.idle.items():
             devices[pool] += count
-        rented = {p.name for p in resolved.cluster.pools if p.rented}
-        prices = {pool: usd for pool, usd in resolved.usd_per_device_hour.items() if pool not in rented}
         return ModelledSite(
             devices,
             self._start_engine,
             ledger,
             start_s=resolved.run.placement.rebalance.restart_s,
-            prices=prices,
+            prices=self._usd_unused,
             gone=self.transfer.unsubscribe,
             machines=machines,
             others={p.name: p.count - devices[p.name] for p in resolved.cluster.pools},
@@ -290,44 +290,34 @@ class _ModelledCluster:
         penalised = training.loss.kl > 0
         if (seen := self._recorded) is not None:
             return ModelledTrainer(seen.trainer, publish_s=seen.publish_s, streams=training.stream, penalised=penalised)
-        spec, device = self._resolved.run.placement.train, self._devices[self._train.pool]
+        spec, device = self._resolved.run.placement.train, self._devices[self.train.pool]
         if spec.seconds_per_token is not None or device.tflops_bf16 is None:
             raise SpecError("training is modelled by FLOPs (rule: devices with tflops_bf16, no seconds_per_token)")
+        problem, devices = self._problem, len(self.train.devices)
+        assert problem.train is not None, "planning_problem always states training"
+        pool = next(p for p in problem.pools if p.name == self.train.pool)
         speed = TrainerSpeed(
             self._shape,
             device,
-            len(self._train.devices),
-            mfu=self._mfu(),
+            devices,
+            # As in the plan's trainer model: both have the same communication and recomputation.
+            mfu=training_mfu(problem, pool, replace(problem.train, pool=pool.name, devices=devices)),
             epochs=training.epochs,
             seconds_per_step=spec.seconds_per_step,
         )
         return ModelledTrainer(speed, transfer=self.transfer, streams=training.stream, penalised=penalised)
 
-    def _mfu(self) -> float:
-        """The share of peak in the plan's trainer model: both have the same communication and recomputation."""
-        problem, run = self._resolved.problem, self._resolved.run
-        if problem is None or problem.train is None:
-            return run.placement.train.mfu or TrainingConstants().mfu
-        pool = next(p for p in problem.pools if p.name == self._train.pool)
-        train = replace(problem.train, pool=pool.name, devices=len(self._train.devices))
-        return training_mfu(problem, pool, train)
-
     def lent_speed(self, placement: EnginePlacement) -> float:
         """Training speed of an engine's devices relative to the trainer's."""
-        own = (self._devices[self._train.pool].tflops_bf16 or 0.0) * len(self._train.devices)
+        own = (self._devices[self.train.pool].tflops_bf16 or 0.0) * len(self.train.devices)
         return (self._devices[placement.pool].tflops_bf16 or 0.0) * placement.tp / own if own else 0.0
-
-    def trainer_billing(self) -> BilledDevices:
-        return self._billing(self._train)
 
     def idle_devices(self) -> list[BilledDevices]:
         """Idle devices that are paid."""
-        rented = {p.name for p in self._resolved.cluster.pools if p.rented}
-        price = self._resolved.usd_per_device_hour
         return [
-            BilledDevices("unused", f"unused-{pool}", float(count), price[pool])
+            BilledDevices("unused", f"unused-{pool}", float(count), self._usd_unused[pool])
             for pool, count in self._resolved.plan.idle.items()
-            if count and pool not in rented
+            if count and pool in self._usd_unused
         ]
 
     def _make_engine(self, assignment: Assignment) -> PlacedEngine:
@@ -347,70 +337,54 @@ class _ModelledCluster:
         else:
             engine = DisaggregatedEngine(name, steps, self._fabric, limits=limits, load=load)
         self.transfer.subscribe(name)
-        return PlacedEngine(engine, engine_placement(self._resolved, assignment), self._billing(assignment))
+        return PlacedEngine(engine, engine_placement(self._resolved, assignment), self.billing(assignment))
 
-    def _steps(self, pool: str, tp: int) -> StepModel:
-        if (pool, tp) not in self._models:
-            found = self._performance.instance(self._devices[pool], tp)
-            if not isinstance(found, Roofline):
-                raise SpecError(f"pool '{pool}' cannot serve the model: {found}")
-            self._models[pool, tp] = StepModel(found, pace=self._pace)
-        return self._models[pool, tp]
+    def _make_steps(self, pool: str, tp: int) -> StepModel:
+        found = self._problem.performance.instance(self._devices[pool], tp)
+        if not isinstance(found, Roofline):
+            raise SpecError(f"pool '{pool}' cannot serve the model: {found}")
+        return StepModel(found, pace=1.0 if self._pace is None else self._pace)
 
     def _engine_link(self, source: str, target: str) -> SharedLink:
         """The link between the pools of two engines, shared by all their hand-offs."""
         return self._pool_link(*sorted((self._pool_of[source], self._pool_of[target])))
 
-    def _pool_link(self, a: str, b: str) -> SharedLink:
-        if (a, b) not in self._pool_links:
-            gb_per_s, latency_s = self._links.get((a, b), (math.inf, 0.0))
-            given = gb_per_s < math.inf
-            self._pool_links[a, b] = SharedLink(LinkProfile(gb_per_s, latency_s=latency_s) if given else RDMA)
-        return self._pool_links[a, b]
+    def _make_pool_link(self, a: str, b: str) -> SharedLink:
+        channel = self._kv_channels.get((a, b))
+        if channel is None or channel.gb_per_s == math.inf:
+            return SharedLink(RDMA)
+        return SharedLink(LinkProfile(channel.gb_per_s, latency_s=channel.latency_s))
 
-    def _billing(self, assignment: Assignment) -> BilledDevices:
+    def billing(self, assignment: Assignment) -> BilledDevices:
         usd = self._resolved.usd_per_device_hour[assignment.pool]
         return BilledDevices(str(assignment.role), assignment.name, float(len(assignment.devices)), usd)
 
 
-def _unknown_speed(resolved: Resolved) -> SpecError:
-    notes = [note.removeprefix(NO_PREDICTION) for note in resolved.notes if note.startswith(NO_PREDICTION)]
-    why = notes[0].removeprefix("no plan: ") if notes else "the speed of its devices is unknown"
-    return SpecError(
-        f"cluster '{resolved.cluster.name}' cannot be simulated: {why}",
-        remedy="name another --cluster; or give the speed of its CPUs (devices: [{name: cpu, tflops_bf16: …, "
-        "memory_tb_per_s: …, source: …}]); or launch the run there, then `rollart simulate` the recorded run",
-    )
-
-
-def _domain(
-    resolved: Resolved,
-    number: int,
-    seed: int,
-    replay: ReplayPlan | None,
-    simulation_faults: SimulationFaults,
-    hosts: ModelledHosts | None,
-) -> Domain:
-    spec = resolved.run.domains[number]
-    solved = None if spec.profile is None else spec.profile.solved
-    world = SimulatedDomain(
-        workload(resolved, spec.name, seed, replay),
-        seed=seed,
-        name=spec.name,
-        solved=solved,
-        hosts=simulation_faults.hosts,
-        faults=simulation_faults.resets,
-    )
-    if hosts is not None:
-        hosts.make[spec.name] = world.on
-    return Domain(
-        name=spec.name,
-        environment=world.make if hosts is None else hosts.environment(spec.name),
-        quota=resolved.quotas[spec.name],
-        group_size=spec.group_size,
-        max_turns=spec.max_turns,
-        max_tokens=spec.max_tokens,
-    )
+def _domains(
+    resolved: Resolved, seed: int, replay: ReplayPlan | None, faults: SimulationFaults, hosts: ModelledHosts | None
+) -> list[Domain]:
+    found = []
+    for spec in resolved.run.domains:
+        world = SimulatedDomain(
+            workload(resolved, spec.name, seed, replay),
+            seed=seed,
+            name=spec.name,
+            solved=None if spec.profile is None else spec.profile.solved,
+            hosts=faults.hosts,
+            faults=faults.plan.resets,
+        )
+        if hosts is not None:
+            hosts.make[spec.name] = world.on
+        domain = Domain(
+            name=spec.name,
+            environment=world.make if hosts is None else hosts.environment(spec.name),
+            quota=resolved.quotas[spec.name],
+            group_size=spec.group_size,
+            max_turns=spec.max_turns,
+            max_tokens=spec.max_tokens,
+        )
+        found.append(domain)
+    return found
 
 
 def workload(resolved: Resolved, name: str, seed: int, replay: ReplayPlan | None) -> Workload:
@@ -523,16 +497,26 @@ class FunctionBehaviour:
 def function_behaviours(resolved: Resolved, recording: RecordedRun | None) -> list[FunctionBehaviour]:
     """The functions of a run: recorded ones with their recorded call times, else one per domain whose profile has a
     reward. Cold starts on another provider than the recorded one take `COLD_START_S`."""
+    found: list[FunctionBehaviour] = []
     if recording is None:
         assert resolved.problem is not None
-        costs = {d.name: d.reward for d in resolved.problem.domains if d.reward is not None and not d.reward.on_gpu}
-        return [
-            FunctionBehaviour(
-                _function(name, memory_gb=c.memory_gb), Profile(COLD_START_S, call_s=c.seconds, item_s=0.0), (name,)
+        for domain in resolved.problem.domains:
+            if (cost := domain.reward) is None or cost.on_gpu:
+                continue
+            spec = FunctionSpec(
+                name=f"reward-{domain.name}"[:64],
+                source=SCORE_SOURCE,
+                takes="samples",
+                memory_mb=min(32_768, max(128, round(cost.memory_gb * 1024))),
+                concurrency=10_000,
+                queue=1_000_000,
+                timeout_s=900.0,
+                deterministic=False,
+                batch=FunctionBatchSpec(max_items=1),
             )
-            for name, c in costs.items()
-        ]
-    found = []
+            profile = Profile(COLD_START_S, call_s=cost.seconds, item_s=0.0)
+            found.append(FunctionBehaviour(spec, profile, (domain.name,)))
+        return found
     for name, spec in resolved.functions.items():
         seen = recording.functions.get(name)
         domains = tuple(d.name for d in resolved.run.domains if name in (r.function for r in d.rewards))
@@ -553,75 +537,50 @@ def function_behaviours(resolved: Resolved, recording: RecordedRun | None) -> li
     return found
 
 
-def with_function_faults(known: list[FunctionBehaviour], plan: FaultPlanSpec | None) -> list[FunctionBehaviour]:
+def with_function_faults(known: list[FunctionBehaviour], plan: FaultPlanSpec) -> list[FunctionBehaviour]:
     """The functions with the faults of a plan; the first of several entries for a function counts."""
     found = []
     for one in known:
-        entries = () if plan is None else plan.functions
-        entry = next((e for e in entries if any(matching_names(p, [one.spec.name]) for p in e.functions)), None)
-        found.append(one if entry is None else _with_faults(one, entry))
+        spec, profile = one.spec, one.profile
+        entry = next((e for e in plan.functions if any(matching_names(p, [spec.name]) for p in e.functions)), None)
+        if entry is not None:
+            faults = {kind: getattr(entry, kind.value) for kind in PLANNED_FAULT_KINDS if getattr(entry, kind.value)}
+            cold_s = profile.cold_start_s if entry.cold_start_s is None else entry.cold_start_s
+            profile = replace(
+                profile, cold_start_s=cold_s, sigma=entry.spread, faults=faults or None, failed_start=entry.failed_start
+            )
+            if entry.concurrency is not None:
+                changed = {"concurrency": entry.concurrency, "warm": min(spec.warm, entry.concurrency)}
+                spec = spec.model_copy(update=changed)
+        found.append(FunctionBehaviour(spec, profile, one.domains))
     return found
 
 
-def _with_faults(one: FunctionBehaviour, entry: FunctionTroubleSpec) -> FunctionBehaviour:
-    faults = {kind: getattr(entry, kind.value) for kind in PLANNED_FAULT_KINDS if getattr(entry, kind.value)}
-    cold_s = one.profile.cold_start_s if entry.cold_start_s is None else entry.cold_start_s
-    profile = replace(
-        one.profile, cold_start_s=cold_s, sigma=entry.spread, faults=faults or None, failed_start=entry.failed_start
+@asynccontextmanager
+async def simulated_functions(
+    known: list[FunctionBehaviour],
+    resolved: Resolved,
+    ledger: TracedLedger,
+    seed: int,
+    workers: SimulatedMachines | None,
+) -> AsyncIterator[Rewarder]:
+    """The run's rewarder. A domain without a function takes its environment's reward. `workers`: the hosts of function
+    workers, None if faults cannot hit them."""
+    meter = _InvocationMeter(ledger)
+    backend = SimulatedBackend(
+        {b.spec.name: scoring.score for b in known},
+        meter=meter,
+        profiles={b.spec.name: b.profile for b in known},
+        seed=seed,
+        machines=workers,
+        provider=function_provider(resolved),
     )
-    if entry.concurrency is None:
-        return replace(one, profile=profile)
-    changed = {"concurrency": entry.concurrency, "warm": min(one.spec.warm, entry.concurrency)}
-    return replace(one, profile=profile, spec=one.spec.model_copy(update=changed))
-
-
-class SimulatedFunctions:
-    """Context manager of the run's rewarder. A domain without a function takes its environment's reward. `machines`:
-    the hosts of its workers, None if faults cannot hit them."""
-
-    def __init__(self, known: list[FunctionBehaviour], resolved: Resolved, ledger: TracedLedger, seed: int) -> None:
-        names = simulated_function_hosts(resolved)
-        self.machines = SimulatedMachines(names) if names else None
-        meter = _InvocationMeter(ledger)
-        self._backend = SimulatedBackend(
-            {b.spec.name: scoring.score for b in known},
-            meter=meter,
-            profiles={b.spec.name: b.profile for b in known},
-            seed=seed,
-            machines=self.machines,
-            provider=function_provider(resolved),
-        )
-        self._offload = Offload([build(b.spec) for b in known], self._backend, meter=meter, seed=seed)
-        self._plan: Mapping[str, DomainRewards] = {
-            d.name: _paid_by([b.spec.name for b in known if d.name in b.domains]) for d in resolved.run.domains
-        }
-
-    async def __aenter__(self) -> Rewarder:
-        await self._backend.__aenter__()
-        await self._offload.__aenter__()
-        return OffloadRewarder(self._offload, self._plan)
-
-    async def __aexit__(self, *exc: object) -> None:
-        await self._offload.__aexit__(*exc)
-        await self._backend.__aexit__(*exc)
-
-
-def _paid_by(functions: list[str]) -> DomainRewards:
-    return DomainRewards(tuple(map(RewardTerm, functions))) if functions else DomainRewards((), 1.0)
-
-
-def _function(domain: str, *, memory_gb: float) -> FunctionSpec:
-    return FunctionSpec(
-        name=f"reward-{domain}"[:64],
-        source=SCORE_SOURCE,
-        takes="samples",
-        memory_mb=min(32_768, max(128, round(memory_gb * 1024))),
-        concurrency=10_000,
-        queue=1_000_000,
-        timeout_s=900.0,
-        deterministic=False,
-        batch=FunctionBatchSpec(max_items=1),
-    )
+    rewards = {}
+    for domain in resolved.run.domains:
+        terms = tuple(RewardTerm(b.spec.name) for b in known if domain.name in b.domains)
+        rewards[domain.name] = DomainRewards(terms) if terms else DomainRewards((), 1.0)
+    async with backend, Offload([build(b.spec) for b in known], backend, meter=meter, seed=seed) as offload:
+        yield OffloadRewarder(offload, rewards)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ def test_thousands_of_trajectories_on_hosts_that_die(schedule: str, prefetch: in
     run.max_attempts = 1000
     dying = FaultPlan(
         {m.name: host_target(m) for m in machines},
-        rates=[FaultRate([m.name for m in machines], every_s=60.0, seconds=15.0)],
+        rates=[FaultRate([(m.name,) for m in machines], every_s=60.0, seconds=15.0)],
         seed=3,
     )
 

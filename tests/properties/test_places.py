@@ -124,7 +124,7 @@ def runs(draw: st.DrawFn, *, deaths: bool) -> Small:
     plan = None
     if deaths:
         rate = FaultRate(
-            [m.name for m in machines], draw(st.sampled_from([10.0, 60.0])), draw(st.sampled_from([1.0, 20.0]))
+            [(m.name,) for m in machines], draw(st.sampled_from([10.0, 60.0])), draw(st.sampled_from([1.0, 20.0]))
         )
         plan = FaultPlan({m.name: host_target(m) for m in machines}, rates=[rate], seed=seed)
     return Small(run, hosts, census, plan)

@@ -9,8 +9,9 @@ from placement.hardware import device
 from rollart.control.trajectory import WaitLimits
 from rollart.model import WeightsRef
 from rollart.serving.engine_registry import GatewayLimits
+from rollart.settings.faults import ResetTroubleSpec
 from rollart.sim.engine import ModelledEngine
-from rollart.sim.environments import ResetFaults, SimulatedDomain
+from rollart.sim.environments import SimulatedDomain
 from rollart.sim.links import PUSH, TCP, SharedLink
 from rollart.sim.loop import run
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
@@ -21,7 +22,7 @@ from tests.sim.models import shape, steps
 
 
 def modelled(
-    domain: str, *, quota: int, engines: int, faults: ResetFaults | None = None
+    domain: str, *, quota: int, engines: int, faults: ResetTroubleSpec | None = None
 ) -> tuple[SimulatedRun, SimulatedDomain]:
     """Qwen3-8B on H20s, trained on 32 H800s; weights pushed once and pulled by every engine."""
     world = SimulatedDomain(GeneratedWorkload(PRESETS[domain], 0, name=domain), name=domain, faults=faults)
@@ -69,7 +70,7 @@ def test_the_product_runs_on_modelled_parts() -> None:
 
 
 def test_resets_that_fail_cost_time_and_no_step() -> None:
-    made, world = modelled("gem_math", quota=16, engines=2, faults=ResetFaults(fail=0.1))
+    made, world = modelled("gem_math", quota=16, engines=2, faults=ResetTroubleSpec(fail=0.1))
     run(played(made))
     assert world.failed_resets > 0
     assert made.published == [1, 2, 3]
