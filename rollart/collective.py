@@ -107,25 +107,27 @@ class TensorLayout:
 
 
 class BroadcastGroup:
-    """One lane's process group, independent of the process's other groups. Constructed by all members at once.
+    """One lane's process group, independent of the process's other groups, and its own connection to the store: a
+    caller that waits for a key blocks the connection. Constructed by all members at once.
 
     `broadcast` begins to send or to receive a bucket; `finish` waits for it. Closing a group (`close`) ends its
     connections, which the other members notice at once; an operation in flight that waits for a hanging member ends
     when that member's timeout expires.
     """
 
-    def __init__(
-        self, store: Any, order: BroadcastOrder, lane: int, *, rank: int, device: torch.device, here: str
-    ) -> None:
-        """RuntimeError when the other members do not come. `here` is this host's address that they reach."""
+    def __init__(self, order: BroadcastOrder, lane: int, *, rank: int, device: torch.device) -> None:
+        """RuntimeError when the other members do not come."""
+        self.name, self.lane = order.group, lane
         self._nccl = order.backend == "nccl"
         self._longest_s = 0.0
-        own, limit = PrefixStore(f"{order.group}/{lane}", store), min(JOIN_S, order.limit_s)
+        (host, port), limit = order.endpoint, seconds(min(JOIN_S, order.limit_s))
+        self.store: Any = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
+        own = PrefixStore(f"{order.group}/{lane}", self.store)
         if self._nccl:
             torch.cuda.set_device(device)
             self._group: Any = _nccl(own, rank, order.size, seconds(order.limit_s))
         else:
-            self._group = _gloo(own, rank, order.size, seconds(limit), here)
+            self._group = _gloo(own, rank, order.size, limit, _local_address_towards(host, port))
 
     def broadcast(self, bucket: Tensor, *, within_s: float) -> Any:
         return self._group.broadcast(bucket, 0, timeout=seconds(within_s))
@@ -156,32 +158,6 @@ class BroadcastGroup:
             dropping.join(wait_s)
 
 
-class BroadcastKeys:
-    """The keys of one lane of one broadcast, in the trainer's store."""
-
-    def __init__(self, store: Any, order: BroadcastOrder, number: int) -> None:
-        self._store, self._of = store, f"{order.stamp}/{number}"
-        self._ends = time.monotonic() + order.limit_s
-
-    def set(self, key: object, value: str) -> None:
-        """`layout`, or the sha256 of a bucket by its number."""
-        self._store.set(f"{self._of}/{key}", value)
-
-    def get(self, key: object) -> str:
-        """Waits for the key."""
-        self._store.wait([f"{self._of}/{key}"], seconds(self.left_s()))
-        found: bytes = self._store.get(f"{self._of}/{key}")
-        return found.decode()
-
-    def left_s(self) -> float:
-        return max(0.001, self._ends - time.monotonic())
-
-    def clear(self, buckets: int) -> None:
-        """Delete the keys once no member takes part any more."""
-        for key in ("layout", *range(buckets)):
-            self._store.delete_key(f"{self._of}/{key}")
-
-
 @dataclass(frozen=True, slots=True)
 class ReceivedWeights:
     """A whole version, in host memory."""
@@ -206,9 +182,7 @@ class WeightReceiver:
         self._lock = threading.Lock()
         self._stamp = ""
         self._name = ""
-        self._lanes: list[tuple[Any, BroadcastGroup]] = []
-        """Of each lane, its own connection to the store (a caller that waits for a key blocks the connection) and the
-        group."""
+        self._lanes: list[BroadcastGroup] = []
         self._whole: ReceivedWeights | None = None
         self._threads: list[threading.Thread] = []
 
@@ -241,7 +215,7 @@ class WeightReceiver:
 
     def _run(self, order: BroadcastOrder, rank: int) -> None:
         began = time.monotonic()
-        lanes: list[tuple[Any, BroadcastGroup]] = []
+        lanes: list[BroadcastGroup] = []
         try:
             lanes = self._join(order, rank)
             received = self._receive(order, lanes)
@@ -258,43 +232,39 @@ class WeightReceiver:
                     self._leave()
         if lanes:
             with contextlib.suppress(RuntimeError):  # the trainer is gone
-                lanes[0][0].set(member_key(order, rank), json.dumps(answer))
+                lanes[0].store.set(member_key(order, rank), json.dumps(answer))
 
-    def _join(self, order: BroadcastOrder, rank: int) -> list[tuple[Any, BroadcastGroup]]:
+    def _join(self, order: BroadcastOrder, rank: int) -> list[BroadcastGroup]:
         with self._lock:
             if self._name == order.group:
                 return self._lanes
             self._leave()
-        host, port = order.endpoint
-        limit, here = seconds(min(JOIN_S, order.limit_s)), local_address_towards(host, port)
-        lanes: list[tuple[Any, BroadcastGroup]] = []
+        lanes: list[BroadcastGroup] = []
         try:
             for number in range(order.lanes):
-                store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
-                lanes.append((store, BroadcastGroup(store, order, number, rank=rank, device=self._device, here=here)))
+                lanes.append(BroadcastGroup(order, number, rank=rank, device=self._device))
             with self._lock:
                 if self._stamp != order.stamp:
                     raise RuntimeError("another broadcast has begun")
                 self._name, self._lanes = order.group, lanes
         except BaseException:
-            for _, group in lanes:
+            for group in lanes:
                 group.close()
             raise
         return lanes
 
     def _leave(self, *, wait_s: float = 0.0) -> None:
-        for _, group in self._lanes:
+        for group in self._lanes:
             group.close(wait_s=wait_s)
         self._name, self._lanes = "", []
 
-    def _receive(self, order: BroadcastOrder, lanes: list[tuple[Any, BroadcastGroup]]) -> ReceivedWeights:
+    def _receive(self, order: BroadcastOrder, lanes: list[BroadcastGroup]) -> ReceivedWeights:
         """Receive all lanes concurrently. Raises the first error of any lane, after all have ended."""
         parts: list[tuple[TensorLayout, Tensor] | Exception] = [RuntimeError("it did not begin")] * len(lanes)
 
         def one(number: int) -> None:
-            store, group = lanes[number]
             try:
-                parts[number] = self._stream(BroadcastKeys(store, order, number), group, order)
+                parts[number] = self._stream(lanes[number], order)
             except Exception as error:
                 parts[number] = error
 
@@ -315,27 +285,36 @@ class WeightReceiver:
                 tensors[name] = whole[at : at + size].view(dtype).view(shape)
         return ReceivedWeights(order.stamp, config, tensors, total)
 
-    def _stream(self, lane: BroadcastKeys, group: BroadcastGroup, order: BroadcastOrder) -> tuple[TensorLayout, Tensor]:
+    def _stream(self, group: BroadcastGroup, order: BroadcastOrder) -> tuple[TensorLayout, Tensor]:
         """Receive every bucket, checking each while the next arrives. Checksum errors are raised at the end: the other
         members must not wait."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        layout = TensorLayout.decode(lane.get("layout"))
+        ends = time.monotonic() + order.limit_s
+
+        def get(name: object) -> str:
+            """Waits for the key."""
+            key = lane_key(order, group.lane, name)
+            group.store.wait([key], seconds(left_s(ends)))
+            found: bytes = group.store.get(key)
+            return found.decode()
+
+        layout = TensorLayout.decode(get("layout"))
         whole = torch.empty(layout.size, dtype=torch.uint8)
         digests: list[str] = []
         for number, (start, end) in enumerate(layout.buckets()):
             into = whole[start:end]
             buffer = into if order.backend == "gloo" else into.to(self._device)
-            work = group.broadcast(buffer, within_s=lane.left_s())
+            work = group.broadcast(buffer, within_s=left_s(ends))
             if number:
                 digests.append(digest_of(whole[start - layout.bucket : start]))
-            group.finish(work, within_s=lane.left_s())
+            group.finish(work, within_s=left_s(ends))
             if buffer is not into:
                 into.copy_(buffer)
             if end == layout.size:
                 digests.append(digest_of(into))
         for number, digest in enumerate(digests):
-            if digest != lane.get(number):
+            if digest != get(number):
                 raise ValueError(f"bucket {number} is damaged: its sha256 is not the one that was sent")
         return layout, whole
 
@@ -343,6 +322,15 @@ class WeightReceiver:
 def member_key(order: BroadcastOrder, member: int) -> str:
     """The store's key of a member's result: `{bytes, seconds}` once it has the whole version, or `{error}`."""
     return f"{order.stamp}/has/{member}"
+
+
+def lane_key(order: BroadcastOrder, lane: int, name: object) -> str:
+    """The store's key of a lane's `layout`, or of the sha256 of one of its buckets by number."""
+    return f"{order.stamp}/{lane}/{name}"
+
+
+def left_s(ends: float) -> float:
+    return max(0.001, ends - time.monotonic())
 
 
 def seconds(value: float) -> datetime.timedelta:
@@ -398,7 +386,7 @@ def _drop(holder: list[Any], nccl: bool) -> None:
     del group
 
 
-def local_address_towards(host: str, port: int) -> str:
+def _local_address_towards(host: str, port: int) -> str:
     """This host's address on the route to the trainer, at which the other members reach it."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))

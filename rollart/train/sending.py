@@ -18,12 +18,12 @@ from rollart.collective import (
     ALIGN,
     JOIN_S,
     BroadcastGroup,
-    BroadcastKeys,
     BroadcastOrder,
     TensorLayout,
     digest_of,
     error_line,
-    local_address_towards,
+    lane_key,
+    left_s,
     member_key,
     seconds,
 )
@@ -64,9 +64,7 @@ class BroadcastSender:
         self._device, self._rank, self._host = device, rank, host
         self.listening_store: TCPStore | None = None
         """The store at which engines meet the trainer."""
-        self._store: Any = None
         self._group: BroadcastGroup | None = None
-        self._name = ""
         self._previous: tuple[BroadcastOrder, int] | None = None
         """The previous broadcast, whose keys are still in the store, and its number of buckets."""
 
@@ -106,8 +104,8 @@ class BroadcastSender:
             if order.backend == "nccl" and self._device.type != "cuda":
                 raise RuntimeError("weights.collective.backend is nccl, and the trainer has no GPU (rule: gloo)")
             group = self._join_group(order)
-            self._clear_previous()
-            sent = self._stream(BroadcastKeys(self._store, order, self._rank), group, order, version, bucket)
+            self._clear_previous(group.store)
+            sent = self._stream(group, order, version, bucket)
         except (RuntimeError, OSError) as error:
             errors[0] = error_line(error)
             self.leave()
@@ -119,40 +117,34 @@ class BroadcastSender:
         return BroadcastResult(sent, time.monotonic() - began, received, errors)
 
     def leave(self, *, wait_s: float = 0.0) -> None:
-        group, self._group, self._name = self._group, None, ""
+        group, self._group = self._group, None
         if group is not None:
             group.close(wait_s=wait_s)
 
     def _join_group(self, order: BroadcastOrder) -> BroadcastGroup:
-        if self._group is not None and self._name == order.group:
+        if self._group is not None and self._group.name == order.group:
             return self._group
         self.leave()
-        host, port = order.endpoint
-        limit = seconds(min(JOIN_S, order.limit_s))
-        self._store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
-        here = local_address_towards(host, port)
-        self._group = BroadcastGroup(self._store, order, self._rank, rank=0, device=self._device, here=here)
-        self._name = order.group
+        self._group = BroadcastGroup(order, self._rank, rank=0, device=self._device)
         return self._group
 
-    def _clear_previous(self) -> None:
+    def _clear_previous(self, store: Any) -> None:
         """Delete the previous broadcast's keys from the store. A member that still reads them has missed that
         broadcast."""
         before, self._previous = self._previous, None
         if before is None:
             return
         order, buckets = before
-        BroadcastKeys(self._store, order, self._rank).clear(buckets)
-        if self._rank == 0:
-            for member in range(1, order.size):
-                self._store.delete_key(member_key(order, member))
+        keys = [lane_key(order, self._rank, name) for name in ("layout", *range(buckets))]
+        keys += [member_key(order, member) for member in range(1, order.size)] if self._rank == 0 else []
+        for key in keys:
+            store.delete_key(key)
 
-    def _stream(
-        self, lane: BroadcastKeys, group: BroadcastGroup, order: BroadcastOrder, version: OutgoingVersion, bucket: int
-    ) -> int:
+    def _stream(self, group: BroadcastGroup, order: BroadcastOrder, version: OutgoingVersion, bucket: int) -> int:
+        ends = time.monotonic() + order.limit_s
         layout = version.layout(bucket)
         self._previous = order, len(layout.buckets())
-        lane.set("layout", layout.encode())
+        group.store.set(lane_key(order, self._rank, "layout"), layout.encode())
         flat = [version.tensors[name].contiguous().view(-1).view(torch.uint8) for name, *_ in layout.spans()]
         slots = [(at, size) for *_, at, size in layout.spans()]
         moving: deque[tuple[Any, Tensor, Tensor]] = deque()
@@ -168,9 +160,9 @@ class BroadcastSender:
             buffer = spare.pop()
             filled = buffer[: end - start]
             _fill_bucket(filled, start, end, flat, slots, first)
-            lane.set(number, digest_of(filled))
+            group.store.set(lane_key(order, self._rank, number), digest_of(filled))
             on_device = filled if order.backend == "gloo" else filled.to(self._device)
-            work = group.broadcast(on_device, within_s=min(group.patience_s, lane.left_s()))
+            work = group.broadcast(on_device, within_s=min(group.patience_s, left_s(ends)))
             moving.append((work, buffer, on_device))
         for work, *_ in moving:
             group.finish(work, within_s=group.patience_s)
@@ -180,15 +172,16 @@ class BroadcastSender:
         """The members' reports by number; a missing report is an error. After a failed broadcast, only reports that
         exist already."""
         found: dict[int, dict[str, Any]] = {}
+        store: Any = self.listening_store
         patience = self._group.patience_s if self._group is not None else 0.0
         last = min(ends, time.monotonic() + patience)
         for member in range(1, order.size):
             key = member_key(order, member)
             try:
                 if not broken:
-                    self._store.wait([key], seconds(max(0.001, last - time.monotonic())))
-                if self._store is not None and self._store.check([key]):
-                    found[member] = json.loads(self._store.get(key))
+                    store.wait([key], seconds(left_s(last)))
+                if store is not None and store.check([key]):
+                    found[member] = json.loads(store.get(key))
             except RuntimeError:
                 pass
             found.setdefault(
