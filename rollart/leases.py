@@ -1,7 +1,4 @@
-"""Waiting under a lease: an owner, a deadline, and an attributed event with an action when it passes.
-
-`LeaseBook` is the pure record of open leases; `Leases` drives it on the loop.
-"""
+"""Waiting under a lease: an owner, a deadline, and an attributed event with an action when it passes."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 from rollart.errors import LeaseExpired
@@ -44,25 +41,8 @@ class Lease:
         return f"{self.owner} waits {now - self.granted:.1f} s for {self.waiting_for} ({limit})"
 
 
-@dataclass(slots=True)
-class LeaseBook:
-    """The open leases, in the order they were granted."""
-
-    open: dict[int, Lease] = field(default_factory=dict)
-    granted: int = 0
-
-    def grant(self, owner: str, waiting_for: str, *, now: float, seconds: float, action: Expiry) -> Lease:
-        self.granted += 1
-        lease = self.open[self.granted] = Lease(self.granted, owner, waiting_for, now, now + seconds, action)
-        return lease
-
-    def end(self, lease: Lease) -> None:
-        self.open.pop(lease.id, None)
-
-    def oldest(self, count: int = 5) -> tuple[Lease, ...]:
-        """The longest waits: the first ones that a watchdog reports."""
-        return tuple(sorted(self.open.values(), key=lambda x: (x.granted, x.id))[:count])
-
+REPORTED = 5
+"""Waits that `Leases.describe` lists."""
 
 COMPACT_AT = 1024
 """Ended holds that may queue behind an open hold before they are removed: about 0.2 MB."""
@@ -73,13 +53,15 @@ class Leases:
     comes first. At the deadline a `lease_expired` event is recorded, whatever the body does, and `LeaseExpired` is
     raised in the body.
 
-    Invariant: a lease is in the book exactly while its body runs.
+    Invariant: a lease is in `open` exactly while its body runs.
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+        self.recorder = recorder
         self._lines: dict[float, _ExpiryQueue] = {}
-        self.book = LeaseBook()
+        self.open: dict[int, Lease] = {}
+        """In the order in which they were granted."""
+        self.granted = 0
 
     def hold(self, owner: str, waiting_for: str, seconds: float, action: Expiry) -> HeldLease:
         """`async with leases.hold("lake-7.2", "a step of its environment", 30.0, Expiry.GAP_FILL): ...`"""
@@ -88,29 +70,25 @@ class Leases:
     def describe(self) -> list[str]:
         """The longest waits, one line each: owner, duration and object of the wait."""
         now = asyncio.get_running_loop().time()
-        return [lease.describe(now) for lease in self.book.oldest()]
+        oldest = sorted(self.open.values(), key=lambda lease: (lease.granted, lease.id))[:REPORTED]
+        return [lease.describe(now) for lease in oldest]
 
     def moved(self, seconds: float) -> None:
         """The loop was suspended for `seconds`: move every deadline by as much. The timers move with its clock."""
         now = asyncio.get_running_loop().time()
-        for lease in self.book.open.values():
+        for lease in self.open.values():
             lease.deadline += min(seconds, now - lease.granted)
-
-    def record_expiry(self, lease: Lease, now: float) -> None:
-        seconds = round(now - lease.granted, 3)
-        fields: dict[str, str | float] = {"waiting_for": lease.waiting_for, "seconds": seconds}
-        fields["action"] = str(lease.action)
-        self._recorder.event(RunEvent(now, "lease_expired", lease.owner, fields))
 
     @contextmanager
     def note(self, owner: str, waiting_for: str) -> Iterator[None]:
-        """A wait with a bound elsewhere (a watchdog, a queue with a rule): it is in the book, but has no timer."""
+        """A wait with a bound elsewhere (a watchdog, a queue with a rule): it is in `open`, but has no timer."""
         now = asyncio.get_running_loop().time()
-        lease = self.book.grant(owner, waiting_for, now=now, seconds=math.inf, action=Expiry.FAIL_RUN)
+        self.granted = number = self.granted + 1
+        self.open[number] = Lease(number, owner, waiting_for, now, math.inf, Expiry.FAIL_RUN)
         try:
             yield
         finally:
-            self.book.end(lease)
+            del self.open[number]
 
 
 class HeldLease(Lease):
@@ -141,12 +119,11 @@ class HeldLease(Lease):
         self.granted = now = loop.time()
         self.deadline = now + self.seconds
         leases = self._leases
-        book = leases.book
-        book.granted = self.id = book.granted + 1
-        book.open[self.id] = self
+        leases.granted = self.id = leases.granted + 1
+        leases.open[self.id] = self
         line = leases._lines.get(self.seconds)
         if line is None:
-            line = leases._lines[self.seconds] = _ExpiryQueue(loop, book)
+            line = leases._lines[self.seconds] = _ExpiryQueue(loop, leases)
         holds = line.holds
         holds.append(self)
         if line.timer is None or len(holds) > line.sweep_at:
@@ -166,14 +143,17 @@ class HeldLease(Lease):
     def expire(self) -> None:
         """Handle the passed deadline: cancel the body; `__exit__` turns the cancellation into `LeaseExpired`."""
         self._expired = True
-        self._leases.record_expiry(self, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        fields: dict[str, str | float] = {"waiting_for": self.waiting_for, "seconds": round(now - self.granted, 3)}
+        fields["action"] = str(self.action)
+        self._leases.recorder.event(RunEvent(now, "lease_expired", self.owner, fields))
         self._task.cancel()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.ended = True
-        del self._leases.book.open[self.id]
+        del self._leases.open[self.id]
         # Another cancellation of the task at the same instant stays a cancellation.
         if self._expired and self._task.uncancel() <= self._cancelling and kind is asyncio.CancelledError:
             raise LeaseExpired(self.owner, self.waiting_for, asyncio.get_running_loop().time() - self.granted) from None
@@ -187,11 +167,11 @@ class HeldLease(Lease):
 class _ExpiryQueue:
     """The holds of one length, in the order of their deadlines, and the timer of the first open hold."""
 
-    __slots__ = ("_book", "_loop", "holds", "renewed", "sweep_at", "timer")
+    __slots__ = ("_leases", "_loop", "holds", "renewed", "sweep_at", "timer")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, book: LeaseBook) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, leases: Leases) -> None:
         self._loop = loop
-        self._book = book
+        self._leases = leases
         self.sweep_at = COMPACT_AT
         self.holds: deque[HeldLease] = deque()
         self.renewed = False
@@ -202,7 +182,7 @@ class _ExpiryQueue:
         """Set the timer if none is set, and remove ended holds if the queue is long."""
         if len(self.holds) > self.sweep_at:
             self.holds = deque(h for h in self.holds if not h.ended)
-            self.sweep_at = 2 * len(self._book.open) + COMPACT_AT
+            self.sweep_at = 2 * len(self._leases.open) + COMPACT_AT
         if self.timer is None:
             self.timer = self._loop.call_at(self.holds[0].deadline, self._due)
 

@@ -47,7 +47,7 @@ def test_a_batch_by_deadline_has_its_share_of_every_domain(seed: int, seconds: f
             assert math.ceil(least * domain.quota) <= sizes[domain.name] <= domain.quota
         assert all(n == 2 for g, n in Counter(s.group for s in batch).items() if g.startswith("a-")), "groups whole"
         assert all(version - s.v0 <= 2 for s in batch), "I3"
-    assert not run.leases.book.open
+    assert not run.leases.open
 
 
 @settings(max_examples=15, deadline=None)

@@ -43,7 +43,7 @@ def sound(run: SimulatedRun, steps: int) -> None:
         assert Counter(s.domain for s in batch) == {"a": 8, "b": 3}
         assert set(Counter(s.group for s in batch if s.domain == "a").values()) == {2}
     assert sum(run.control.scheduler.outstanding().values()) == 0
-    assert not run.leases.book.open
+    assert not run.leases.open
 
 
 def refused(run: SimulatedRun) -> set[str]:

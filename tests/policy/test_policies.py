@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.control.groups import GroupDecision, GroupState
-from rollart.leases import Expiry, LeaseBook
+from rollart.leases import Expiry, Leases
 from rollart.model import AbortReason
 from rollart.policy.admission import AdmissionWindow, DomainQuota
 from rollart.policy.batching import ReadyGroup, select_batch
@@ -16,6 +18,8 @@ from rollart.policy.release import SlotLedger
 from rollart.policy.routing import EngineView, choose_engine
 from rollart.policy.staleness import StalenessBound
 from rollart.serving.weight_updates import engines_to_update
+from rollart.sim import loop
+from rollart.testing.ledger import MemoryRecorder
 
 
 @st.composite
@@ -159,15 +163,19 @@ def test_slots_are_released_once() -> None:
         slots.release("g")
 
 
-def test_the_lease_book_knows_who_waits_longest() -> None:
-    book = LeaseBook()
-    first = book.grant("a", "its reward", now=1.0, seconds=5.0, action=Expiry.RETRY)
-    second = book.grant("b", "an engine", now=2.0, seconds=1.0, action=Expiry.GAP_FILL)
-    assert book.oldest() == (first, second)
-    assert first.describe(3.0) == "a waits 2.0 s for its reward (deadline in 3.0 s)"
-    book.end(first)
-    book.end(first)
-    assert book.oldest() == (second,)
+def test_the_longest_waits_are_described_first() -> None:
+    async def waits() -> None:
+        leases = Leases(MemoryRecorder())
+        with leases.note("a", "its reward"):
+            await asyncio.sleep(1.0)
+            with leases.hold("b", "an engine", 5.0, Expiry.GAP_FILL):
+                await asyncio.sleep(2.0)
+                first, second = leases.describe()
+                assert first == "a waits 3.0 s for its reward (no deadline)"
+                assert second == "b waits 2.0 s for an engine (deadline in 3.0 s)"
+        assert leases.describe() == []
+
+    loop.run(waits())
 
 
 def test_an_incident_counts_once_however_many_members_of_a_group_it_took() -> None:

@@ -100,7 +100,7 @@ class World:
         assert set(trained.values()) == {1}
         # A turn's answer that reached the trajectory is the only one: nothing was generated to the end twice.
         assert max(self.fabric.answered.values()) == 1
-        assert not self.run.leases.book.open
+        assert not self.run.leases.open
         turns = self.run.control.gateway.turns
         assert not turns.sessions
         assert not turns.pulls.unfetched

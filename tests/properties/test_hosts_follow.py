@@ -224,7 +224,7 @@ def played(seed: int) -> World:
             for task in around:
                 task.cancel()
 
-        assert not leases.book.open
+        assert not leases.open
 
     loop.run(main(), seed=seed)
     trained = [s.id for _, batch in run.trainer.batches for s in batch]
@@ -237,7 +237,7 @@ def played(seed: int) -> World:
     places = world.hosts.fleet.places
     assert (places.line.first(), places.going, len(places.ahead)) == (None, 0, 0)
     assert not any(life.episodes for part in world.hosts.parts.values() for life in part.lives)
-    assert not run.leases.book.open
+    assert not run.leases.open
     return world
 
 

@@ -117,4 +117,4 @@ def test_thousands_of_trajectories_on_hosts_that_die(schedule: str, prefetch: in
     assert (fleet.places.line.first(), fleet.places.going, len(fleet.places.ahead)) == (None, 0, 0)
     lives = [life for part in run.hosts.parts.values() for life in part.lives]
     assert not any(life.episodes for life in lives)
-    assert not run.leases.book.open
+    assert not run.leases.open

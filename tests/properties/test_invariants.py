@@ -111,7 +111,7 @@ def test_invariants_hold_under_any_interleaving(world: World, fuzz: int) -> None
     assert all(outstanding <= bound for outstanding, bound in seen), "I4"
     assert world.published == list(range(1, world.steps + 1))
     assert sum(world.control.scheduler.outstanding().values()) == 0, "every slot came back"
-    assert not world.leases.book.open, "every lease ended"
+    assert not world.leases.open, "every lease ended"
     assert {i for i, end in world.journal.gone.items() if end == "trained"} == set(trained)
 
 

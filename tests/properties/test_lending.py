@@ -83,7 +83,7 @@ class Lent:
         made = self.run
         assert made.published == list(range(1, made.steps + 1))
         assert Counter(self.recorder.gone.values())["trained"] == made.steps * 24
-        assert not made.leases.book.open
+        assert not made.leases.open
         assert self.lent == (), "everything was given back"
         lender = made.control.strategy(DeviceLender)
         assert lender is not None

@@ -153,7 +153,7 @@ class World:
         assert set(trained.values()) == {1}, "once"
         assert max(self.fabric.answered.values()) == 1, "no turn is generated twice"
         assert self.fabric.broken == [], "no KV crosses a version"
-        assert not self.run.leases.book.open
+        assert not self.run.leases.open
         turns = self.run.control.gateway.turns
         assert not turns.sessions
         assert all(m.running == m.lent == 0 for m in turns.registry.members.values())

@@ -195,7 +195,7 @@ class World:
         assert len(self.run.trainer.batches) == self.run.steps
         trained = [s.id for _, batch in self.run.trainer.batches for s in batch]
         assert len(trained) == len(set(trained)), "once"
-        assert not self.run.leases.book.open
+        assert not self.run.leases.open
         assert find_tiling_errors(self.recorder.intervals) == []
         serving = 0
         for event in self.recorder.events:

@@ -108,7 +108,7 @@ def test_invariants_hold_with_a_version_on_its_way(world: World, fuzz: int) -> N
     assert [d.step for d in done] == list(range(world.steps))
     assert all(outstanding <= bound for outstanding, bound in seen), "I4"
     assert sum(world.control.scheduler.outstanding().values()) == 0
-    assert not world.leases.book.open
+    assert not world.leases.open
 
 
 @pytest.mark.slow

@@ -143,7 +143,7 @@ def over(small: Small) -> None:
     assert fleet.places.going == 0
     assert all(not life.episodes for life in lives)
     assert all(h.live == 0 for h in fleet.hosts.values())
-    assert not run.leases.book.open
+    assert not run.leases.open
     if (ahead := run.control.strategy(Prefetcher)) is not None:
         assert ahead.used + ahead.unused == ahead.begun
     samples = [s.id for _, batch in run.trainer.batches for s in batch]

@@ -130,7 +130,7 @@ def test_no_more_than_asked_for_and_each_is_closed_and_of_its_seed(
     ahead = world.control.strategy(Prefetcher)
     assert ahead is not None
     assert ahead.used + ahead.unused == ahead.begun
-    assert not world.leases.book.open
+    assert not world.leases.open
     assert world.published == list(range(1, world.steps + 1))
     for _, batch in world.trainer.batches:
         for sample in batch:

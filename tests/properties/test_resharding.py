@@ -91,7 +91,7 @@ def check(run: SimulatedRun, recorder: MemoryRecorder) -> None:
     trained = Counter(s.id for _, batch in run.trainer.batches for s in batch)
     assert set(trained.values()) == {1}
     assert run.published == list(range(1, run.steps + 1))
-    assert not run.leases.book.open
+    assert not run.leases.open
     assert find_tiling_errors(recorder.intervals) == []
     held, by_name = 0.0, defaultdict(float)
     for event in recorder.events:

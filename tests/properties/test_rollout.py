@@ -109,7 +109,7 @@ def check(world: SimulatedRun) -> Counter[str]:
     assert all(count == 1 for count in rows.values()), "a trajectory has one row"
     assert {c.trajectory for c in world.journal.charges if c.outcome == "finished"} >= set(trained)
     assert sum(world.control.scheduler.outstanding().values()) == 0, "every slot came back"
-    assert not world.leases.book.open, "every lease ended"
+    assert not world.leases.open, "every lease ended"
     assert {i for i, end in world.journal.gone.items() if end == "trained"} == set(trained)
     assert all(g.state != "live" for g in world.journal.groups.values()), "every group ended"
     return trained

@@ -109,7 +109,7 @@ def sound(world: World) -> None:
             assert version - sample.v0 <= world.alpha or world.schedule == "areal", "I3"
     assert world.published == list(range(1, world.steps + 1))
     assert sum(world.control.scheduler.outstanding().values()) == 0
-    assert not world.leases.book.open
+    assert not world.leases.open
 
 
 @settings(max_examples=25, deadline=None)
