@@ -7,7 +7,7 @@ import asyncio
 import json
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from rollart.cli.plan_tables import SERVING, comparison_report, plan_report
 from rollart.errors import SpecError, UsageError
 from rollart.report.profile import measured_profiles
 from rollart.report.simulation import FIGURES, SimulationFigures, interval
-from rollart.report.tables import Report, Row, Table, as_number, as_text
+from rollart.report.tables import Report, Row, Table, as_number, as_text, table
 from rollart.settings.planning import Specs, profiles_of
 from rollart.settings.resolve import Resolved, forecast, read_specs
 from rollart.settings.rules import quotas
@@ -155,20 +155,20 @@ def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Ta
     return comparison_table(found, resolved.run.batch.trajectories, publish_s, findings), _notes(findings, name)
 
 
+@table("simulated", "Beside a simulation")
 def comparison_table(
     plan: Placement, batch: int, publish_s: float | None, findings: Sequence[SimulationFigures]
-) -> Table:
+) -> Iterator[Row]:
     """Figure by figure: the plan's value, the simulation's mean with half of its 95 % interval, and the ratio of the
     mean to the plan's value. `publish_s`: the plan's, None where nothing is published. The plan assumes that
     trajectories finish as evenly as they are trained."""
     figures = {figure.key: figure for figure in FIGURES}
     planned = {**_planned(plan, batch), **({} if publish_s is None else {"publish_s": publish_s})}
-    rows: list[Row] = []
     for key in COMPARED:
         figure = figures[key]
         mean, half = interval([figure.of(one) for one in findings])
         value = planned.get(key)
-        row: Row = {
+        yield {
             "figure": as_text(key, people=False),
             "what": figure.label,
             "unit": figure.unit,
@@ -177,8 +177,6 @@ def comparison_table(
             "±": as_number(half),
             "ratio": as_number(mean / value if value else None),
         }
-        rows.append(row)
-    return Table.of("simulated", "Beside a simulation", rows)
 
 
 def _planned(plan: Placement, batch: int) -> Mapping[str, float]:

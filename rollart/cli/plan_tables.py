@@ -14,7 +14,7 @@ from placement.solve import solve
 from placement.training import mfu, training_layout
 from placement.types import Infeasible, Objective, Placement, Role
 from placement.window import DomainWindow
-from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_share, as_usd, ratio
+from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_share, as_usd, ratio, table
 from rollart.settings.planning import pools_of
 from rollart.settings.resolve import Resolved
 from rollart.tools.window import fresh_group_shares, publish_paths, recommended_staleness, sustained_slots
@@ -39,12 +39,12 @@ def plan_report(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table
         held, binds = sustained_slots(resolved), found.binds
         tables = [
             _totals(found),
-            *_stages(found),
+            _stages(found),
             *tables,
             _deployments(found),
             _flows(found),
-            *_window(held),
-            *_publishing(resolved),
+            _window(held),
+            _publishing(resolved),
         ]
         if problem is not None:
             tables += _training(problem, found)
@@ -55,16 +55,16 @@ def plan_report(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table
             tables += [_baselines(others, found)] if others else []
             why = explain(problem, found, resolve=not fast and problem.fixed is None)
             binds = why.binds
-            tables += _reasons(why, problem, found)
+            tables += [_marginals(why.marginals, found)] if problem.fixed is None else []
+            tables.append(_affinities(why))
             notes += _cost_of_publishing(why, found)
             away += [f"{name}: {other.message}" for name, other in others.items() if isinstance(other, Infeasible)]
-        tables += _rewards(found)
-        tables.append(_parts(resolved))
+        tables += [_rewards(found), _parts(resolved)]
         notes += [f"binds: {'; '.join(binds)}"] if binds else []
         notes += [*found.notes, *away]
     tables += extra
     tables.append(_batch(resolved))
-    return Report("plan", resolved.run.name, tuple(tables), (*notes, *resolved.notes))
+    return Report("plan", resolved.run.name, tuple(t for t in tables if t.rows), (*notes, *resolved.notes))
 
 
 def comparison_report(old: Resolved, new: Resolved, changes: Sequence[str]) -> Report:
@@ -74,48 +74,42 @@ def comparison_report(old: Resolved, new: Resolved, changes: Sequence[str]) -> R
         Table.of("instances", "Instances", _instances(old, new)),
         Table.of("pools", "Devices in use", _devices(old, new)),
     ]
-    tables += _moves(old, new)
+    moves = _moves(old, new)
+    tables += [moves] if moves.rows else []
     notes = [f"binds now: {_binds(old)}", f"binds what if: {_binds(new)}", *dict.fromkeys((*old.notes, *new.notes))]
     return Report("plan", new.run.name, tuple(tables), tuple(notes))
 
 
-def _window(held: Sequence[DomainWindow]) -> Iterator[Table]:
+@table("window", "What the window sustains (a slot is held until its group is published)")
+def _window(held: Sequence[DomainWindow]) -> Iterator[Row]:
     """Seconds that slots are held, and the rate that this allows."""
-    if held:
-        rows: list[Row] = [
-            {
-                "domain": h.domain,
-                "seconds": as_number(h.seconds),
-                "longest_of_group_s": as_number(h.longest_s),
-                "training_s": as_number(h.train_s),
-                "publish_s": as_number(h.publish_s),
-                "slots": as_count(round(h.slots)),
-                "held_s": as_number(h.held_s),
-                "trajectories_per_s": as_number(h.rate),
-            }
-            for h in held
-        ]
-        yield Table.of("window", "What the window sustains (a slot is held until its group is published)", rows)
+    for h in held:
+        yield {
+            "domain": h.domain,
+            "seconds": as_number(h.seconds),
+            "longest_of_group_s": as_number(h.longest_s),
+            "training_s": as_number(h.train_s),
+            "publish_s": as_number(h.publish_s),
+            "slots": as_count(round(h.slots)),
+            "held_s": as_number(h.held_s),
+            "trajectories_per_s": as_number(h.rate),
+        }
 
 
-def _publishing(resolved: Resolved) -> Iterator[Table]:
+@table("publishing", "Publishing a version (pull: of one host, while all pull)")
+def _publishing(resolved: Resolved) -> Iterator[Row]:
     """The path of a version from the trainer to the engines of each pool."""
-    paths = publish_paths(resolved)
-    if paths:
-        rows: list[Row] = [
-            {
-                "engines_on": pool,
-                "transport": str(path.transport),
-                "gb": as_number(path.gb),
-                "push_gb_per_s": as_number(path.push.gb_per_s),
-                "pull_gb_per_s": as_number(_finite(path.pull.gb_per_s)),
-                "load_gb_per_s": as_number(_finite(path.load_gb_per_s)),
-                "seconds": as_number(path.seconds),
-                "limited_by": path.limit,
-            }
-            for pool, path in paths.items()
-        ]
-        yield Table.of("publishing", "Publishing a version (pull: of one host, while all pull)", rows)
+    for pool, path in publish_paths(resolved).items():
+        yield {
+            "engines_on": pool,
+            "transport": str(path.transport),
+            "gb": as_number(path.gb),
+            "push_gb_per_s": as_number(path.push.gb_per_s),
+            "pull_gb_per_s": as_number(_finite(path.pull.gb_per_s)),
+            "load_gb_per_s": as_number(_finite(path.load_gb_per_s)),
+            "seconds": as_number(path.seconds),
+            "limited_by": path.limit,
+        }
 
 
 def _cost_of_publishing(why: Explanation, found: Placement) -> list[str]:
@@ -243,23 +237,22 @@ def _totals(found: Placement) -> Table:
     return Table.of("totals", f"Plan ({str(found.objective).replace('_', ' ')})", [row])
 
 
-def _stages(found: Placement) -> Iterator[Table]:
+@table("stages", "Given up for dollars (placement.rate_tolerance)")
+def _stages(found: Placement) -> Iterator[Row]:
     """The plan with the best rate, beside the chosen plan, which gave up some rate for lower cost."""
     first = found.first
     if first is not None and first.rate > found.rate * (1 + 1e-6):
-        rows: list[Row] = [
-            {"plan": name, "trajectories_per_s": as_number(plan.rate), "usd_per_hour_used": as_usd(plan.usd_per_hour)}
-            for name, plan in (("best rate", first), ("this plan", found))
-        ]
-        yield Table.of("stages", "Given up for dollars (placement.rate_tolerance)", rows)
+        for name, plan in (("best rate", first), ("this plan", found)):
+            usd = as_usd(plan.usd_per_hour)
+            yield {"plan": name, "trajectories_per_s": as_number(plan.rate), "usd_per_hour_used": usd}
 
 
-def _pools(resolved: Resolved) -> Table:
-    rows: list[Row] = []
+@table("pools", "Pools")
+def _pools(resolved: Resolved) -> Iterator[Row]:
     for pool in pools_of(resolved.cluster, resolved.prices):
         idle = resolved.plan.idle[pool.name]
         paid = pool.count - idle if pool.rented else pool.count
-        row: Row = {
+        yield {
             "pool": pool.name,
             "device": pool.device.name,
             "devices": as_count(pool.count),
@@ -268,8 +261,6 @@ def _pools(resolved: Resolved) -> Table:
             "by_role": _by_role(resolved, pool.name),
             "usd_per_hour": as_usd(paid * pool.usd_per_device_hour),
         }
-        rows.append(row)
-    return Table.of("pools", "Pools", rows)
 
 
 def _by_role(resolved: Resolved, pool: str) -> str:
@@ -280,11 +271,11 @@ def _by_role(resolved: Resolved, pool: str) -> str:
     return ", ".join(f"{role} {devices:,}" for role, devices in used.most_common())
 
 
-def _deployments(found: Placement) -> Table:
-    rows: list[Row] = []
+@table("deployments", "What runs where")
+def _deployments(found: Placement) -> Iterator[Row]:
     for d in sorted(found.deployments, key=lambda d: (_ORDER[d.role], d.pool, d.tp)):
         serving = d.role in SERVING
-        row: Row = {
+        yield {
             "role": str(d.role),
             "pool": d.pool,
             "tp": as_count(d.tp if serving else None),
@@ -294,15 +285,14 @@ def _deployments(found: Placement) -> Table:
             "utilisation": as_share(d.utilisation),
             "kv": as_share(d.kv_utilisation if serving else None),
         }
-        rows.append(row)
-    return Table.of("deployments", "What runs where", rows)
 
 
 _ORDER = {role: n for n, role in enumerate(Role)}
 SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 
-def _flows(found: Placement) -> Table:
+@table("flows", "Where trajectories go")
+def _flows(found: Placement) -> Iterator[Row]:
     """Flows of a domain on the same pools and with the same handling of the KV are one row, whatever the tp."""
     rate: dict[tuple[str, str, str, str], float] = {}
     time: dict[tuple[str, str, str, str], float] = {}
@@ -312,8 +302,8 @@ def _flows(found: Placement) -> Table:
         rate[key] = rate.get(key, 0.0) + f.rate
         time[key] = time.get(key, 0.0) + f.rate * f.seconds
         whole[f.domain] = whole.get(f.domain, 0.0) + f.rate
-    rows: list[Row] = [
-        {
+    for (domain, prefill, decode, kv), r in sorted(rate.items(), key=lambda item: (item[0][0], -item[1])):
+        yield {
             "domain": domain,
             "prefill": prefill,
             "decode": decode,
@@ -322,9 +312,6 @@ def _flows(found: Placement) -> Table:
             "trajectories_per_s": as_number(r),
             "seconds": as_seconds(ratio(time[domain, prefill, decode, kv], r)),
         }
-        for (domain, prefill, decode, kv), r in sorted(rate.items(), key=lambda item: (item[0][0], -item[1]))
-    ]
-    return Table.of("flows", "Where trajectories go", rows)
 
 
 def _others(problem: Problem) -> dict[str, Placement | Infeasible]:
@@ -334,7 +321,8 @@ def _others(problem: Problem) -> dict[str, Placement | Infeasible]:
     return {"computed": solve(replace(problem, fixed=None))}
 
 
-def _baselines(others: Mapping[str, Placement | Infeasible], found: Placement) -> Table:
+@table("baselines", "Beside simpler plans")
+def _baselines(others: Mapping[str, Placement | Infeasible], found: Placement) -> Iterator[Row]:
     """This plan beside simpler ones. `ratio`: the gain of this plan by its objective."""
 
     def row(name: str, other: Placement | Infeasible, ratio: float | None) -> Row:
@@ -347,18 +335,18 @@ def _baselines(others: Mapping[str, Placement | Infeasible], found: Placement) -
             "ratio": as_number(ratio),
         }
 
-    rows: list[Row] = [row("this plan", found, None)]
+    yield row("this plan", found, None)
     for name, other in others.items():
         ratio = gain(found, other) if isinstance(other, Placement) else math.inf  # inf: against one of value 0
-        rows.append(row(name, other, round(ratio, 4) if math.isfinite(ratio) else None))
-    return Table.of("baselines", "Beside simpler plans", rows)
+        yield row(name, other, round(ratio, 4) if math.isfinite(ratio) else None)
 
 
-def _marginals(why: Explanation, found: Placement) -> Iterator[Row]:
+@table("marginals", "What more would buy")
+def _marginals(marginals: Sequence[Marginal], found: Placement) -> Iterator[Row]:
     """The gain of more resources, by dual prices and then by solving again. In pools with engines devices come by the
     instance, since fewer devices gain nothing but rounding."""
     rows: list[tuple[Marginal, float, float, str]] = []
-    for m in why.marginals:
+    for m in marginals:
         words = m.words.removesuffix(" (solved again)").removesuffix(" (at the margin)")
         size = max((d.tp for d in found.deployments if d.pool == m.pool and d.role in SERVING), default=1)
         amount, gain = m.amount, m.gain
@@ -379,22 +367,17 @@ def _marginals(why: Explanation, found: Placement) -> Iterator[Row]:
         }
 
 
-def _reasons(why: Explanation, problem: Problem, found: Placement) -> Iterator[Table]:
-    if why.marginals and problem.fixed is None:
-        yield Table.of("marginals", "What more would buy", _marginals(why, found))
-    if why.affinities:
-        rows: list[Row] = [
-            {"domain": a.domain, "phase": a.phase, "best": a.best, "factor": as_number(a.factor), "in_words": a.words}
-            for a in why.affinities
-        ]
-        yield Table.of("affinities", "Which device suits what (this model, these prices)", rows)
+@table("affinities", "Which device suits what (this model, these prices)")
+def _affinities(why: Explanation) -> Iterator[Row]:
+    for a in why.affinities:
+        factor = as_number(a.factor)
+        yield {"domain": a.domain, "phase": a.phase, "best": a.best, "factor": factor, "in_words": a.words}
 
 
-def _rewards(found: Placement) -> Iterator[Table]:
-    if not found.rewards:
-        return
-    rows: list[Row] = [
-        {
+@table("rewards", "Rewards")
+def _rewards(found: Placement) -> Iterator[Row]:
+    for r in found.rewards:
+        yield {
             "domain": r.domain,
             "where": r.where,
             "trajectories_per_s": as_number(r.rate),
@@ -403,23 +386,18 @@ def _rewards(found: Placement) -> Iterator[Table]:
             "dedicated_devices_busy": as_number(r.dedicated_utilisation),
             "note": r.note,
         }
-        for r in found.rewards
-    ]
-    yield Table.of("rewards", "Rewards", rows)
 
 
-def _parts(resolved: Resolved) -> Table:
-    rows: list[Row] = [
-        {
+@table("parts", "Parts")
+def _parts(resolved: Resolved) -> Iterator[Row]:
+    for a in resolved.plan.assignments:
+        yield {
             "part": a.name,
             "pool": a.pool,
             "devices": as_count(len(a.devices)),
             "which": _indices(a.devices),
             "usd_per_hour": as_usd(len(a.devices) * resolved.usd_per_device_hour[a.pool]),
         }
-        for a in resolved.plan.assignments
-    ]
-    return Table.of("parts", "Parts", rows)
 
 
 def _indices(devices: Sequence[int]) -> str:
@@ -429,9 +407,10 @@ def _indices(devices: Sequence[int]) -> str:
     return ",".join(map(str, devices))
 
 
-def _batch(resolved: Resolved) -> Table:
-    rows: list[Row] = [{"domain": domain, "trajectories": as_count(quota)} for domain, quota in resolved.quotas.items()]
-    return Table.of("batch", "Trajectories per step", rows)
+@table("batch", "Trajectories per step")
+def _batch(resolved: Resolved) -> Iterator[Row]:
+    for domain, quota in resolved.quotas.items():
+        yield {"domain": domain, "trajectories": as_count(quota)}
 
 
 def _both(old: Resolved, new: Resolved) -> Iterator[Row]:
@@ -476,19 +455,17 @@ def _side_by_side(a: dict[str, int], b: dict[str, int]) -> Iterator[Row]:
         yield {"what": key, "now": as_count(now), "what_if": as_count(then), "change": change}
 
 
-def _moves(old: Resolved, new: Resolved) -> Iterator[Table]:
-    """The moves from the old plan to the new, if both were computed and anything has to move."""
+@table("moves", "Moves, in order")
+def _moves(old: Resolved, new: Resolved) -> Iterator[Row]:
+    """The moves from the old plan to the new, if both were computed."""
     a, b = old.plan.placement, new.plan.placement
     if a is None or b is None:
         return
     restart_s = new.run.placement.rebalance.restart_s
     costs = MoveCosts(restart_s=restart_s, usd_per_device_hour=dict(new.usd_per_device_hour))
-    rows: list[Row] = [
-        {"move": str(m.kind), "what": m.words, "device_seconds": as_count(m.device_seconds), "usd": as_usd(m.usd)}
-        for m in diff(a.deployments, b.deployments, costs=costs)
-    ]
-    if rows:
-        yield Table.of("moves", "Moves, in order", rows)
+    for m in diff(a.deployments, b.deployments, costs=costs):
+        seconds = as_count(m.device_seconds)
+        yield {"move": str(m.kind), "what": m.words, "device_seconds": seconds, "usd": as_usd(m.usd)}
 
 
 def _binds(resolved: Resolved) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
@@ -17,8 +16,6 @@ from rollart.settings.load import load_prices
 from rollart.settings.prices import STALE_DAYS
 from rollart.tools.prices import SOURCES, PriceChange, base_list, effective_prices, merge_into, read_prices
 from rollart.tools.prices import refresh_prices as ask
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def list_(cluster: Path | None, output: str) -> None:
@@ -35,17 +32,10 @@ def list_(cluster: Path | None, output: str) -> None:
         for p in sorted(found, key=lambda p: (p.unit != "device-hour", p.name, p.unit))
     ]
     old = [p.name for p in found if p.age_days(today) > STALE_DAYS]
-    notes = (
-        [
-            f"{len(old)} of {len(found)} prices are older than {STALE_DAYS} days ({', '.join(dict.fromkeys(old))}): "
-            "see `rollart prices refresh` and `import`"
-        ]
-        if old
-        else []
-    )
+    aged = f"{len(old)} of {len(found)} prices are older than {STALE_DAYS} days ({', '.join(dict.fromkeys(old))})"
+    notes = (f"{aged}: see `rollart prices refresh` and `import`",) if old else ()
     named = "the shipped list" if cluster is None else str(cluster)
-    report = Report("prices", named, (Table.of("prices", "US dollars", rows),), tuple(notes))
-    print_report(report, output)
+    print_report(Report("prices", named, (Table.of("prices", "US dollars", rows),), notes), output)
 
 
 def import_(file: Path, cluster: Path | None, into: Path, region: str, output: str) -> None:
@@ -90,8 +80,7 @@ def _show(changed: Sequence[PriceChange], into: Path, output: str) -> None:
     ]
     same = sum(c.same for c in changed)
     notes = (f"{same} as before, now of a new date",) if same else ()
-    report = Report("prices", str(into), (Table.of("changes", "Changed: US dollars", rows),), notes)
-    print_report(report, output)
+    print_report(Report("prices", str(into), (Table.of("changes", "Changed: US dollars", rows),), notes), output)
 
 
 def _usd(value: float | None) -> str:

@@ -7,7 +7,7 @@ import asyncio
 import json
 import re
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from rollart.launch.functions import (
     units_by_provider,
 )
 from rollart.ledger.prices import PriceBook
-from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_text, as_usd
+from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_text, as_usd, table
 from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.prices import PriceList
 from rollart.tools.prices import effective_prices
@@ -40,7 +40,6 @@ from serverless.rehearse import Rehearsal, read_cases, rehearse
 from serverless.types import InfraFault, ModelFault, Scored
 
 T = TypeVar("T")
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 DIGEST = 12
 """Characters of a version for people: `rollback --to` takes any unambiguous prefix."""
@@ -196,7 +195,19 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
 def plan(source: str, cases: Path | None, items: int, runs_per_month: float, before: str | None, output: str) -> None:
     now = None if before is None else canonical_provider(before)
     found = _rehearsed(source, cases)
-    rows: list[Row] = []
+    costs = _costs(found, items, runs_per_month, now)
+    notes = [
+        f"{items:,} items a run in full batches, {runs_per_month:g} runs a month, warm calls measured on this machine"
+    ]
+    notes += [
+        f"{name}: with one idle window of one container a run; each further container and pause adds one"
+        for name in sorted({c.provider for one in found for c in one.costs if c.usd_idle})
+    ]
+    print_report(Report("plan", "rewards", (costs,), tuple(notes)), output)
+
+
+@table("plan", "Cost by provider")
+def _costs(found: Sequence[Rehearsal], items: int, runs_per_month: float, now: str | None) -> Iterator[Row]:
     for one in found:
         per_run = {
             c.provider: None if c.usd_batched is None else c.usd_batched * items / 1e6 + c.usd_idle for c in one.costs
@@ -204,7 +215,7 @@ def plan(source: str, cases: Path | None, items: int, runs_per_month: float, bef
         base = None if now is None else per_run.get(now)
         for c in one.costs:
             run = per_run[c.provider]
-            row: Row = {
+            yield {
                 "function": one.function,
                 "provider": c.provider,
                 "usd_per_million": as_usd(c.usd_batched),
@@ -213,15 +224,6 @@ def plan(source: str, cases: Path | None, items: int, runs_per_month: float, bef
                 "month_against_now": as_usd(None if base is None or run is None else (run - base) * runs_per_month),
                 "note": c.note,
             }
-            rows.append(row)
-    notes = [
-        f"{items:,} items a run in full batches, {runs_per_month:g} runs a month, warm calls measured on this machine"
-    ]
-    notes += [
-        f"{name}: with one idle window of one container a run; each further container and pause adds one"
-        for name in sorted({c.provider for one in found for c in one.costs if c.usd_idle})
-    ]
-    print_report(Report("plan", "rewards", (Table.of("plan", "Cost by provider", rows),), tuple(notes)), output)
 
 
 def _rehearsed(source: str, cases: Path | None, *, allow_unsafe: bool = False) -> list[Rehearsal]:

@@ -11,7 +11,6 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
 
@@ -25,8 +24,6 @@ from rollart.settings.base import is_loopback
 from serverless.deploy.package import Package
 from serverless.providers.base import Backend
 from serverless.providers.http_server import HEALTH, FunctionHttpServer
-
-Command = TypeVar("Command", bound=Callable[..., Any])
 
 SAMPLE = [{"id": "1", "messages": [{"role": "assistant", "content": "42"}], "reference_answer": "42", "metadata": {}}]
 

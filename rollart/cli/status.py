@@ -17,7 +17,7 @@ from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.reader import LedgerReader
 from rollart.report.cost import cost_lines
 from rollart.report.rows import ENGINE_ROLES, collect
-from rollart.report.tables import Cell, Report, Table, TableColumn
+from rollart.report.tables import Cell, Report, Table, as_number
 
 
 def status(run: str | None, output: str, runs_dir: Path) -> None:
@@ -70,7 +70,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
 
 
 def _print_status(run: str, *values: tuple[str, Cell], output: str) -> None:
-    table = Table("status", "Status", (TableColumn("what"), TableColumn("value", "number")), values)
+    table = Table.of("status", "Status", ({"what": what, "value": as_number(value)} for what, value in values))
     print_report(Report("status", run, (table,)), output)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ from rollart.ledger.database import CONSUMED, DROPPED, LIVE
 from rollart.ledger.reader import AttemptRow, GroupRow, LedgerReader
 from rollart.model import AbortReason
 from rollart.ports import FINISHED, RELAUNCH_MARK
-from rollart.report.tables import Report, Row, Table, as_count, as_number, as_share, as_text, ratio
+from rollart.report.tables import Report, Row, as_count, as_number, as_share, as_text, ratio, table
 
 DRAWN, TRAINED, DELAYED, OPEN = "drawn", "trained", "delayed", "open"
 """Sets besides the reasons of loss: prompts with a final outcome, the trained ones, drawn prompts that the schedule did
@@ -137,18 +137,16 @@ def p_value(ks: float, n: int, m: int) -> float:
     return min(1.0, max(0.0, 2.0 * math.fsum(terms)))
 
 
-def _compared(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]]) -> Table:
-    rows: list[Row] = []
+@table("bias", "Trained against drawn, and what was lost against trained")
+def _compared(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]]) -> Iterator[Row]:
     for domain, by_fate in sets.items():
         for fate in by_fate:
             if fate not in (DRAWN, OPEN):
                 against = DRAWN if fate in (TRAINED, DELAYED) else TRAINED
-                rows += [
-                    {"domain": domain, "set": fate, "against": against, "figure": figure, **test}
-                    for figure in FIGURES
-                    if (test := _test(figure, fate, by_fate[fate], by_fate.get(against, ()))) is not None
-                ]
-    return Table.of("bias", "Trained against drawn, and what was lost against trained", rows)
+                for figure in FIGURES:
+                    test = _test(figure, fate, by_fate[fate], by_fate.get(against, ()))
+                    if test is not None:
+                        yield {"domain": domain, "set": fate, "against": against, "figure": figure, **test}
 
 
 def _test(
@@ -185,13 +183,13 @@ def _test(
     }
 
 
-def _described(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]], prompts: Prompts) -> Table:
-    rows: list[Row] = []
+@table("sets", "What was drawn, trained and lost (prompts: by their last fate; otherwise means over trajectories)")
+def _described(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]], prompts: Prompts) -> Iterator[Row]:
     for domain, by_fate in sets.items():
         settled = sum(n for (name, fate), n in prompts.items() if name == domain and fate not in (OPEN, DELAYED))
         for fate, attempts in by_fate.items():
             lengths = sorted(_values(attempts, "length"))
-            row: Row = {
+            yield {
                 "domain": domain,
                 "set": fate,
                 "prompts": as_count(settled if fate == DRAWN else prompts.get((domain, fate), 0)),
@@ -202,9 +200,6 @@ def _described(sets: Mapping[str, Mapping[str, Sequence[TrajectoryAttempt]]], pr
                 "length_p90": as_number(_quantile(lengths, 0.9)),
                 **{figure: as_number(_mean(_values(attempts, figure))) for figure in FIGURES[1:]},
             }
-            rows.append(row)
-    title = "What was drawn, trained and lost (prompts: by their last fate; otherwise means over trajectories)"
-    return Table.of("sets", title, rows)
 
 
 def _sets(attempts: Sequence[TrajectoryAttempt]) -> dict[str, list[TrajectoryAttempt]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from rollart.ledger.intervals import ResourceState
@@ -18,7 +18,6 @@ from rollart.report.tables import (
     Report,
     Row,
     Table,
-    TableColumn,
     as_count,
     as_number,
     as_seconds,
@@ -26,6 +25,7 @@ from rollart.report.tables import (
     as_text,
     as_usd,
     ratio,
+    table,
 )
 from rollart.settings.prices import PriceEntry
 from serverless.meter import WorkerState
@@ -55,8 +55,8 @@ def cost(rows: RunRows) -> Report:
         rows.run,
         (
             _total(rows, lines),
-            _grouped("by_role", "By role", "role", lines, lambda line: line.role),
-            _grouped("by_resource", "By resource", "resource", lines, lambda line: line.resource),
+            Table.of("by_role", "By role", _grouped("role", lines)),
+            Table.of("by_resource", "By resource", _grouped("resource", lines)),
             _elsewhere(rows),
             _prices(rows),
             _fates(rows),
@@ -115,7 +115,8 @@ def waste(rows: RunRows, lines: Sequence[CostLine]) -> dict[tuple[str, str], flo
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def _total(rows: RunRows, lines: Sequence[CostLine]) -> Table:
+@table("total", "Total of what is billed")
+def _total(rows: RunRows, lines: Sequence[CostLine]) -> Iterator[Row]:
     facts, usd = rows.facts, _usd(lines)
     generated = sum(c.trajectories for c in rows.charges if c.purpose != "eval")
     wasted = math.fsum(waste(rows, lines).values())
@@ -134,29 +135,32 @@ def _total(rows: RunRows, lines: Sequence[CostLine]) -> Table:
         ("idle and waste", "USD", wasted),
         ("idle and waste", "share", ratio(wasted, usd)),
     )
-    columns = (TableColumn("what"), TableColumn("unit"), TableColumn("value", "number"))
-    return Table("total", "Total of what is billed", columns, values)
+    for what, unit, value in values:
+        yield {"what": what, "unit": unit, "value": as_number(value)}
 
 
-def _grouped(name: str, title: str, key: str, lines: Sequence[CostLine], group_of: Callable[[CostLine], str]) -> Table:
+def _grouped(key: str, lines: Sequence[CostLine]) -> Iterator[Row]:
+    """Dollars by the field `key` of the lines."""
     groups: dict[str, list[CostLine]] = defaultdict(list)
     for line in lines:
-        groups[group_of(line)].append(line)
+        groups[getattr(line, key)].append(line)
     total = _usd(lines)
-    rows: list[Row] = [
-        {
+    for group, own in sorted(groups.items(), key=lambda item: -_usd(item[1])):
+        yield {
             key: group,
             "usd": as_usd(_usd(own)),
             "share": as_share(ratio(_usd(own), total)),
             "busy_usd": as_usd(_usd(x for x in own if x.state == ResourceState.BUSY)),
             "not_busy_usd": as_usd(_usd(x for x in own if x.state != ResourceState.BUSY)),
         }
-        for group, own in sorted(groups.items(), key=lambda item: -_usd(item[1]))
-    ]
-    return Table.of(name, title, rows)
 
 
-def _elsewhere(rows: RunRows) -> Table:
+@table(
+    "elsewhere",
+    "Would cost elsewhere (workers on cores that are paid already: in no total, and in no budget)",
+    optional=True,
+)
+def _elsewhere(rows: RunRows) -> Iterator[Row]:
     """By function: dollars of workers on the run's own cores at the list prices of a provider of functions."""
     usd: dict[str, float] = defaultdict(float)
     seconds: dict[str, float] = defaultdict(float)
@@ -164,37 +168,19 @@ def _elsewhere(rows: RunRows) -> Table:
         if not line.billed:
             usd[line.resource] += line.usd
             seconds[line.resource] += line.seconds
-    found: list[Row] = [
-        {"resource": name, "billed_s": as_seconds(seconds[name]), "usd": as_usd(usd[name])}
-        for name in sorted(usd, key=lambda name: -usd[name])
-    ]
-    title = "Would cost elsewhere (workers on cores that are paid already: in no total, and in no budget)"
-    return Table.of("elsewhere", title, found, optional=True)
+    for name in sorted(usd, key=lambda name: -usd[name]):
+        yield {"resource": name, "billed_s": as_seconds(seconds[name]), "usd": as_usd(usd[name])}
 
 
-def _prices(rows: RunRows) -> Table:
+@table("prices", "Prices, with their sources")
+def _prices(rows: RunRows) -> Iterator[Row]:
     """The billed rows add up to the total, the others to the cost elsewhere (property test)."""
-    found: list[Row] = []
-
-    def add(price: str, unit: str, usd: float, amount: float, cost: str, date: str, source: str) -> None:
-        row: Row = {
-            "price": price,
-            "unit": unit,
-            "usd_per_unit": as_number(usd),
-            "amount": as_number(amount),
-            "usd": as_usd(usd * amount),
-            "cost": cost,
-            "date": date,
-            "source": as_text(source, wrap=True),
-        }
-        found.append(row)
-
     for usd, hours in rows.device_hours:
         same = [pool for pool in rows.pools if pool.usd == usd]
         dates = ", ".join(dict.fromkeys(pool.date or "-" for pool in same)) or "-"
         sources = "; ".join(dict.fromkeys(pool.source for pool in same))
         sources = sources or "recorded by the run from an earlier price list"
-        add(_names(same), "device-hour", usd, hours, functions.BILLED, dates, sources)
+        yield _priced(_names(same), "device-hour", usd, hours, functions.BILLED, dates, sources)
     amounts: dict[tuple[str, str], float] = defaultdict(float)
     prices: dict[tuple[str, str], PriceEntry] = {}
     for price, amount in _function_items(rows):
@@ -203,8 +189,20 @@ def _prices(rows: RunRows) -> Table:
     for key, amount in sorted(amounts.items()):
         price = prices[key]
         cost = functions.BILLED if rows.prices.billed(price.name) else functions.ELSEWHERE
-        add(price.name, price.unit, price.usd, amount, cost, str(price.date), price.source)
-    return Table.of("prices", "Prices, with their sources", found)
+        yield _priced(price.name, price.unit, price.usd, amount, cost, str(price.date), price.source)
+
+
+def _priced(price: str, unit: str, usd: float, amount: float, cost: str, date: str, source: str) -> Row:
+    return {
+        "price": price,
+        "unit": unit,
+        "usd_per_unit": as_number(usd),
+        "amount": as_number(amount),
+        "usd": as_usd(usd * amount),
+        "cost": cost,
+        "date": date,
+        "source": as_text(source, wrap=True),
+    }
 
 
 def _function_items(rows: RunRows) -> Iterator[tuple[PriceEntry, float]]:
@@ -225,26 +223,22 @@ def _names(pools: Sequence[PoolPrice]) -> str:
     return ", ".join(named) or "device"
 
 
-def _fates(rows: RunRows) -> Table:
-    found: list[Row] = [
-        {
+@table("trajectories", "Engine time by what became of the trajectory")
+def _fates(rows: RunRows) -> Iterator[Row]:
+    for f in fates(rows):
+        yield {
             "fate": f.fate,
             "trajectories": as_count(f.trajectories),
             "engine_seconds": as_seconds(f.engine_seconds),
             "usd": as_usd(f.usd),
         }
-        for f in fates(rows)
-    ]
-    return Table.of("trajectories", "Engine time by what became of the trajectory", found)
 
 
-def _waste(rows: RunRows, lines: Sequence[CostLine]) -> Table:
+@table("waste", "Idle and waste by cause")
+def _waste(rows: RunRows, lines: Sequence[CostLine]) -> Iterator[Row]:
     total = _usd(lines)
-    found: list[Row] = [
-        {"role": role, "cause": cause, "usd": as_usd(usd), "share": as_share(ratio(usd, total))}
-        for (role, cause), usd in waste(rows, lines).items()
-    ]
-    return Table.of("waste", "Idle and waste by cause", found)
+    for (role, cause), usd in waste(rows, lines).items():
+        yield {"role": role, "cause": cause, "usd": as_usd(usd), "share": as_share(ratio(usd, total))}
 
 
 def _usd(lines: Iterable[CostLine]) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.errors import UsageError
 from rollart.report.rows import RunRows
-from rollart.report.tables import Report, Table, as_count, as_share
+from rollart.report.tables import Report, Row, as_count, as_share, table
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -59,38 +59,29 @@ def curves(rows: RunRows) -> list[Curve]:
 def curve(rows: RunRows) -> Report:
     """The curve report."""
     found = curves(rows)
-    summary = Table.of(
-        "summary",
-        "Success by policy version (sampled; `evaluated` is greedy on held-out seeds)",
-        (
-            {
-                "domain": c.domain,
-                "curve": sparkline([p.success for p in c.training]),
-                "first": as_share(_at(c.training, 0)),
-                "last": as_share(_at(c.training, -1)),
-                "evaluated_first": as_share(_at(c.evaluation, 0)),
-                "evaluated_last": as_share(_at(c.evaluation, -1)),
-            }
-            for c in found
-        ),
-    )
-    points = Table.of(
-        "points",
-        "Points",
-        (
-            {
-                "domain": c.domain,
-                "kind": kind,
-                "version": as_count(p.version),
-                "success": as_share(p.success),
-                "episodes": as_count(p.episodes),
-            }
-            for c in found
-            for kind, points in (("training", c.training), ("evaluation", c.evaluation))
-            for p in points
-        ),
-    )
-    return Report("curve", rows.run, (summary, points))
+    return Report("curve", rows.run, (_summary(found), _points(found)))
+
+
+@table("summary", "Success by policy version (sampled; `evaluated` is greedy on held-out seeds)")
+def _summary(found: Sequence[Curve]) -> Iterator[Row]:
+    for c in found:
+        yield {
+            "domain": c.domain,
+            "curve": sparkline([p.success for p in c.training]),
+            "first": as_share(_at(c.training, 0)),
+            "last": as_share(_at(c.training, -1)),
+            "evaluated_first": as_share(_at(c.evaluation, 0)),
+            "evaluated_last": as_share(_at(c.evaluation, -1)),
+        }
+
+
+@table("points", "Points")
+def _points(found: Sequence[Curve]) -> Iterator[Row]:
+    for c in found:
+        for kind, points in (("training", c.training), ("evaluation", c.evaluation)):
+            for p in points:
+                version, success, episodes = as_count(p.version), as_share(p.success), as_count(p.episodes)
+                yield {"domain": c.domain, "kind": kind, "version": version, "success": success, "episodes": episodes}
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 
 from rollart.ledger.events import FUNCTION_HEALTH, OFFLOAD_STAGE
@@ -12,7 +12,7 @@ from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import InvocationSum
 from rollart.ports import RunEvent
 from rollart.report.rows import CostLine, RunRows
-from rollart.report.tables import Row, Table, as_count, as_number, as_seconds, as_share, as_text, as_usd, ratio
+from rollart.report.tables import Row, as_count, as_number, as_seconds, as_share, as_text, as_usd, ratio, table
 from serverless.meter import WorkerState
 from serverless.pipeline.stages import OffloadStage, StageCounts
 from serverless.types import Cause
@@ -74,11 +74,11 @@ def _why(call: InvocationSum) -> str:
     return "" if call.cause == Cause.CALL else f"function {call.cause}"
 
 
-def calls(rows: RunRows) -> Table:
-    found: list[Row] = []
+@table("functions", "Function calls, at list prices")
+def calls(rows: RunRows) -> Iterator[Row]:
     for call in rows.invocations:
         gb_s, usd = call.billed_s * call.memory_mb / 1024, _usd(rows, call)
-        row: Row = {
+        yield {
             "function": call.function,
             "provider": call.provider,
             "status": call.status,
@@ -96,20 +96,18 @@ def calls(rows: RunRows) -> Table:
             "cost": as_text(_kind(rows, call.provider), people=False),
             "usd_per_1000_items": as_usd(ratio(usd * 1000, call.items), people=False),
         }
-        found.append(row)
-    return Table.of("functions", "Function calls, at list prices", found)
 
 
-def workers(rows: RunRows) -> Table:
+@table("function_workers", "Function workers: seconds by state")
+def workers(rows: RunRows) -> Iterator[Row]:
     """Seconds of function workers by state; the states of a row are its whole life."""
     groups: dict[tuple[str, str, int, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for w in rows.workers:
         groups[w.function, w.provider, w.memory_mb, w.estimated][w.state] += w.seconds
-    found: list[Row] = []
     for (function, provider, memory_mb, estimated), states in sorted(groups.items()):
         idle_s = states[WorkerState.IDLE]
         usd = rows.prices.idle_usd(provider, seconds=idle_s, memory_mb=memory_mb)
-        row: Row = {
+        yield {
             "function": function,
             "provider": provider,
             "memory_mb": as_count(memory_mb, people=False),
@@ -121,17 +119,15 @@ def workers(rows: RunRows) -> Table:
             "idle_usd": as_usd(usd),
             "cost": as_text(_kind(rows, provider), people=False),
         }
-        found.append(row)
-    return Table.of("function_workers", "Function workers: seconds by state", found)
 
 
-def savings(rows: RunRows) -> Table:
+@table("savings", "Saved by the cache and by calls under way, at list prices")
+def savings(rows: RunRows) -> Iterator[Row]:
     """Calls saved by the cache and by deduplication with live calls, at the price of the function's own calls."""
-    found: list[Row] = []
     for s in rows.savings:
         provider = _provider(rows).get(s.function, ("", 0))[0]
         usd = rows.prices.function_usd(provider, billed_s=s.billed_s, memory_mb=s.memory_mb, requests=0)
-        row: Row = {
+        yield {
             "function": s.function,
             "stage": s.stage,
             "items": as_count(s.items),
@@ -139,17 +135,15 @@ def savings(rows: RunRows) -> Table:
             "usd": as_usd(usd),
             "cost": as_text(_kind(rows, provider), people=False),
         }
-        found.append(row)
-    return Table.of("savings", "Saved by the cache and by calls under way, at list prices", found)
 
 
-def stages(rows: RunRows) -> Table:
+@table("stages", "What each stage of the function pipeline did, cost and saved, at list prices")
+def stages(rows: RunRows) -> Iterator[Row]:
     """The effect of each stage of the pipeline, summed over all lives of the run. Dollars at the price of the
     function's calls. A stage that only passed items on has no row; its event is in the ledger."""
     sums = _summed(rows.events_of(OFFLOAD_STAGE), key="stage")
     order = {str(stage): n for n, stage in enumerate(OffloadStage)}
     priced = _provider(rows)
-    found: list[Row] = []
     for (function, stage), s in sorted(sums.items(), key=lambda kv: (kv[0][0], order.get(kv[0][1], len(order)))):
         if not s.keys() - {"entered"}:
             continue
@@ -161,7 +155,7 @@ def stages(rows: RunRows) -> Table:
             )
             for k in ("extra", "saved")
         )
-        row: Row = {
+        yield {
             "function": function,
             "stage": stage,
             "entered": as_count(int(n["entered"])),
@@ -176,17 +170,15 @@ def stages(rows: RunRows) -> Table:
             "saved_usd": as_usd(saved),
             "cost": as_text(_kind(rows, provider), people=False),
         }
-        found.append(row)
-    return Table.of("stages", "What each stage of the function pipeline did, cost and saved, at list prices", found)
 
 
-def health(rows: RunRows) -> Table:
+@table("health", "Health of functions")
+def health(rows: RunRows) -> Iterator[Row]:
     """Outcomes of functions as their callers received them, and the infrastructure faults among them by kind."""
-    found: list[Row] = []
     for (function, _), s in sorted(_summed(rows.events_of(FUNCTION_HEALTH)).items()):
         outcomes, faults = int(s.get("outcomes", 0)), int(s.get("faults", 0))
         kinds = {k.removeprefix("fault."): int(n) for k, n in sorted(s.items()) if k.startswith("fault.")}
-        row: Row = {
+        yield {
             "function": function,
             "outcomes": as_count(outcomes),
             "model_faults": as_count(int(s["model_faults"]) if "model_faults" in s else None),
@@ -195,8 +187,6 @@ def health(rows: RunRows) -> Table:
             "threshold": as_share(rows.fault_threshold),
             "kinds": ", ".join(f"{k} {n}" for k, n in kinds.items()),
         }
-        found.append(row)
-    return Table.of("health", "Health of functions", found)
 
 
 def notes(rows: RunRows) -> Iterable[str]:

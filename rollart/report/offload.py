@@ -8,14 +8,14 @@ starts without a call, and trials of a deployment.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from rollart.ledger.reader import CallRow, LedgerReader
 from rollart.report import functions
 from rollart.report.rows import RunRows
-from rollart.report.tables import Report, Row, Table, as_count, as_ms, as_seconds, as_share, as_usd, ratio
+from rollart.report.tables import Report, Row, as_count, as_ms, as_seconds, as_share, as_usd, ratio, table
 from serverless.meter import WorkerState
 from serverless.scaling.replay import (
     CallReplay,
@@ -228,17 +228,17 @@ TICK_S = 1.0
 """Interval of the replayed autoscalers' decisions, in seconds (Knative: 2)."""
 
 
-def _serving_options(cases: Iterable[_OffloadCase]) -> Table:
-    found: list[Row] = []
+@table("ways", "The same calls served in other ways")
+def _serving_options(cases: Iterable[_OffloadCase]) -> Iterator[Row]:
     for case in cases:
         life, used = case.metered()
         starts = sum(row.cold_start_s > 0 for row in case.recorded)
         waits = 1e3 * case.waited(0.5), 1e3 * case.waited(0.99)
-        found.append(_served(case, "as billed", None, life, used, waits, starts, case.functions_usd))
+        yield _served(case, "as billed", None, life, used, waits, starts, case.functions_usd)
         for workers, why in _choices(case):
             one, worker_s, usd = case.dedicated(workers)
             share = ratio(one.busy_s, worker_s)
-            found.append(_served(case, why, workers, worker_s, share, _waits(one), 0, usd))
+            yield _served(case, why, workers, worker_s, share, _waits(one), 0, usd)
         if case.name == ALL:
             continue
         scalings: tuple[tuple[str, ScalingRule | None], ...] = (
@@ -249,8 +249,7 @@ def _serving_options(cases: Iterable[_OffloadCase]) -> Table:
         for label, scaling in scalings:
             one, usd = case.elastic(scaling)
             starts, waits = one.cold_starts, _waits(one)
-            found.append(_served(case, label, one.peak, one.worker_s, one.utilisation, waits, starts, usd))
-    return Table.of("ways", "The same calls served in other ways", found)
+            yield _served(case, label, one.peak, one.worker_s, one.utilisation, waits, starts, usd)
 
 
 def _served(
@@ -289,12 +288,12 @@ def _waits(one: CallReplay) -> tuple[float, float]:
     return 1e3 * one.wait(0.5), 1e3 * one.wait(0.99)
 
 
-def _summary(cases: Iterable[_OffloadCase]) -> Table:
-    found: list[Row] = []
+@table("summary", "Functions as billed against the fewest dedicated workers that are quick enough")
+def _summary(cases: Iterable[_OffloadCase]) -> Iterator[Row]:
     for case in cases:
         one, worker_s, usd = case.dedicated(case.fewest)
         per_s = case.functions_usd / case.work_s if case.work_s else 0.0
-        row: Row = {
+        yield {
             "function": case.name,
             "calls": as_count(len(case.calls)),
             "work_s": as_seconds(case.work_s),
@@ -304,9 +303,6 @@ def _summary(cases: Iterable[_OffloadCase]) -> Table:
             "dedicated_used": as_share(ratio(one.busy_s, worker_s)),
             "dedicated_wins_above": as_share(ratio(case.worker_usd_s, per_s)),
         }
-        found.append(row)
-    title = "Functions as billed against the fewest dedicated workers that are quick enough"
-    return Table.of("summary", title, found)
 
 
 def _notes(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeAlias, TypeVar
@@ -15,7 +15,18 @@ from rollart.ledger.intervals import ResourceState
 from rollart.ports import RunEvent
 from rollart.report.cost import cost_lines, waste
 from rollart.report.rows import ENGINE_ROLES, RunRows
-from rollart.report.tables import FormattedCell, Report, Row, Table, as_count, as_number, as_seconds, as_share, as_text
+from rollart.report.tables import (
+    FormattedCell,
+    Report,
+    Row,
+    Table,
+    as_count,
+    as_number,
+    as_seconds,
+    as_share,
+    as_text,
+    table,
+)
 from rollart.report.timeline import Timeline
 from rollart.report.utilization import DomainShareSummary, domain_shares
 
@@ -191,28 +202,27 @@ def simulation(run: str, found: Sequence[SimulationFigures], notes: Sequence[str
     return Report("simulate", run, tables, foot)
 
 
-def _figures(by: Figures) -> Table:
-    rows: list[Row] = [
-        {
+@table("figures", "Figures")
+def _figures(by: Figures) -> Iterator[Row]:
+    for figure in FIGURES:
+        yield {
             "figure": as_text(figure.key, people=False),
             "what": figure.label,
             "unit": figure.unit,
             **_intervals({name: [figure.of(f) for f in own] for name, own in by.items()}, as_number, people=True),
         }
-        for figure in FIGURES
-    ]
-    return Table.of("figures", "Figures", rows)
 
 
-def _shares_of_lags(by: Figures) -> Table:
+@table("lags", "Staleness of what was trained")
+def _shares_of_lags(by: Figures) -> Iterator[Row]:
     """Share of trained samples by lag. All seeds have the same weight, whatever their number of samples."""
 
     def shares(lag: int) -> dict[str, list[float]]:
         return {name: [f.lags.get(lag, 0) / (sum(f.lags.values()) or 1) for f in own] for name, own in by.items()}
 
     lags = sorted({lag for own in by.values() for f in own for lag in f.lags})
-    rows = [{"lag in versions": as_count(lag), **_intervals(shares(lag), as_share)} for lag in lags]
-    return Table.of("lags", "Staleness of what was trained", rows)
+    for lag in lags:
+        yield {"lag in versions": as_count(lag), **_intervals(shares(lag), as_share)}
 
 
 def _sums(name: str, title: str, by: Figures, of: Callable[[SimulationFigures], Mapping[str, float]]) -> Table:
@@ -237,10 +247,11 @@ def _intervals(
     return row
 
 
-def _each(found: Sequence[SimulationFigures]) -> Table:
+@table("simulations", "Simulations", people=False)
+def _each(found: Sequence[SimulationFigures]) -> Iterator[Row]:
     """Every single simulation, for statistical tests of differences."""
-    rows: list[Row] = [
-        {
+    for f in found:
+        yield {
             "schedule": f.schedule,
             "seed": as_count(f.seed),
             "trace": f.trace,
@@ -249,14 +260,11 @@ def _each(found: Sequence[SimulationFigures]) -> Table:
             "skipped": as_count(f.skipped),
             **{figure.key: as_number(figure.of(f)) for figure in FIGURES},
         }
-        for f in found
-    ]
-    return Table.of("simulations", "Simulations", rows, people=False)
 
 
-def _compared_shares(by: Figures) -> Table:
+@table("shares", "Shares of domains in what was trained; drift in groups")
+def _compared_shares(by: Figures) -> Iterator[Row]:
     """Shares of domains by schedule: means over seeds, and the worst drift of any seed."""
-    rows: list[Row] = []
     for domain in _keys(f.shares for own in by.values() for f in own):
         row: dict[str, str | FormattedCell] = {"domain": domain}
         for name, own in by.items():
@@ -267,8 +275,7 @@ def _compared_shares(by: Figures) -> Table:
                 f"{name} trained": as_share(sum(s.trained for s in seen) / count),
                 f"{name} worst drift": as_number(max((s.worst for s in seen), default=None)),
             }
-        rows.append(row)
-    return Table.of("shares", "Shares of domains in what was trained; drift in groups", rows)
+        yield row
 
 
 def _per_1k(found: SimulationFigures) -> Mapping[str, float]:

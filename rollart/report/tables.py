@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
+from functools import partial, wraps
+from typing import ParamSpec, TypeAlias
+
+P = ParamSpec("P")
 
 PLAIN, PERCENT, DOLLARS = "", "%", "$"
 """Units of a figure; `%` is for shares of 1."""
@@ -77,6 +79,21 @@ class Table:
             raise ValueError(f"table '{name}': rows differ in their columns")
         values = tuple(tuple(cell.value for cell in row) for row in cells)
         return cls(name, title, tuple(columns), values, people and bool(rows or not optional))
+
+
+def table(
+    name: str, title: str, *, people: bool = True, optional: bool = False
+) -> Callable[[Callable[P, Iterable[Row]]], Callable[P, Table]]:
+    """Make a function that yields rows return them as a table (see `Table.of`)."""
+
+    def declare(rows_of: Callable[P, Iterable[Row]]) -> Callable[P, Table]:
+        @wraps(rows_of)
+        def of(*args: P.args, **kwargs: P.kwargs) -> Table:
+            return Table.of(name, title, rows_of(*args, **kwargs), people=people, optional=optional)
+
+        return of
+
+    return declare
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import LedgerReader
-from rollart.report.tables import Cell, Report, Table, TableColumn
+from rollart.report.tables import Cell, Report, Row, Table, TableColumn, as_count, as_number, as_share
 
 BINS = 320
 """Number of bins: enough for a curve on a page; more would be narrower than a stroke."""
@@ -179,13 +179,7 @@ def timeline_report(run: str, found: Timeline) -> Report:
         for state, values in band.amounts.items()
         for n, amount in enumerate(values)
     ]
-    columns = (
-        TableColumn("who"),
-        TableColumn("state"),
-        TableColumn("t0", "seconds"),
-        TableColumn("t1", "seconds"),
-        TableColumn("amount", "number"),
-    )
+    columns = tuple(map(TableColumn, ("who", "state", "t0", "t1", "amount")))
     tables.append(Table("amounts", "Mean amounts at a time", columns, tuple(amounts), people=False))
     return Report("timeline", run, tuple(tables), (SPREAD,))
 
@@ -200,17 +194,17 @@ def _bands(title: str, kind: str, found: Timeline) -> Table:
     states = list(dict.fromkeys(state for band in own for state in band.amounts))
     counted = {DEVICES: "parts", TRAJECTORIES: "ended", CALLS: "calls", FAULTS: "events"}[kind]
     whole = {DEVICES: "devices", FAULTS: "most in a bin"}.get(kind, "peak")
-    columns = (
-        TableColumn("who"),
-        TableColumn(counted, "count"),
-        TableColumn(whole, "number"),
-        *(TableColumn(s, "share") for s in states),
-        TableColumn(SKETCHES[kind != DEVICES]),
-    )
-    rows: list[tuple[Cell, ...]] = [
-        (b.name, b.members, b.whole, *(b.share(s) if s in b.amounts else None for s in states), _sketch(b)) for b in own
+    rows: list[Row] = [
+        {
+            "who": band.name,
+            counted: as_count(band.members),
+            whole: as_number(band.whole),
+            **{state: as_share(band.share(state) if state in band.amounts else None) for state in states},
+            SKETCHES[kind != DEVICES]: _sketch(band),
+        }
+        for band in own
     ]
-    return Table(kind, title, columns, tuple(rows))
+    return Table.of(kind, title, rows)
 
 
 def _devices(

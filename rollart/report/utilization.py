@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,19 @@ from rollart.ledger.reader import ChargeSum
 from rollart.ports import RunEvent
 from rollart.report import functions
 from rollart.report.rows import ENGINE_ROLES, RunRows
-from rollart.report.tables import Cell, Report, Row, Table, as_count, as_number, as_seconds, as_share, as_text, ratio
+from rollart.report.tables import (
+    Cell,
+    Report,
+    Row,
+    Table,
+    as_count,
+    as_number,
+    as_seconds,
+    as_share,
+    as_text,
+    ratio,
+    table,
+)
 
 if TYPE_CHECKING:
     from placement.calibrate import Row as CalibrationRow
@@ -102,22 +114,22 @@ def engine_rows(events: Sequence[RunEvent], devices: Mapping[str, tuple[str, int
     return found
 
 
-def _resources(rows: RunRows) -> Table:
+@table("resources", "Resources")
+def _resources(rows: RunRows) -> Iterator[Row]:
     """Share of each resource's life in each state; the shares of a row add up to 1."""
     seconds: dict[tuple[str, str], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for i in rows.intervals:
         seconds[i.role, i.resource][i.state] += i.seconds
     known = [str(s) for s in ResourceState]
     states = [*known, *sorted({i.state for i in rows.intervals} - set(known))]
-    found: list[Row] = []
     for (role, resource), by_state in sorted(seconds.items()):
         life = math.fsum(by_state.values())
         shares = {state: as_share(ratio(by_state.get(state, 0.0), life)) for state in states}
-        found.append({"resource": resource, "role": role, "seconds": as_seconds(life), **shares})
-    return Table.of("resources", "Resources", found)
+        yield {"resource": resource, "role": role, "seconds": as_seconds(life), **shares}
 
 
-def _down(rows: RunRows) -> Table:
+@table("down", "Lost seconds by cause")
+def _down(rows: RunRows) -> Iterator[Row]:
     """Lost seconds by cause: of engines and trainers from their death until they serve again, and of trajectories that
     waited for a slot on an environment host."""
     lost: dict[tuple[str, str], float] = defaultdict(float)
@@ -127,33 +139,29 @@ def _down(rows: RunRows) -> Table:
     for i in rows.intervals:
         if i.state == ResourceState.DOWN or (i.state == ResourceState.STARTUP and i.cause):
             lost[i.cause, i.resource] += i.seconds
-    found: list[Row] = [
-        {"cause": cause, "resource": resource, "seconds": as_seconds(s)}
-        for (cause, resource), s in sorted(lost.items())
-    ]
-    return Table.of("down", "Lost seconds by cause", found)
+    for (cause, resource), s in sorted(lost.items()):
+        yield {"cause": cause, "resource": resource, "seconds": as_seconds(s)}
 
 
-def _nodes(rows: RunRows) -> Table:
+@table("nodes", "Nodes that came and went", optional=True)
+def _nodes(rows: RunRows) -> Iterator[Row]:
     """Nodes that joined, were about to leave or were lost after the engines started, and the reactions of the plan."""
     serving = min((event.t for event in rows.events_of("engine_started")), default=math.inf)
     changes = [event for event in rows.events_of(*events.NODES) if event.t > serving]
     first = min((event.t for event in changes), default=math.inf)
     changes += [event for event in rows.events_of(*events.FOLLOWED) if event.t >= first]
-    found: list[Row] = [
-        {
+    for e in sorted(changes, key=lambda event: event.t):
+        yield {
             "t": as_seconds(e.t),
             "what": e.kind,
             "subject": e.subject,
             "moves": e.fields.get("moves"),
             "why": e.fields.get("why") or e.fields.get("cause"),
         }
-        for e in sorted(changes, key=lambda event: event.t)
-    ]
-    return Table.of("nodes", "Nodes that came and went", found, optional=True)
 
 
-def _rates(rows: RunRows) -> Table:
+@table("rates", "Amounts and rates")
+def _rates(rows: RunRows) -> Iterator[Row]:
     seconds = rows.facts.seconds
     busy = math.fsum(i.seconds for i in rows.intervals if i.role in ENGINE_ROLES and i.state == ResourceState.BUSY)
     amounts = {
@@ -163,29 +171,26 @@ def _rates(rows: RunRows) -> Table:
         "sampled tokens": sum(c.action_tokens for c in rows.charges),
         "trained tokens": rows.facts.trained_tokens,
     }
-    found: list[Row] = [
-        {
+    for name, n in amounts.items():
+        yield {
             "what": name,
             "count": as_count(n),
             "per_second": as_number(ratio(n, seconds)),
             "per_busy_engine_second": as_number(ratio(n, busy) if name != "trained tokens" else None),
         }
-        for name, n in amounts.items()
-    ]
-    return Table.of("rates", "Amounts and rates", found)
 
 
-def _domains(rows: RunRows) -> Table:
+@table("domains", "Domains (means per trajectory)")
+def _domains(rows: RunRows) -> Iterator[Row]:
     groups: dict[tuple[str, str], list[ChargeSum]] = defaultdict(list)
     for charge in rows.charges:
         groups[charge.domain, charge.purpose].append(charge)
-    found: list[Row] = []
     for (domain, purpose), own in sorted(groups.items()):
         n = sum(c.trajectories for c in own)
         used = sum(c.trajectories for c in own if c.outcome in ("trained", "evaluated"))
         waiting = sum(c.trajectories for c in own if c.outcome == "waiting")
         judged = sum(c.judged for c in own)
-        row: Row = {
+        yield {
             "domain": domain,
             "purpose": purpose,
             "episodes": as_count(n),
@@ -198,8 +203,6 @@ def _domains(rows: RunRows) -> Table:
             "wall_s": as_seconds(sum(c.seconds for c in own) / n),
             "engine_ms": as_number(1000 * math.fsum(c.engine_seconds for c in own) / n),
         }
-        found.append(row)
-    return Table.of("domains", "Domains (means per trajectory)", found)
 
 
 FIGURES = {
@@ -234,7 +237,8 @@ def _against_kept(rows: RunRows, kind: str, treatment: str, title: str) -> Table
     return Table.of(treatment, title, found, optional=True)
 
 
-def engines(rows: RunRows) -> Table:
+@table("engines", "Engines by their own counters", optional=True)
+def engines(rows: RunRows) -> Iterator[Row]:
     """A row per engine. `hits`: share of the prompts' tokens whose KV was cached; `pulled`: share whose KV came from
     another engine. `batch` and `step_ms`: of a mean step."""
     sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -243,11 +247,10 @@ def engines(rows: RunRows) -> Table:
         for name, value in _numbers(event).items():
             sums[event.subject][name] += value
         fullest[event.subject] = max(fullest[event.subject], _numbers(event).get("kv_used", 0.0))
-    found: list[Row] = []
     for engine, s in sorted(sums.items()):
         prompt, cached, external, steps = s["prompt_tokens"], s["cached_tokens"], s["external_tokens"], s["steps"]
         step = _step_s(s)
-        row: Row = {
+        yield {
             "engine": engine,
             "prompt_tokens": as_count(int(prompt)),
             "hits": as_share(ratio(cached - external, prompt)),
@@ -260,8 +263,6 @@ def engines(rows: RunRows) -> Table:
             "kv_used": as_share(fullest[engine]),
             "preemptions": as_count(int(s["preemptions"])),
         }
-        found.append(row)
-    return Table.of("engines", "Engines by their own counters", found, optional=True)
 
 
 def _step_s(s: Mapping[str, float]) -> float | None:
@@ -278,7 +279,8 @@ def _numbers(event: RunEvent) -> dict[str, float]:
     return {name: float(value) for name, value in event.fields.items() if isinstance(value, int | float)}
 
 
-def _handoffs(rows: RunRows) -> Table:
+@table("handoffs", "Hand-offs from prefill to decode engines", optional=True)
+def _handoffs(rows: RunRows) -> Iterator[Row]:
     """Turns that were prefilled on a prefill engine and decoded on another engine. Turns whose hand-off failed were
     prefilled again on the decode engine; for turns that pulled nothing, the prefill was wasted."""
     decoded, failed, empty = (
@@ -287,21 +289,21 @@ def _handoffs(rows: RunRows) -> Table:
     )
     whole = decoded + failed
     alarm = "prefill engines work for nothing" if decoded and empty == decoded else None
-    row: Row = {
-        "hand_offs": as_count(whole),
-        "failed": as_count(failed),
-        "failed_share": as_share(ratio(failed, whole)),
-        "pulled_nothing": as_count(empty),
-        "alarm": alarm,
-    }
-    title = "Hand-offs from prefill to decode engines"
-    return Table.of("handoffs", title, [row] if whole else [], optional=True)
+    if whole:
+        yield {
+            "hand_offs": as_count(whole),
+            "failed": as_count(failed),
+            "failed_share": as_share(ratio(failed, whole)),
+            "pulled_nothing": as_count(empty),
+            "alarm": alarm,
+        }
 
 
-def _shares(rows: RunRows) -> Table:
+@table("shares", "Shares of domains in what was trained", optional=True)
+def _shares(rows: RunRows) -> Iterator[Row]:
     """The shares of one run."""
-    found: list[Row] = [
-        {
+    for name, s in domain_shares(rows.events_of(events.DOMAIN_SHARE)).items():
+        yield {
             "domain": name,
             "floor": as_share(s.floor),
             "cap": as_share(s.cap),
@@ -310,20 +312,19 @@ def _shares(rows: RunRows) -> Table:
             "drift_groups": as_number(s.drift),
             "worst_drift_groups": as_number(s.worst),
         }
-        for name, s in domain_shares(rows.events_of(events.DOMAIN_SHARE)).items()
-    ]
-    return Table.of("shares", "Shares of domains in what was trained", found, optional=True)
 
 
-def _concurrency(rows: RunRows) -> Table:
+@table("concurrency", "Trajectories per engine (limits by KV memory)", optional=True)
+def _concurrency(rows: RunRows) -> Iterator[Row]:
     """Concurrent trajectories per engine, by version, and the effects of scarce KV memory: prefixes of `evicted`
     trajectories were recomputed at their next turn, `preempted` counts running requests."""
     names = ("engines", "least", "median", "most", "admitted", "waited", "waiting", "evicted", "preempted")
-    found = [{"version": event.subject, **_sums(event.fields, names)} for event in rows.events_of(events.CONCURRENCY)]
-    return Table.of("concurrency", "Trajectories per engine (limits by KV memory)", found, optional=True)
+    for event in rows.events_of(events.CONCURRENCY):
+        yield {"version": event.subject, **_sums(event.fields, names)}
 
 
-def _updates(rows: RunRows) -> Table:
+@table("updates", "Weights that engines loaded one by one", optional=True)
+def _updates(rows: RunRows) -> Iterator[Row]:
     """Versions that engines loaded one by one (`weights.update`), and versions that they skipped before: bytes that
     were never sent, at the size of the loaded version. Versions skipped after an engine's last load are not counted."""
     found: dict[str, list[float]] = defaultdict(lambda: [0.0] * 5)
@@ -331,8 +332,8 @@ def _updates(rows: RunRows) -> Table:
         gb, skipped = float(event.fields.get("bytes") or 0) / 1e9, float(event.fields.get("skipped") or 0)
         row = (1.0, float(event.fields.get("seconds") or 0), gb, skipped, skipped * gb)
         found[event.subject] = [a + b for a, b in zip(found[event.subject], row, strict=True)]
-    lines: list[Row] = [
-        {
+    for name, (a, b, c, d, e) in sorted(found.items()):
+        yield {
             "engine": name,
             "loads": as_count(int(a)),
             "seconds": as_seconds(b),
@@ -340,23 +341,20 @@ def _updates(rows: RunRows) -> Table:
             "skipped": as_count(int(d)),
             "saved_gb": as_number(e),
         }
-        for name, (a, b, c, d, e) in sorted(found.items())
-    ]
-    return Table.of("updates", "Weights that engines loaded one by one", lines, optional=True)
 
 
-def _broadcasts(rows: RunRows) -> Table:
+@table("broadcasts", "Weights by broadcast", optional=True)
+def _broadcasts(rows: RunRows) -> Iterator[Row]:
     """Versions that engines received by broadcast (`weights.collective`) while generating: bytes of all their workers,
     and seconds from the request to take part to the last byte. Missed versions were read from files."""
     found: dict[str, tuple[list[RunEvent], list[RunEvent]]] = defaultdict(lambda: ([], []))
     for event in rows.events_of("weights_received", "weights_not_received"):
         found[event.subject][event.kind == "weights_not_received"].append(event)
-    lines: list[Row] = []
     for name, (got, missed) in sorted(found.items()):
         gb = sum(float(e.fields["bytes"] or 0) for e in got) / 1e9
         seconds = math.fsum(float(e.fields["seconds"] or 0) for e in got)
         why = str(missed[-1].fields["why"]) if missed else ""
-        row: Row = {
+        yield {
             "engine": name,
             "received": as_count(len(got)),
             "gb": as_number(gb),
@@ -365,25 +363,25 @@ def _broadcasts(rows: RunRows) -> Table:
             "missed": as_count(len(missed)),
             "why": as_text(why, wrap=True),
         }
-        lines.append(row)
-    return Table.of("broadcasts", "Weights by broadcast", lines, optional=True)
 
 
-def _making(rows: RunRows) -> Table:
+@table("environments", "Environments made, seconds waited for and ahead", optional=True)
+def _making(rows: RunRows) -> Iterator[Row]:
     """Origin of the episodes' environments on each host: made during the reset, which waited for it (`cold`), made
     ahead, or reused after another episode."""
     last = {(e.subject, str(e.fields.get("domain"))): e.fields for e in rows.events_of(events.ENVIRONMENTS_MADE)}
     names = ("cold", "cold_s", "ahead", "ahead_s", "reused", "pulled", "pull_s")
-    lines = [{"host": host, "domain": domain, **_sums(f, names)} for (host, domain), f in sorted(last.items())]
-    return Table.of("environments", "Environments made, seconds waited for and ahead", lines, optional=True)
+    for (host, domain), f in sorted(last.items()):
+        yield {"host": host, "domain": domain, **_sums(f, names)}
 
 
-def _slot_waits(rows: RunRows) -> Table:
+@table("places", "Waits for a place on an environment host", optional=True)
+def _slot_waits(rows: RunRows) -> Iterator[Row]:
     """Waits for a slot while all environment hosts were full: of trajectories, held-out episodes, redundant group
     members, and prefetched environments, which gave up their slots to the others."""
     names = ("places", "waited", "wait_s", "longest_s", "given_up")
-    lines = [{"episodes": claim, **_sums(f, names)} for claim, f in _waits_by_claim(rows).items()]
-    return Table.of("places", "Waits for a place on an environment host", lines, optional=True)
+    for claim, f in _waits_by_claim(rows).items():
+        yield {"episodes": claim, **_sums(f, names)}
 
 
 def _sums(fields: Mapping[str, Cell], names: Iterable[str]) -> Row:
