@@ -20,11 +20,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from rollart.adapters.clusters.ray_cluster import raylet_pid
 from rollart.errors import RollartError
 from rollart.ledger.reader import LedgerReader
 from rollart.report.rows import collect
 from rollart.report.utilization import utilization
+from rollart.testing.clusters import raylet_pid
 
 ENGINE, FUNCTIONS = "engine-0", "reward-0"
 ROOT = Path(__file__).parents[1]

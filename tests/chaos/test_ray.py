@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from rollart.adapters.clusters.ray_cluster import raylet_pid
 from rollart.fleet import Node
+from rollart.testing.clusters import raylet_pid
 from tests.contracts.ray_fixture import ray_cluster_of
 from tests.e2e.harness import Home, Launched, events, processes, sound, tiny, wait
 

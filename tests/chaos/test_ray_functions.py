@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rollart.adapters.clusters.ray_cluster import raylet_pid
+from rollart.testing.clusters import raylet_pid
 from tests.chaos.test_ray import ancestors, parents, placed
 from tests.e2e.harness import GROUP_SIZE, GROUPS, STEPS, Home, Launched, events, ledger, sound, tiny
 

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from rollart.adapters.clusters.ray_cluster import TOKEN, add_node, auth_environment, raylet_pid
+from rollart.adapters.clusters.ray_cluster import TOKEN, auth_environment
 from rollart.fleet import Node
+from rollart.testing.clusters import add_node, raylet_pid
 from tests.chaos.test_ray import placed
 from tests.e2e.harness import Home, Launched, events, sound, tiny
 

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rollart.adapters.clusters.ray import RayRuntime
-from rollart.adapters.clusters.ray_cluster import MODULE, TOKEN, auth_environment, raylet_pid, write_cluster_files
+from rollart.adapters.clusters.ray_cluster import MODULE, TOKEN, auth_environment, write_cluster_files
 from rollart.fleet import Node
+from rollart.testing.clusters import raylet_pid
 
 __all__ = ["IMPORTS", "RayCluster", "client_server_of", "ray_cluster_of"]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from placement.types import Assignment, Role
-from rollart.adapters.clusters.ray_cluster import add_node
 from rollart.errors import EnvironmentFault
 from rollart.fleet import Node
 from rollart.launch.clusters import elastic_nodes, follow_nodes
 from rollart.launch.hosts import host_count, host_count_keepers
 from rollart.supervise.environment_hosts import EnvironmentHostSupervisor, HostedEnvironment
+from rollart.testing.clusters import add_node
 from tests.chaos.test_ray_nodes import drain
 from tests.contracts.environment_contract import CONTRACT
 from tests.contracts.host_fixture import DOMAINS, hosts_of, resolved_with

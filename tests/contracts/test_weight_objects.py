@@ -50,7 +50,9 @@ async def objects(
         url = request.getfixturevalue("s3_url")
         bucket = f"weights-{abs(hash(tmp_path)) % 10**9}"
         boto3.client("s3", region_name="us-east-1", endpoint_url=url).create_bucket(Bucket=bucket)
-        made: ObjectStore = S3ObjectStore(bucket, prefix="/run-1/", region="us-east-1", endpoint_url=url)
+        monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+        made: ObjectStore = S3ObjectStore(bucket, prefix="/run-1/")
     else:
         made = MemoryObjectStore() if request.param == "memory" else FileObjectStore(tmp_path / "store")
     yield made
@@ -138,7 +140,9 @@ async def test_first_calls_that_come_together_open_one_client(s3_url: str, monke
         return create(self, service, *args, **more)
 
     monkeypatch.setattr(AioSession, "create_client", counted)
-    store = S3ObjectStore("together", region="us-east-1", endpoint_url=s3_url)
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_url)
+    store = S3ObjectStore("together")
     await asyncio.gather(*(store.put(f"{n}", b"x") for n in range(8)))
     assert await store.keys("") == set("01234567")
     await store.aclose()

@@ -139,10 +139,10 @@ async def test_it_pulls_what_a_program_of_ours_pulled_before(tmp_path: Path) -> 
         for version in (0, 1):
             await s.stored.push(s.publish(version))
         ours = HostWeightCopy(s.place)
-        await ours.pull(0, s.stored.stamps[0], ())
+        await ours.pull_stamped(0, s.stored.stamps[0], ())
         await s.stored.local(s.host, WeightsRef(1, s.stored.path(1)))
         assert s.events.of("weights_pulled", "received_bytes") == [("engine-0", BUCKET)]
-        assert (await ours.pull(1, s.stored.stamps[1], ()))[1].bytes == 0, "and it finds theirs"
+        assert (await ours.pull_stamped(1, s.stored.stamps[1], ()))[1].bytes == 0, "and it finds theirs"
         await ours.aclose()
 
 

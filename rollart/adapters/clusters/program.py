@@ -107,33 +107,25 @@ class Program:
         self, location: WeightStoreLocation, version: int, stamp: str, keep: Sequence[int], coming: bytes | None = None
     ) -> tuple[str, PullResult]:
         """Pull a version of the weights from the store to this host, where the program can load it. The program need
-        not run. See `HostWeightCopy.pull`."""
-        return await (await self._copy_at(location)).pull(version, stamp, keep, coming)
+        not run. See `HostWeightCopy.pull_stamped`."""
+        self._copy = self._copy or HostWeightCopy(location)
+        return await self._copy.pull_stamped(version, stamp, keep, coming)
 
     async def arrived(
         self, location: WeightStoreLocation, manifest: bytes, digests: Sequence[str], over: bool, whole: bool
     ) -> None:
         """`HostWeightCopy.arrived`."""
-        await (await self._copy_at(location)).arrived(manifest, digests, over=over, whole=whole)
+        self._copy = self._copy or HostWeightCopy(location)
+        await self._copy.arrived(manifest, digests, over=over, whole=whole)
 
     async def pulling(self) -> PullProgress | None:
         """Progress of the current or last pull; None if there was none."""
         return None if self._copy is None else self._copy.progress
 
-    async def _copy_at(self, location: WeightStoreLocation) -> HostWeightCopy:
-        if self._copy is None or self._copy.location != location:
-            await self._drop()
-            self._copy = HostWeightCopy(location)
-        return self._copy
-
     async def aclose(self) -> None:
         await self.stop()
-        await self._drop()
-
-    async def _drop(self) -> None:
-        copy, self._copy = self._copy, None
-        if copy is not None:
-            await copy.aclose()
+        if self._copy is not None:
+            await self._copy.aclose()
 
     async def _launch(self, extra: list[str]) -> None:
         await self.stop()

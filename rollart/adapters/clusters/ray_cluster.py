@@ -98,22 +98,10 @@ def write_cluster_files(
     token = directory / TOKEN
     token.touch(mode=0o600)
     token.write_text(secrets.token_hex(32))
-    entries = [_node_entry(n) for n in nodes]
-    _write(directory / NODES, {"nodes": entries, "system": health_settings(health_s), "port": port})
+    entries = [node_entry(n) for n in nodes]
+    write_json(directory / NODES, {"nodes": entries, "system": health_settings(health_s), "port": port})
     (directory / TEMPORARY).write_text(temporary)
     return {**auth_environment(token), "RAY_TMPDIR": temporary, "RAY_USAGE_STATS_ENABLED": "0"}
-
-
-def raylet_pid(directory: Path, node: str) -> int:
-    """The process id of a node's raylet: killing it is the death of the node."""
-    return int(json.loads((directory / RAYLETS).read_text())[node])
-
-
-def add_node(directory: Path, node: Node) -> None:
-    """Add a node to the running cluster; `raylet_pid` knows it once it has joined. One caller at a time."""
-    config = json.loads((directory / NODES).read_text())
-    config["nodes"].append(_node_entry(node))
-    _write(directory / NODES, config)
 
 
 def main(directory: Path) -> None:
@@ -166,18 +154,18 @@ def _start_new_nodes(cluster: Any, directory: Path, raylets: dict[str, Any]) -> 
         if node["name"] not in raylets:
             started = cluster.add_node(**_node_arguments(node, None if raylets else config))
             raylets[node["name"]] = started.all_processes["raylet"][0].process
-    _write(directory / RAYLETS, {name: process.pid for name, process in raylets.items()})
+    write_json(directory / RAYLETS, {name: process.pid for name, process in raylets.items()})
     return changed
 
 
-def _write(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any) -> None:
     """Atomic: a concurrent reader sees the old text or the new one."""
     temporary_path = path.with_suffix(".new")
     temporary_path.write_text(json.dumps(value, indent=2) + "\n")
     temporary_path.rename(path)
 
 
-def _node_entry(node: Node) -> dict[str, Any]:
+def node_entry(node: Node) -> dict[str, Any]:
     return {"name": node.id, "labels": dict(node.labels), "total": dict(node.total)}
 
 

@@ -22,9 +22,11 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
+from typing import TypeAlias
 
 from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.adapters.weights.objects import ObjectStore
@@ -110,12 +112,12 @@ class BucketPusher:
     async def _send(
         self, file: Path, digest: str, offset: int, count: int, arrivals: BucketArrivals, window: TransferWindow
     ) -> None:
-        async with window.bucket(count) as bucket:
-            with bucket.applying():
+        async with window.bucket(count) as (moving, applying):
+            with applying:
                 data = await asyncio.to_thread(_read_checked, file, offset, count, digest)
             if data is None:
                 raise StorageFailed(f"{file} changed while it was pushed")
-            with bucket.moving():
+            with moving:
                 await self._objects.put(bucket_key(digest), data)
         await arrivals.add({digest})
 
@@ -187,12 +189,12 @@ class BucketWeightStore(DirectoryWeightStore):
                     return
             if arrivals is not None:
                 await arrivals.wait(digest)
-            async with window.bucket(targets[0][2]) as bucket:
+            async with window.bucket(targets[0][2]) as (moving, applying):
                 began = loop.time()
                 self.progress = replace(self.progress, open=self.progress.open + 1)
-                with bucket.moving():
+                with moving:
                     data = await self._objects.get(bucket_key(digest))
-                with bucket.applying():
+                with applying:
                     whole = await asyncio.to_thread(_write_checked, targets, data, digest)
                 if not whole:
                     raise StorageFailed(f"bucket {digest[:12]} of version {manifest.version} came damaged")
@@ -342,27 +344,7 @@ def version_key(version: int) -> str:
     return f"versions/v{version:06d}.json"
 
 
-class BucketTransfer:
-    """One bucket in transfer. Reports its times to `BucketDepth`, except for small buckets at the ends of files."""
-
-    def __init__(self, depth: BucketDepth, *, alone: bool, whole: bool) -> None:
-        self._depth, self._alone, self._whole = depth, alone, whole
-
-    @contextlib.contextmanager
-    def moving(self) -> Iterator[None]:
-        """The transfer between this end and the store."""
-        began = asyncio.get_running_loop().time()
-        yield
-        if self._alone and self._whole:
-            self._depth.alone(asyncio.get_running_loop().time() - began)
-
-    @contextlib.contextmanager
-    def applying(self) -> Iterator[None]:
-        """This end's own work on the bucket: reading and hashing it, or verifying and writing it."""
-        began = asyncio.get_running_loop().time()
-        yield
-        if self._whole:
-            self._depth.applied(asyncio.get_running_loop().time() - began)
+TimedContext: TypeAlias = AbstractContextManager[None]
 
 
 class TransferWindow:
@@ -376,16 +358,29 @@ class TransferWindow:
         self._changed = asyncio.Condition()
 
     @contextlib.asynccontextmanager
-    async def bucket(self, count: int) -> AsyncIterator[BucketTransfer]:
-        """Wait until a bucket of `count` bytes may be transferred."""
+    async def bucket(self, count: int) -> AsyncIterator[tuple[TimedContext, TimedContext]]:
+        """Wait until a bucket of `count` bytes may be transferred. Yields the contexts of its transfer between this end
+        and the store, and of this end's own work on it (reading and hashing it, or verifying and writing it). They
+        report their times to `BucketDepth`, except for small buckets at the ends of files."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._inside < self._depth.depth(self._moved, self._bytes))
             self._inside += 1
-        yield BucketTransfer(self._depth, alone=self._moved == 0 and self._inside == 1, whole=count == self._bytes)
+        whole = count == self._bytes
+        alone = whole and self._moved == 0 and self._inside == 1
+        yield _timed(self._depth.alone if alone else None), _timed(self._depth.applied if whole else None)
         async with self._changed:
             self._inside -= 1
             self._moved += 1
             self._changed.notify_all()
+
+
+@contextlib.contextmanager
+def _timed(report: Callable[[float], None] | None) -> Iterator[None]:
+    """Report the seconds of the body if it succeeds."""
+    began = asyncio.get_running_loop().time()
+    yield
+    if report is not None:
+        report(asyncio.get_running_loop().time() - began)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollart.adapters.weights.buckets import BucketArrivals, BucketWeightStore, Manifest, PullProgress, PullResult
+from rollart.adapters.weights.buckets import BucketArrivals, BucketWeightStore, Manifest, PullResult
 from rollart.adapters.weights.objects import FileObjectStore, ObjectStore, S3ObjectStore
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import InFlight
@@ -44,22 +44,15 @@ class WeightStoreLocation:
         return S3ObjectStore(bucket, prefix=prefix)
 
 
-class HostWeightCopy:
+class HostWeightCopy(BucketWeightStore):
     """Called by one engine's actor at a time. Other actors on the same host, in this process or another, share the
     directory: a pull holds its lock, and the next caller finds the version there."""
 
     def __init__(self, location: WeightStoreLocation) -> None:
-        self.location = location
-        self._objects = location.objects()
-        self._store = BucketWeightStore(self._objects, location.root, in_flight=location.in_flight)
+        super().__init__(location.objects(), location.root, in_flight=location.in_flight)
         self._pending: OrderedDict[bytes, BucketArrivals] = OrderedDict()
         self._last_pulled: bytes | None = None
         """The last version that was pulled while its push went on: later reports about it are ignored."""
-
-    @property
-    def progress(self) -> PullProgress:
-        """Progress of the current or last pull."""
-        return self._store.progress
 
     async def arrived(self, manifest: bytes, digests: Sequence[str], *, over: bool, whole: bool) -> None:
         """These buckets of a version that is being pushed are in the store; `over`: its push has ended, `whole`:
@@ -71,7 +64,7 @@ class HostWeightCopy:
         if over:
             await arrivals.end(whole=whole)
 
-    async def pull(
+    async def pull_stamped(
         self, version: int, stamp: str, keep: Sequence[int], coming: bytes | None = None
     ) -> tuple[str, PullResult]:
         """The path of the complete version, and the result of its pull. A version here with the same number and another
@@ -79,24 +72,25 @@ class HostWeightCopy:
         `keep` are removed too unless `keep` has them; newer ones stay, since they may have readers that are unknown
         here. `StorageFailed`: the version is not here. `coming` is the manifest of a version whose push goes on: its
         buckets are pulled as they `arrived`, and it is complete once all arrived and the push succeeded."""
-        if self._store.stamp(version) == stamp:
-            return self._store.path(version), PullResult(version, 0, 0, 0.0, 0.0)
-        async with _locked(Path(self.location.root)):
-            if self._store.stamp(version) not in (stamp, None):
-                await self._prune([v for v in self._store.versions() if v != version])
+        if self.stamp(version) == stamp:
+            return self.path(version), PullResult(version, 0, 0, 0.0, 0.0)
+        async with _locked(self._root):
+            if self.stamp(version) not in (stamp, None):
+                await asyncio.to_thread(self.prune, [v for v in self.versions() if v != version])
             try:
                 async with asyncio.timeout(None if coming is None else PUSH_TIMEOUT_S):
-                    pulled = await self._store.pull(version, None if coming is None else self._arrivals_of(coming))
+                    pulled = await self.pull(version, None if coming is None else self._arrivals_of(coming))
             except TimeoutError:
                 raise StorageFailed(f"v{version} was not pushed within {PUSH_TIMEOUT_S:g} s") from None
             if coming is not None:  # after a failure the pull may be retried, and arrivals are not reported again
                 self._pending.pop(coming, None)
                 self._last_pulled = coming
-            if self._store.stamp(version) != stamp:
+            if self.stamp(version) != stamp:
                 raise StorageFailed(f"v{version} in the store is not what was published under that number")
             newest = max(keep, default=0)
-            await self._prune([v for v in self._store.versions() if v >= newest or v == version or v in keep])
-        return self._store.path(version), pulled
+            kept = [v for v in self.versions() if v >= newest or v == version or v in keep]
+            await asyncio.to_thread(self.prune, kept)
+        return self.path(version), pulled
 
     async def aclose(self) -> None:
         await self._objects.aclose()
@@ -107,9 +101,6 @@ class HostWeightCopy:
         while len(self._pending) > MAX_PENDING_PUSHES:
             self._pending.popitem(last=False)
         return arrivals
-
-    async def _prune(self, keep: Sequence[int]) -> None:
-        await asyncio.to_thread(self._store.prune, keep)
 
 
 @contextlib.asynccontextmanager

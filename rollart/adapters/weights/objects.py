@@ -104,15 +104,12 @@ class FileObjectStore:
 
 
 class S3ObjectStore:
-    """One bucket, keys below `prefix`. Credentials, region and endpoint come from the process's environment unless
-    given. One event loop; the first call opens the connection and `aclose` closes it."""
+    """One bucket, keys below `prefix`. Credentials, region and endpoint come from the process's environment. One event
+    loop; the first call opens the connection and `aclose` closes it."""
 
-    def __init__(
-        self, bucket: str, *, prefix: str = "", region: str | None = None, endpoint_url: str | None = None
-    ) -> None:
+    def __init__(self, bucket: str, *, prefix: str = "") -> None:
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
-        self._client_options = {"region_name": region, "endpoint_url": endpoint_url}
         self._stack = contextlib.AsyncExitStack()
         self._client: Any = None
         self._opening = asyncio.Lock()
@@ -167,11 +164,7 @@ class S3ObjectStore:
         try:
             async with self._opening:  # the first calls may be concurrent
                 if self._client is None:
-                    self._client = await self._stack.enter_async_context(
-                        get_session().create_client(
-                            "s3", **{k: v for k, v in self._client_options.items() if v is not None}
-                        )
-                    )
+                    self._client = await self._stack.enter_async_context(get_session().create_client("s3"))
             yield self._client
         except ClientError as error:
             code = error.response.get("Error", {}).get("Code", "")
