@@ -119,8 +119,6 @@ class EngineShares:
         self._at = clock()
         self._entered: dict[str, float] = {}
         self._held = False
-        self.busy_seconds = 0.0
-        """Seconds with at least one request in flight, excluding held time."""
 
     @property
     def requests(self) -> list[str]:
@@ -168,9 +166,7 @@ class EngineShares:
         now = self._clock()
         entered = self._entered
         if entered and not self._held:
-            passed = now - self._at
-            self._grown += passed / len(entered)
-            self.busy_seconds += passed
+            self._grown += (now - self._at) / len(entered)
         self._at = now
 
     def _settle(self) -> None:

@@ -13,6 +13,7 @@ from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.database import CONSUMED, DROPPED, FILE, OLDER, SCHEMA_VERSION
 from rollart.ledger.intervals import IntervalSum
 from rollart.ports import FINISHED, Interval, RunEvent
+from serverless.types import Invocation
 
 R = TypeVar("R")
 
@@ -112,25 +113,6 @@ class WorkerSum:
     state: str
     seconds: float
     estimated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class CallRow:
-    """One function call: it was requested `queued_s` before `t0`. Seconds of the run."""
-
-    function: str
-    provider: str
-    worker: str
-    t0: float
-    t1: float
-    cold_start_s: float
-    billed_s: float
-    cold_billed_s: float
-    memory_mb: int
-    items: int
-    status: str
-    cause: str
-    queued_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,15 +295,10 @@ class LedgerReader:
             GROUP BY function, provider, memory_mb, state ORDER BY function, provider, memory_mb, state""",
         )
 
-    def calls(self, provider: str | None = None) -> list[CallRow]:
-        """Every function call, of one provider if it is named, by start."""
-        return self._rows(
-            CallRow,
-            """SELECT function, provider, worker, t0, t1, cold_start_s, billed_s, cold_billed_s, memory_mb, items,
-            status, cause, queued_s FROM invocations WHERE ? IS NULL OR provider = ? ORDER BY t0, rowid""",
-            provider,
-            provider,
-        )
+    def calls(self, provider: str | None = None) -> list[Invocation]:
+        """Every function call, of one provider if it is named, by start, in seconds of the run."""
+        query = "SELECT * FROM invocations WHERE ? IS NULL OR provider = ? ORDER BY t0, rowid"
+        return self._rows(Invocation, query, provider, provider)
 
     def lives(self) -> list[tuple[str, float, float]]:
         """Domain, begin and end of every training trajectory, by end."""

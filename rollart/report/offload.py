@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollart.ledger.reader import CallRow, LedgerReader
+from rollart.ledger.reader import LedgerReader
 from rollart.report import functions
 from rollart.report.rows import RunRows
 from rollart.report.tables import Report, Row, as_count, as_ms, as_seconds, as_share, as_usd, ratio, table
@@ -28,7 +28,7 @@ from serverless.scaling.replay import (
     replay_elastic,
 )
 from serverless.spec import FunctionSpec
-from serverless.types import Cause
+from serverless.types import Cause, Invocation
 
 SERVED = frozenset({Cause.CALL, Cause.RETRY, Cause.ISOLATION})
 
@@ -51,7 +51,7 @@ class CallTrace:
     """A run's calls by start, its trajectories (domain, begin, end) by end, and settings: `domains` by function,
     `specs` of functions, price of a core-hour and memory of a core (GB; 0: unknown)."""
 
-    calls: Sequence[CallRow]
+    calls: Sequence[Invocation]
     lives: Sequence[Life]
     domains: Mapping[str, frozenset[str]]
     specs: Mapping[str, FunctionSpec]
@@ -98,7 +98,7 @@ def _specs(config: Mapping[str, Any]) -> dict[str, FunctionSpec]:
 
 def offload(rows: RunRows, trace: CallTrace, *, wait_s: float = 0.25) -> Report:
     """The report. `wait_s` is the largest p99 of the wait for a dedicated worker."""
-    by_function: dict[str, list[CallRow]] = defaultdict(list)
+    by_function: dict[str, list[Invocation]] = defaultdict(list)
     for row in trace.calls:
         if row.items and row.cause in SERVED:
             by_function[row.function].append(row)
@@ -118,7 +118,7 @@ def offload(rows: RunRows, trace: CallTrace, *, wait_s: float = 0.25) -> Report:
 
 
 def matched_calls(
-    recorded: Sequence[CallRow], lives: Sequence[Life], domains: frozenset[str]
+    recorded: Sequence[Invocation], lives: Sequence[Life], domains: frozenset[str]
 ) -> tuple[list[ReplayedCall], int]:
     """The calls of one function, and the number of calls that were matched with a trajectory.
 
@@ -130,7 +130,7 @@ def matched_calls(
     for at in sorted(range(len(recorded)), key=lambda i: recorded[i].t1):
         row = recorded[at]
         asked = row.t0 - row.queued_s
-        call = ReplayedCall(asked, max(0.0, min(row.t1 - row.t0, row.billed_s - row.cold_billed_s)), job=row.function)
+        call = ReplayedCall(asked, max(0.0, min(row.t1 - row.t0, row.billed_s - row.start_billed_s)), job=row.function)
         while n < len(candidates) and candidates[n][2] < row.t1:
             n += 1
         took = 0
@@ -151,7 +151,7 @@ class _OffloadCase:
         rows: RunRows,
         trace: CallTrace,
         name: str,
-        recorded: Sequence[CallRow],
+        recorded: Sequence[Invocation],
         calls: Sequence[ReplayedCall],
         wait_s: float,
     ) -> None:
@@ -191,9 +191,9 @@ class _OffloadCase:
             most=max([1, *(getattr(s, "concurrency", 1) for s in self._specs)]) if self._specs else 10_000,
         )
         prices, idle_s = self._rows.prices, max(0.0, found.worker_s - found.busy_s - found.cold_s)
-        started = sum(row.cold_billed_s > 0 for row in self.recorded)
-        start_s = sum(row.cold_billed_s for row in self.recorded) / started if started else 0.0
-        billed_s = sum(row.billed_s - row.cold_billed_s for row in self.recorded) + found.cold_starts * start_s
+        started = sum(row.start_billed_s > 0 for row in self.recorded)
+        start_s = sum(row.start_billed_s for row in self.recorded) / started if started else 0.0
+        billed_s = sum(row.billed_s - row.start_billed_s for row in self.recorded) + found.cold_starts * start_s
         usd = prices.function_usd(
             self.provider, billed_s=billed_s, memory_mb=self.memory_mb, requests=len(self.recorded)
         ) + prices.idle_usd(self.provider, seconds=idle_s, memory_mb=self.memory_mb)

@@ -13,7 +13,6 @@ from rollart.ledger import events
 from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import (
-    CallRow,
     ChargeSum,
     InvocationSum,
     LedgerReader,
@@ -26,6 +25,7 @@ from rollart.ports import RunEvent
 from rollart.settings.prices import PriceList
 from serverless.meter import WorkerState
 from serverless.spec import FunctionSpec
+from serverless.types import Invocation
 
 ENGINE_ROLES = frozenset({"engine", "prefill", "decode"})
 """Roles whose busy time is charged to trajectories."""
@@ -136,7 +136,7 @@ def pool_prices(config: Mapping[str, Any]) -> list[PoolPrice]:
     return found
 
 
-def estimated_workers(calls: Iterable[CallRow], keep_s: Mapping[str, float]) -> list[WorkerSum]:
+def estimated_workers(calls: Iterable[Invocation], keep_s: Mapping[str, float]) -> list[WorkerSum]:
     """Worker-seconds by (function, provider, memory, state) of providers that report only calls to the client.
 
     A container waits between two of its calls, and after its last one, but no longer than the function's keep-alive
@@ -149,8 +149,8 @@ def estimated_workers(calls: Iterable[CallRow], keep_s: Mapping[str, float]) -> 
     for call in sorted(calls, key=lambda c: c.t0):
         key = (call.function, call.provider, call.memory_mb)
         states = seconds[key]
-        states[WorkerState.COLD] += call.cold_billed_s
-        states[WorkerState.BUSY] += call.billed_s - call.cold_billed_s
+        states[WorkerState.COLD] += call.start_billed_s
+        states[WorkerState.BUSY] += call.billed_s - call.start_billed_s
         if not call.worker:
             continue
         before = until.get((key, call.worker))

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rollart.errors import UsageError
 from rollart.ledger.intervals import ResourceState
-from rollart.ledger.reader import CallRow, LedgerReader
+from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import FLUSH_SECONDS
 from rollart.ports import Interval, RunEvent
 from rollart.report.cost import cost_lines
@@ -20,6 +20,7 @@ from rollart.report.simulation import RunTotals
 from rollart.sim.trainers import MeasuredSpeed
 from rollart.sim.workload import Script, scripts_by_group
 from serverless.providers.simulated import Profile
+from serverless.types import Invocation
 
 SIMULATED_KEY = "simulated"
 """Configuration key that marks a simulation's ledger."""
@@ -166,7 +167,7 @@ def fit_trainer_speed(tokens: Sequence[int], seconds: Sequence[float]) -> Measur
     return MeasuredSpeed(spent / total)
 
 
-def _function_profiles(calls: Sequence[CallRow]) -> dict[str, Profile]:
+def _function_profiles(calls: Sequence[Invocation]) -> dict[str, Profile]:
     """Timing of each function as means over its calls: billed time per call, the remaining time of a warm call, and a
     cold start."""
     found = {}
@@ -176,7 +177,7 @@ def _function_profiles(calls: Sequence[CallRow]) -> dict[str, Profile]:
         cold = [c.cold_start_s for c in own if c.cold_start_s]
         if not own:
             continue
-        billed = math.fsum(c.billed_s - c.cold_billed_s for c in own) / len(own)
+        billed = math.fsum(c.billed_s - c.start_billed_s for c in own) / len(own)
         took = math.fsum(c.t1 - c.t0 for c in warm) / len(warm) if warm else billed
         found[name] = Profile(
             cold_start_s=math.fsum(cold) / len(cold) if cold else 0.0,

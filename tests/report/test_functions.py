@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from rollart.ledger.reader import CallRow, InvocationSum, WorkerSum
+from rollart.ledger.reader import InvocationSum, WorkerSum
 from rollart.ports import RunEvent
 from rollart.report.cost import cost, cost_lines, waste
 from rollart.report.render import render
 from rollart.report.rows import estimated_workers
 from rollart.report.utilization import utilization
+from serverless.types import Invocation
 from tests.report.test_report import cells, rows
 
 LAMBDA, REQUEST, IDLE = 0.0000166667, 0.2e-6, 0.0000041667
 CORE, GIB = 0.0000131, 0.00000222
 
 
-def call(t0: float, t1: float, *, worker: str = "c1", cold: float = 0.0, billed: float | None = None) -> CallRow:
-    return CallRow(
-        "f", "modal", worker, t0, t1, cold, t1 - t0 if billed is None else billed, cold, 1024, 4, "ok", "call", 0.0
-    )
+def call(t0: float, t1: float, *, worker: str = "c1", cold: float = 0.0, billed: float | None = None) -> Invocation:
+    billed = t1 - t0 if billed is None else billed
+    return Invocation("f", "modal", worker, t0, t1, cold, billed, 1024, 4, "ok", cold_billed_s=cold)
 
 
 def test_a_first_call_is_split_and_the_sum_stays() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollart.ledger.reader import CallRow, LedgerReader, RunFacts
+from rollart.ledger.reader import LedgerReader, RunFacts
 from rollart.ledger.store import Ledger
 from rollart.model import TrajectoryId
 from rollart.ports import Charge
@@ -19,7 +19,7 @@ from serverless.types import Cause, Invocation
 from tests.report.test_report import cells, rows
 
 
-def call(t0: float, seconds: float = 2.0, *, function: str = "f", items: int = 1, **more: Any) -> CallRow:
+def call(t0: float, seconds: float = 2.0, *, function: str = "f", items: int = 1, **more: Any) -> Invocation:
     fields: dict[str, Any] = {
         "function": function,
         "provider": "local",
@@ -35,10 +35,10 @@ def call(t0: float, seconds: float = 2.0, *, function: str = "f", items: int = 1
         "cause": "call",
         "queued_s": 0.0,
     }
-    return CallRow(**(fields | more))
+    return Invocation(**(fields | more))
 
 
-def given(calls: list[CallRow], **more: Any) -> CallTrace:
+def given(calls: list[Invocation], **more: Any) -> CallTrace:
     spec = FunctionSpec.model_construct(name="f", source="f.py", keep_alive_s=3.0, concurrency=8)
     fields: dict[str, Any] = {
         "calls": calls,
