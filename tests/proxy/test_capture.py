@@ -171,7 +171,6 @@ def test_bare_text_and_ids_go_on_by_their_beginning(form: ChatFormat) -> None:
 
 def test_a_tokenizer_without_template_shows_contents(tmp_path: Path) -> None:
     form = ChatFormat(write_tokenizer(tmp_path).parent)
-    assert form.plain
     lake = "You are on the ice ."
     planned = SessionCapture(form).plan(PromptInput((user(lake),)))
     assert planned.token_ids == form.encode(lake)

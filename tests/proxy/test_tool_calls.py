@@ -17,7 +17,6 @@ from rollart.adapters.proxy.messages import (
     OutputPart,
     TextDelta,
     ToolCall,
-    ToolCallEnd,
     ToolCallStart,
 )
 from rollart.adapters.proxy.tool_calls import PARSERS, PartialJsonScanner, ToolCallParser, merge_events
@@ -120,7 +119,7 @@ def test_however_it_is_cut_it_says_the_same(text: str, cuts: list[int], spelling
 
 
 def _calls(said: Sequence[OutputEvent]) -> list[ToolCall]:
-    return [one.call for one in said if isinstance(one, ToolCallEnd)]
+    return [one for one in said if isinstance(one, ToolCall)]
 
 
 def _well_formed(said: Sequence[OutputEvent]) -> None:
@@ -139,11 +138,11 @@ def _well_formed(said: Sequence[OutputEvent]) -> None:
                 assert begun is not None
                 assert (index, bool(text)) == (begun.index, True)
                 pieces += text
-            case ToolCallEnd(index, call):
+            case ToolCall():
                 assert begun is not None
-                assert (index, call.name, call.written) == (begun.index, begun.name, pieces)
-                if call.whole:
-                    assert json.loads(pieces) == call.arguments
+                assert (one.name, one.written) == (begun.name, pieces)
+                if one.whole:
+                    assert json.loads(pieces) == one.arguments
                 begun = None
     assert begun is None
 
@@ -198,7 +197,7 @@ def test_arguments_leave_as_they_are_drawn() -> None:
         [],
         [ArgumentsDelta(0, "12}")],
         [],
-        [ToolCallEnd(0, call)],
+        [call],
     ]
 
 

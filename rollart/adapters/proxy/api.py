@@ -16,7 +16,6 @@ from pydantic import (
     AfterValidator,
     AliasChoices,
     BaseModel,
-    BeforeValidator,
     Field,
     PlainValidator,
     ValidationError,
@@ -130,7 +129,7 @@ class RequestBody(BaseModel):
         except ValidationError as error:
             # Fields of the endpoint itself precede those that it shares with others.
             first = min(error.errors(), key=lambda e: e["loc"][0] not in cls.__annotations__)
-            field = "tool_calls" if "tool_calls" in first["loc"] else str(first["loc"][0])
+            field = str(first["loc"][0])
             text = ": field required" if first["type"] == "missing" else str(first["ctx"]["error"])
             raise BadRequest(f"{field}{'' if text.startswith(':') else ' '}{text}", field=field) from None
 
@@ -229,7 +228,6 @@ Flag = Annotated[bool, PlainValidator(bool)]
 Text = Annotated[str, PlainValidator(lambda value: str(value or ""))]
 Content = Annotated[str, PlainValidator(plain_text)]
 StopTexts = Annotated[tuple[str, ...], PlainValidator(_stop_texts)]
-Objects = Annotated[list[Mapping[str, Any]], PlainValidator(objects)]
 
 
 class SamplingBody(RequestBody):
@@ -259,9 +257,6 @@ def conversation(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]
 
 PreviousConversation = Callable[[str], Sequence[Message] | None]
 """Maps a response's id to its conversation, the response included, without system messages."""
-
-DEFAULT_MAX_TOKENS = 16
-"""Default of `/v1/completions`."""
 
 
 def _tool_list(value: Any, info: ValidationInfo) -> list[Mapping[str, Any]]:
@@ -345,33 +340,27 @@ class CompletionsResponse(ApiResponse):
         return found | ({"token_ids": list(delta.token_ids)} if self._ask.ids else {})
 
 
-def _chat_calls(value: Any) -> tuple[ToolCall, ...]:
-    calls = []
-    for item in objects(value):
-        function = item.get("function")
-        if not isinstance(function, Mapping):
-            raise BadRequest("tool_calls has one without a function", field="messages")
-        calls.append(tool_call(function.get("name"), function.get("arguments"), item.get("id")))
-    return tuple(calls)
+def _chat_calls(value: Any) -> Iterator[ToolCall]:
+    try:
+        for item in objects(value):
+            function = item.get("function")
+            if not isinstance(function, Mapping):
+                raise BadRequest("tool_calls has one without a function", field="messages")
+            yield tool_call(function.get("name"), function.get("arguments"), item.get("id"))
+    except ValueError as error:
+        raise BadRequest(f"tool_calls {error}", field="tool_calls") from None
 
 
-def _chat_role(role: Any) -> str:
-    if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise ValueError(f"has the role {role!r}")
-    return "system" if role == "developer" else str(role)
-
-
-class ChatMessage(RequestBody):
-    """A message of `/v1/chat/completions`."""
-
-    role: Annotated[str, PlainValidator(_chat_role)] = Field(None, validate_default=True)
-    tool_calls: Annotated[tuple[ToolCall, ...], PlainValidator(_chat_calls)] = ()
-    content: Content = ""
-    tool_call_id: Text = ""
-    name: Text = ""
-
-    def message(self) -> Message:
-        return Message(self.role, self.content, self.tool_calls, self.tool_call_id, self.name)
+def _chat_messages(value: Any) -> list[Message]:
+    found = []
+    for given in objects(value):
+        role = given.get("role")
+        if role not in ("system", "developer", "user", "assistant", "tool"):
+            raise ValueError(f"has the role {role!r}")
+        role, calls = "system" if role == "developer" else role, tuple(_chat_calls(given.get("tool_calls")))
+        call_id, name = (str(given.get(key) or "") for key in ("tool_call_id", "name"))
+        found.append(Message(role, plain_text(given.get("content")), calls, call_id, name))
+    return found
 
 
 class ChatBody(CompletionsBody):
@@ -381,13 +370,13 @@ class ChatBody(CompletionsBody):
     tool_choice: Any = None
     tools: Annotated[Sequence[Mapping[str, Any]], PlainValidator(_tool_list)] = ()
     response_format: Any = None
-    messages: Annotated[Sequence[ChatMessage], BeforeValidator(objects)] = ()
+    messages: Annotated[Sequence[Message], PlainValidator(_chat_messages)] = ()
     max_tokens: Count | None = Field(None, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
     logprobs: Flag = False
 
     def completion(self) -> CompletionRequest:
         return self.sampled(
-            conversation([message.message() for message in self.messages], self.tools, field="messages"),
+            conversation(self.messages, self.tools, field="messages"),
             max_tokens=self.max_tokens,
             logprobs=self.logprobs,
             unenforced=_unenforced(self.tool_choice, self.response_format, "response_format"),
@@ -474,7 +463,7 @@ class TextBody(CompletionsBody):
     echo: Annotated[Any, only(False)] = False
     suffix: Annotated[Any, only("")] = ""
     prompt: Annotated[PromptInput, PlainValidator(_completion_prompt)] = Field(None, validate_default=True)
-    max_tokens: Count = DEFAULT_MAX_TOKENS
+    max_tokens: Count = 16
     logprobs: Annotated[bool, PlainValidator(lambda value: value is not False)] = False
 
     def completion(self) -> CompletionRequest:
@@ -577,11 +566,9 @@ class Responses(ApiResponse):
 
     path, request = "/v1/responses", ResponsesBody
 
-    def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
-        super().__init__(ask, head)
-        self._sent = self._items = 0
-        self._text: str | None = None
-        """Text of the open message; None if no message is open."""
+    _sent = _items = 0
+    _text: str | None = None
+    """Text of the open message; None if no message is open."""
 
     @classmethod
     def error_event(cls, message: str) -> bytes:
@@ -614,7 +601,7 @@ class Responses(ApiResponse):
             call = {**self._item_index(), "item_id": f"fc-{self._head.call_id(event.index)}"}
             yield self._send("response.function_call_arguments.delta", **call, delta=event.text)
         else:
-            item = _call_item(event.call)
+            item = _call_item(event)
             call = {**self._item_index(), "item_id": item["id"], "arguments": item["arguments"], "name": item["name"]}
             yield self._send("response.function_call_arguments.done", **call)
             yield self._send("response.output_item.done", **self._item_index(), item=item)
@@ -790,11 +777,9 @@ class Messages(ApiResponse):
 
     path, request, error_event_name = "/v1/messages", MessagesBody, "error"
 
-    def __init__(self, ask: CompletionRequest, head: ResponseHeader) -> None:
-        super().__init__(ask, head)
-        self._blocks = 0
-        self._open = ""
-        """The type of the open content block; '' if none is open."""
+    _blocks = 0
+    _open = ""
+    """The type of the open content block; '' if none is open."""
 
     @classmethod
     def error_body(

@@ -53,7 +53,6 @@ class ChatFormat:
             raise SpecError(f"{folder / 'tokenizer.json'} is no tokenizer: {error}") from None
         config = _object(folder / "tokenizer_config.json")
         source = template if template is not None else _own_template(folder, config)
-        self.plain = source is None
         self._template = _compiled(PLAIN_TEMPLATE if source is None else source)
         self._special = {
             name: _text(config[name])

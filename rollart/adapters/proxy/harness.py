@@ -45,17 +45,18 @@ class HarnessRunner:
 
     def factory(self, agent: Agent, arguments: Mapping[str, Any]) -> Callable[[str, int], ProxyEpisode]:
         """A `HarnessFactory`."""
-        return lambda session, seed: self._begin(agent, arguments, session, seed)
 
-    def _begin(self, agent: Agent, arguments: Mapping[str, Any], name: str, seed: int) -> ProxyEpisode:
-        episode = ProxyEpisode(self._proxy, name, self._context)
-        program = partial(agent, base_url=f"{self._url}/s/{name}/v1", session=name, seed=seed, **arguments)
-        # Not in a TaskGroup, which would wait for a hanging task for ever.
-        task = asyncio.get_running_loop().create_task(episode.run(program), name=f"harness {name}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        episode.end_program = partial(_cancel_program, task, self._tasks)
-        return episode
+        def begin(name: str, seed: int) -> ProxyEpisode:
+            episode = ProxyEpisode(self._proxy, name, self._context)
+            program = partial(agent, base_url=f"{self._url}/s/{name}/v1", session=name, seed=seed, **arguments)
+            # Not in a TaskGroup, which would wait for a hanging task for ever.
+            task = asyncio.get_running_loop().create_task(episode.run(program), name=f"harness {name}")
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            episode.end_program = partial(_cancel_program, task, self._tasks)
+            return episode
+
+        return begin
 
 
 class ProxyEpisode:

@@ -66,15 +66,9 @@ class ArgumentsDelta:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallEnd:
-    """End of a call. Between its start and its end there are only its own `ArgumentsDelta`s."""
+OutputEvent = TextDelta | ToolCallStart | ArgumentsDelta | ToolCall
+"""A `ToolCall` is the end of the call. Between its start and its end there are only its own `ArgumentsDelta`s."""
 
-    index: int
-    call: ToolCall
-
-
-OutputEvent = TextDelta | ToolCallStart | ArgumentsDelta | ToolCallEnd
 OutputPart = str | ToolCall
 
 

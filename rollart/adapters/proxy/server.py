@@ -7,22 +7,19 @@ import contextlib
 import datetime as dt
 import hmac
 import json
-import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 from aiohttp import web
-from pydantic import PlainValidator
 
 from rollart.adapters.proxy.api import (
     ApiResponse,
     ChatCompletions,
     Messages,
     PromptBody,
-    RequestBody,
     Responses,
     TextCompletions,
 )
@@ -72,28 +69,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@-]{0,127}")
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def _finite_number(value: Any) -> float:
-    try:
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            return value
-    except OverflowError:  # an integer beyond the range of float
-        pass
-    raise ValueError(f"is {value!r} (rule: a number)")
-
-
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"is {value!r} (rule: true or false)")
-    return value
-
-
-class EndBody(RequestBody):
-    """The body of `POST /sessions/SESSION/end`."""
-
-    reward: Annotated[float | None, PlainValidator(_finite_number)] = None
-    success: Annotated[bool | None, PlainValidator(_boolean)] = None
-
-
 @dataclass
 class Proxy:
     """Owns the sessions. Requests of one session may overlap; each waits only for its policy.
@@ -129,8 +104,8 @@ class Proxy:
                 web.get("/sessions/{session}", self._show),
                 web.post("/sessions/{session}/end", self._end),
                 web.delete("/sessions/{session}", self._forget),
-                web.post("/pause", self._pause),
-                web.post("/resume", self._resume),
+                web.post("/pause", partial(self._set_paused, True)),
+                web.post("/resume", partial(self._set_paused, False)),
                 web.get("/is_paused", self._is_paused),
                 web.get("/metrics", self._metrics),
                 web.get("/health", self._health),
@@ -208,8 +183,8 @@ class Proxy:
         return _json(session_body(self._existing_session(request)))
 
     async def _end(self, request: web.Request) -> web.Response:
-        session, body = self._existing_session(request), EndBody.read(await _body(request))
-        session.ending, session.ended = SessionOutcome(body.reward, body.success), True
+        session = self._existing_session(request)
+        session.ending, session.ended = SessionOutcome.read(await _body(request)), True
         self.recording.ended(session)
         return _json({"session": session.name})
 
@@ -220,13 +195,9 @@ class Proxy:
         await self.close(session.name)
         return _json({"session": session.name})
 
-    async def _pause(self, request: web.Request) -> web.Response:
-        self._paused = True
-        return _json({"status": "paused"})
-
-    async def _resume(self, request: web.Request) -> web.Response:
-        self._paused = False
-        return _json({"status": "resumed"})
+    async def _set_paused(self, paused: bool, request: web.Request) -> web.Response:
+        self._paused = paused
+        return _json({"status": "paused" if paused else "resumed"})
 
     async def _is_paused(self, request: web.Request) -> web.Response:
         return _json({"is_paused": await self._policy_paused()})
@@ -256,7 +227,8 @@ class Proxy:
             session = self._sessions.get(name) or self.open(name, self.policy(name))
         elif self.policy is not None:
             await self._cache.make_room(begins=False)
-        self._cache.touch(name)
+        session.used = asyncio.get_running_loop().time()
+        self._sessions.move_to_end(name)
         return session
 
     def _existing_session(self, request: web.Request) -> ProxySession:

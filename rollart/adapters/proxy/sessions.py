@@ -4,11 +4,15 @@ that holds them bounds their number and size, and evicts those that have ended o
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Protocol
 
+from pydantic import PlainValidator
+
+from rollart.adapters.proxy.api import RequestBody
 from rollart.adapters.proxy.capture import CapturedTurn, PlannedTurn, SessionCapture
 from rollart.adapters.proxy.chat import ChatFormat, IncrementalDecoder
 from rollart.adapters.proxy.messages import (
@@ -54,49 +58,59 @@ class SessionPolicy(Protocol):
         """End the session and free its resources."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionOutcome:
-    """The harness's report about its session: a reward, and whether the goal was reached; None if unknown."""
+def _finite_number(value: Any) -> float:
+    try:
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+            return value
+    except OverflowError:  # an integer beyond the range of float
+        pass
+    raise ValueError(f"is {value!r} (rule: a number)")
 
-    reward: float | None = None
-    success: bool | None = None
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"is {value!r} (rule: true or false)")
+    return value
 
 
+class SessionOutcome(RequestBody):
+    """The harness's report about its session, the body of `POST /sessions/SESSION/end`: a reward, and whether the goal
+    was reached; None if unknown."""
+
+    reward: Annotated[float | None, PlainValidator(_finite_number)] = None
+    success: Annotated[bool | None, PlainValidator(_boolean)] = None
+
+
+@dataclass(eq=False)
 class ProxySession:
     """One session. Any number of requests may be in flight; each waits only for the policy.
 
     `on_turn` is called with every turn before its response is sent.
     """
 
-    def __init__(
-        self,
-        name: str,
-        form: ChatFormat,
-        policy: SessionPolicy,
-        *,
-        on_turn: Callable[[ProxySession, CapturedTurn], None],
-    ) -> None:
-        self.name = name
-        self.capture = SessionCapture(form)
-        self.policy = policy
-        self.busy = 0
-        """Requests in flight."""
-        self.ending = SessionOutcome()
-        self.ended = False
-        """True once the harness has ended the session."""
-        self.used = 0.0
-        """Loop time of the latest arrival or completion of a request."""
-        self.full = False
-        """True once a prompt left no room for a response within the context."""
-        self.abandoned = 0
-        """Requests whose client disconnected before the response; nothing of them was captured."""
+    name: str
+    form: ChatFormat
+    policy: SessionPolicy
+    on_turn: Callable[[ProxySession, CapturedTurn], None]
+    busy: int = 0
+    """Requests in flight."""
+    ending: SessionOutcome = field(default_factory=SessionOutcome)
+    ended: bool = False
+    """True once the harness has ended the session."""
+    used: float = 0.0
+    """Loop time of the latest arrival or completion of a request."""
+    full: bool = False
+    """True once a prompt left no room for a response within the context."""
+    abandoned: int = 0
+    """Requests whose client disconnected before the response; nothing of them was captured."""
+
+    def __post_init__(self) -> None:
+        self.capture = SessionCapture(self.form)
         self._asked = 0
         self._turns: dict[int, int] = {}
         """Turn number by request number."""
         self._truncated: dict[str, PolicyResponse] = {}
         """Responses with a truncated call, by the ids of their calls."""
-        self._form = form
-        self._on_turn = on_turn
 
     async def answer(
         self, ask: CompletionRequest, *, created: int, streamed: DeltaCallback | None = None
@@ -116,14 +130,14 @@ class ProxySession:
         head = ResponseHeader(planned.token_ids, self.name, self._asked, ask.model, created)
         self._asked += 1
         tools = bool(ask.prompt.tools)
-        decoder = IncrementalDecoder(self._form, stops=ask.stop, tools=tools, call_id=head.call_id)
-        single_token_stops = [ids[0] for ids in map(self._form.encode, ask.stop) if len(ids) == 1]
+        decoder = IncrementalDecoder(self.form, stops=ask.stop, tools=tools, call_id=head.call_id)
+        single_token_stops = [ids[0] for ids in map(self.form.encode, ask.stop) if len(ids) == 1]
         sampling = Sampling(
             max_tokens=min(ask.max_tokens or room, room),
             temperature=ask.temperature,
             top_p=ask.top_p,
             seed=ask.seed,
-            stop_token_ids=tuple(dict.fromkeys((*self._form.stop_ids, *single_token_stops))),
+            stop_token_ids=tuple(dict.fromkeys((*self.form.stop_ids, *single_token_stops))),
         )
 
         def on_chunk(piece: CompletionChunk) -> None:
@@ -142,7 +156,7 @@ class ProxySession:
             self.used = asyncio.get_running_loop().time()
         if completion.finish is FinishReason.ABORT:
             raise EngineError("the engine ended the generation", retryable=True)
-        return self._captured(head, planned, truncate_at_stops(completion, ask.stop, self._form.text), decoder)
+        return self._captured(head, planned, truncate_at_stops(completion, ask.stop, self.form.text), decoder)
 
     def plan(self, prompt: PromptInput) -> PlannedTurn:
         """The tokens to send to the policy. BadRequest if the messages cannot be rendered."""
@@ -175,19 +189,19 @@ class ProxySession:
         self, head: ResponseHeader, planned: PlannedTurn, completion: Completion, decoder: IncrementalDecoder
     ) -> PolicyResponse:
         ids = completion.token_ids
-        ended = completion.finish is FinishReason.STOP and ids and ids[-1] in self._form.stops
-        text = self._form.text(ids[:-1] if ended else ids)
+        ended = completion.finish is FinishReason.STOP and ids and ids[-1] in self.form.stops
+        text = self.form.text(ids[:-1] if ended else ids)
         content, parts, rest = decoder.finish(text)
         calls = tuple(p for p in parts if isinstance(p, ToolCall))
         message = Message("assistant", content, tuple(c for c in calls if c.whole))
         turn = self.capture.keep(planned, completion, message)
         try:
-            self._on_turn(self, turn)
+            self.on_turn(self, turn)
         except BaseException:  # the response is not sent, so a retry must find no trace of this turn
             self.capture.undo(turn)
             raise
         self._turns[head.number] = turn.number
-        tokens = tuple(map(self._form.token, ids))
+        tokens = tuple(map(self.form.token, ids))
         n = decoder.shown
         unsent = OutputDelta(rest, ids[n:], completion.logprobs[n:], tokens[n:])
         answer = PolicyResponse(head, message, completion, tokens, turn.number, parts, unsent)
@@ -253,10 +267,6 @@ class SessionCache:
             self.tokens -= sum(len(turn.token_ids) for turn in session.capture.turns)
             self.size -= sum(turn.size for turn in session.capture.turns)
         return session
-
-    def touch(self, name: str) -> None:
-        self.sessions[name].used = asyncio.get_running_loop().time()
-        self.sessions.move_to_end(name)
 
     async def make_room(self, *, begins: bool) -> None:
         """Evict sessions until a request of an existing session, or of a new one (`begins`), has room. BadRequest (503;

@@ -22,7 +22,6 @@ from rollart.adapters.proxy.messages import (
     OutputPart,
     TextDelta,
     ToolCall,
-    ToolCallEnd,
     ToolCallStart,
     read_json,
 )
@@ -80,8 +79,8 @@ def merge_events(events: Sequence[OutputEvent]) -> tuple[OutputPart, ...]:
             parts[-1] += one.text
         elif isinstance(one, TextDelta):
             parts.append(one.text)
-        elif isinstance(one, ToolCallEnd):
-            parts.append(one.call)
+        elif isinstance(one, ToolCall):
+            parts.append(one)
     return tuple(parts)
 
 
@@ -195,7 +194,7 @@ class ToolCallParser:
             self._state = self._tail
         elif scan.broken or self._at_end:
             self._leave(self._position - len(scan.written) + scan.sure)
-            yield self._truncated_end()
+            yield self._truncated_call()
 
     def _tail(self) -> Iterator[OutputEvent]:
         """State after a call's arguments."""
@@ -212,7 +211,7 @@ class ToolCallParser:
             yield self._end_call(body[1], call)
         elif body is not None:
             self._leave(self._position)
-            yield self._truncated_end()
+            yield self._truncated_call()
 
     def _body(self) -> tuple[str, int] | None:
         """The text between the tags and the position after it; None until it is complete."""
@@ -227,17 +226,14 @@ class ToolCallParser:
         self._calls += 1
         return ToolCallStart(self._calls - 1, name)
 
-    def _end_call(self, end: int, call: ToolCall) -> ToolCallEnd:
+    def _end_call(self, end: int, call: ToolCall) -> ToolCall:
         self.spans.append((self._call_start, end, call))
         self._leave(end)
-        return self._call_end(call)
+        return replace(call, id=self._call_id(self._calls - 1))
 
-    def _truncated_end(self) -> ToolCallEnd:
-        written = self._scan.written[: self._scan.sure]
-        return self._call_end(ToolCall(self._name, self._scan.value(), written=written, whole=False))
-
-    def _call_end(self, call: ToolCall) -> ToolCallEnd:
-        return ToolCallEnd(self._calls - 1, replace(call, id=self._call_id(self._calls - 1)))
+    def _truncated_call(self) -> ToolCall:
+        id, written = self._call_id(self._calls - 1), self._scan.written[: self._scan.sure]
+        return ToolCall(self._name, self._scan.value(), id, written, whole=False)
 
     def _leave(self, position: int) -> None:
         """Go on with content after a call."""
