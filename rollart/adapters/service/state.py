@@ -218,8 +218,7 @@ class ServiceState:
     async def get(self, request: ExperienceRequest, seconds: float) -> list[list[ExperienceRow]]:
         """Take rows that are ready for the task: one batch per consumer, about equal in tokens, marked as consumed.
         Empty if too few rows are ready within `seconds`."""
-        columns = self._columns(request)
-        sampler = sampler_of(request, self.setup.tasks[request.task])
+        columns, sampler = self._columns_and_sampler(request)
         with refuse_value_errors():
             taken = await self._until(lambda: self.table.take(request.task, sampler), seconds)
         if taken is None:
@@ -235,8 +234,7 @@ class ServiceState:
         """As `get`, but the rows are consumed only when the consumer calls `done`: `lease_s` later they are ready for
         the task again. Returns the lease's id and its batches; the `key` of an open lease returns that lease again."""
         require_positive_lease(lease_s)
-        columns = self._columns(request)
-        sampler = sampler_of(request, self.setup.tasks[request.task])
+        columns, sampler = self._columns_and_sampler(request)
 
         def poll() -> RowLease | None:
             lease = self._leases.by_key(key) if key else None  # includes a lease granted while this request waited
@@ -244,7 +242,15 @@ class ServiceState:
                 return lease
             if lease is not None:  # all of its rows were dropped
                 self._return_lease(lease.id)
-            return self._grant_lease(request.task, sampler, lease_s, key)
+            taken = self.table.take(request.task, sampler, hold=True)
+            if taken is None:
+                return None
+            batches = [[p.row.id for p in batch] for batch in taken.batches]
+            now = asyncio.get_running_loop().time()
+            lease = self._leases.grant(request.task, batches, taken.consumed, lease_s, now, key)
+            self._store.lease(lease)
+            self._wake()  # waiting callers must consider the new lease's deadline
+            return lease
 
         with refuse_value_errors():
             lease = await self._until(poll, seconds)
@@ -282,24 +288,18 @@ class ServiceState:
         await self._notify_and_flush()
         return found
 
-    def _grant_lease(self, task: str, sampler: Sampler, lease_s: float, key: str) -> RowLease | None:
-        taken = self.table.take(task, sampler, hold=True)
-        if taken is None:
-            return None
-        batches = [[p.row.id for p in batch] for batch in taken.batches]
-        now = asyncio.get_running_loop().time()
-        lease = self._leases.grant(task, batches, taken.consumed, lease_s, now, key)
-        self._store.lease(lease)
-        self._wake()  # waiting callers must consider the new lease's deadline
-        return lease
-
-    def _columns(self, request: ExperienceRequest) -> Sequence[str]:
+    def _columns_and_sampler(self, request: ExperienceRequest) -> tuple[Sequence[str], Sampler]:
         task = self.setup.tasks.get(request.task)
         if task is None:
             raise RequestRefused(f"unknown task {request.task!r} (rule: {', '.join(self.setup.tasks)})", 404)
         columns = task.columns if request.columns is None else request.columns
         self._check_columns(columns)
-        return columns
+        if request.count < 1 or request.consumers < 1:
+            raise RequestRefused(f"count {request.count}, consumers {request.consumers} (rule: at least 1)")
+        if task.whole_groups and request.at_least is not None:
+            raise RequestRefused("at_least is for tasks that take single rows")
+        sampler: Sampler = WholeGroups(request.count) if task.whole_groups else Fifo(request.count, request.at_least)
+        return columns, sampler if request.consumers == 1 else Balanced(sampler, request.consumers)
 
     async def room(self, rows: int, seconds: float) -> int:
         """Free capacity in rows, as soon as `rows` fit or after `seconds`. RequestRefused (400) for more rows than the
@@ -400,7 +400,8 @@ class ServiceState:
         if self._store.changed:
             self._store.meta(counts=dict(self.counts))
         await self._store.flush()
-        for row, column, location in self._store.written_locations():
+        while self._store.written:
+            row, column, location = self._store.written.popleft()
             if row in self.rows and column in self.rows[row].values:
                 self.rows[row].values[column] = location
 
@@ -494,19 +495,6 @@ class RowLeases:
 
 def _row_id(group: str, member: int) -> str:
     return f"{group}.{member}"
-
-
-def sampler_of(request: ExperienceRequest, task: ServiceTask) -> Sampler:
-    if request.count < 1 or request.consumers < 1:
-        raise RequestRefused(f"count {request.count}, consumers {request.consumers} (rule: at least 1)")
-    sampler: Sampler
-    if task.whole_groups:
-        if request.at_least is not None:
-            raise RequestRefused("at_least is for tasks that take single rows")
-        sampler = WholeGroups(request.count)
-    else:
-        sampler = Fifo(request.count, request.at_least)
-    return Balanced(sampler, request.consumers) if request.consumers > 1 else sampler
 
 
 def require_positive_lease(lease_s: float) -> None:

@@ -9,7 +9,7 @@ import json
 import os
 import sqlite3
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,8 @@ class ServiceStore:
     def _reset_queue(self, last_row: int) -> None:
         self._last = last_row
         self._pending: list[tuple[str, tuple[Any, ...]]] = []
-        self._new_locations: deque[tuple[str, str, SegmentLocation]] = deque()
+        self.written: deque[tuple[str, str, SegmentLocation]] = deque()
+        """Large values that were written: row, column and location."""
         self._changes = self._flushed = 0
         """Number of changes made, and number of changes on disk."""
         self._writing: asyncio.Future[None] | None = None
@@ -174,8 +175,8 @@ class ServiceStore:
             self._queue("DELETE FROM cells WHERE row = ?", row)
 
     def group_gone(self, group: str) -> None:
-        for table, column in (("cells", "row"), ("consumed", "row")):
-            self._queue(f"DELETE FROM {table} WHERE {column} IN (SELECT id FROM rows WHERE grp = ?)", group)
+        for table in ("cells", "consumed"):
+            self._queue(f"DELETE FROM {table} WHERE row IN (SELECT id FROM rows WHERE grp = ?)", group)
         self._queue("DELETE FROM rows WHERE grp = ?", group)
 
     def lease(self, lease: RowLease) -> None:
@@ -189,11 +190,6 @@ class ServiceStore:
         """Remember the answer to the request with this key; the oldest answers are forgotten."""
         self._queue("INSERT OR REPLACE INTO keys (name, answer) VALUES (?, ?)", name, json.dumps(answer))
         self._queue("DELETE FROM keys WHERE seq <= (SELECT MAX(seq) FROM keys) - ?", MAX_REMEMBERED_KEYS)
-
-    def written_locations(self) -> Iterator[tuple[str, str, SegmentLocation]]:
-        """Large values written since the last call: row, column and location."""
-        while self._new_locations:
-            yield self._new_locations.popleft()
 
     def read(self, value: Any) -> Any:
         """The value itself; a `SegmentLocation` is read, usually from the page cache, while its row exists."""
@@ -250,7 +246,7 @@ class ServiceStore:
             self._base.execute("BEGIN IMMEDIATE")
             for statement, values in statements:
                 self._base.execute(statement, values)
-        self._new_locations.extend(locations)
+        self.written.extend(locations)
         if self._segments.rolled:
             used = self._base.execute("SELECT DISTINCT segment FROM cells WHERE segment IS NOT NULL")
             self._segments.keep({segment for (segment,) in used})
