@@ -232,15 +232,13 @@ def _make_environment(
 
     try:
         return gymnasium.make(id, **{"disable_env_checker": True, **arguments})
-    except gymnasium.error.DependencyNotInstalled as error:
+    except (gymnasium.error.DependencyNotInstalled, ModuleNotFoundError) as error:
         raise ImportError(f"{id}: {error}") from None
     except gymnasium.error.UnregisteredEnv as error:
         near = did_you_mean(str(id), gymnasium.registry)
         raise ValueError(f"Gymnasium has no {id!r}{near or f' ({error})'}") from None
     except gymnasium.error.Error as error:
         raise ValueError(f"{id}: {error}") from None
-    except ModuleNotFoundError as error:
-        raise ImportError(f"{id}: {error}") from None
 
 
 _SPACES: dict[str, tuple[Any, Any, int | None]] = {}

@@ -5,8 +5,8 @@
 
 One WebSocket per episode: the server makes an environment for a connection and drops it with the connection (`openenv`
 0.10.0, `core/env_server/http_server.py`). Frames are JSON: `{"type": "reset", "data": {"seed", "episode_id", ...}}`,
-`{"type": "step", "data": ACTION}`, `{"type": "state"}`, `{"type": "close"}`; responses are `observation` (with
-`observation`, `reward`, `done`), `state`, or `error` with a code. Every failure names the host. Observations and
+`{"type": "step", "data": ACTION}`, `{"type": "close"}`; responses are `observation` (with `observation`, `reward`,
+`done`) or `error` with a code. Every failure names the host. Observations and
 actions are mappings, which have text forms here.
 """
 
@@ -143,12 +143,6 @@ class OpenEnv:
             "metadata": answer.metadata,
         }
         return Step(Observation(self._last.text), reward, done=True, success=success, metadata=metadata)
-
-    async def state(self) -> Mapping[str, Any]:
-        """The server's state of the episode: `episode_id`, `step_count`, and the fields that the environment adds."""
-        if self._session is None:
-            raise RuntimeError("state before reset")
-        return await self._session.state(self._step_s)
 
     async def close(self) -> None:
         session, self._session = self._session, None
@@ -300,13 +294,6 @@ class OpenEnvSession:
             message = f"answered a {operation} with an invalid observation ({one_line(error, 200)})"
             raise await self._end(message) from None
 
-    async def state(self, seconds: float) -> Mapping[str, Any]:
-        await self._send("state", None)
-        frame = await self._frame(seconds, "state")
-        if frame.get("type") != "state" or not isinstance(frame.get("data"), dict):
-            raise await self._end(f"answered for its state with a frame of type {frame.get('type')!r}")
-        return dict(frame["data"])
-
     async def schema(self, seconds: float) -> Mapping[str, Any]:
         """The JSON schema of actions, by HTTP."""
         try:
@@ -323,17 +310,15 @@ class OpenEnvSession:
                     await self._socket.close()
         await self._client.close()
 
-    async def _send(self, operation: str, data: Mapping[str, Any] | None) -> None:
+    async def _send(self, operation: str, data: Mapping[str, Any]) -> None:
         try:
-            await self._socket.send_str(
-                json.dumps({"type": operation} if data is None else {"type": operation, "data": data})
-            )
+            await self._socket.send_str(json.dumps({"type": operation, "data": data}))
         except (aiohttp.ClientError, OSError) as error:
             if not self._started:
                 return  # a full server sends an error frame before it closes: read that
             raise await self._end(f"the session was gone at its {operation} ({one_line(error, 200)})") from None
 
-    async def _frame(self, seconds: float, operation: str, fields: frozenset[str] | None = None) -> Any:
+    async def _frame(self, seconds: float, operation: str, fields: frozenset[str] | None) -> Any:
         """The next frame as a mapping. An error frame raises `EnvironmentFault` or `InvalidAction`."""
         try:
             async with asyncio.timeout(seconds):
