@@ -102,8 +102,7 @@ async def serve_runner(runner: Runner, args: argparse.Namespace) -> None:
         pending_bytes=int(args.kv_pending_mb * 2**20),
         shm=args.kv_shm,
     )
-    advertise = (args.advertise_host or args.host, args.port)
-    server = EngineServer(driver, model=args.model, advertise=advertise, handoff=handoff)
+    server = EngineServer(driver, model=args.model, handoff=handoff)
     web_runner = web.AppRunner(
         server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S, keepalive_timeout=3600.0
     )
@@ -111,7 +110,7 @@ async def serve_runner(runner: Runner, args: argparse.Namespace) -> None:
     try:
         await _bind(web_runner, args.host, args.port)
         port = web_runner.addresses[0][1]
-        server.handoffs.advertise = (advertise[0], port)
+        server.handoffs.advertise = (args.advertise_host or args.host, port)
         listener = await server.listen(args.host)
         async with listener, asyncio.TaskGroup() as tasks:
             running = tasks.create_task(driver.run()), tasks.create_task(server.handoffs.run())

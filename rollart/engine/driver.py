@@ -22,8 +22,6 @@ from rollart.model import Completion, FinishReason, PauseMode
 
 T = TypeVar("T")
 
-Deliver = Callable[[FinishedJob | EngineError], None]
-
 INLINE_S = 0.02
 """Seconds. A step runs on the loop only if the previous one was shorter; bounds the delay of a health check."""
 
@@ -46,9 +44,7 @@ class Driver:
         self._wake = asyncio.Event()
         self._stepping = False
         self._deferred: deque[Callable[[], object]] = deque()
-        self._deliver: dict[str, tuple[EngineJob, Deliver]] = {}
-        self._streamed: dict[str, EngineJob] = {}
-        """Requests whose tokens are streamed."""
+        self._open: dict[str, EngineJob] = {}
         self._held: dict[str, EngineJob] = {}
         self._mode: PauseMode | None = None
         self._frozen = False
@@ -75,29 +71,26 @@ class Driver:
             cause = f"failed in a step: {error!r}"
             raise
         finally:
-            deliveries, self._deliver = self._deliver, {}
-            for _, deliver in deliveries.values():
-                deliver(EngineError(f"the engine {cause}", retryable=True))
+            jobs, self._open = self._open, {}
+            for job in jobs.values():
+                job.deliver(EngineError(f"the engine {cause}", retryable=True))
 
-    def submit(self, job: EngineJob, deliver: Deliver) -> None:
-        """Queue a request; `deliver` is called once, with the finished request or the error that refused it.
+    def submit(self, job: EngineJob) -> None:
+        """Queue a request; its `deliver` is called once, with the finished request or the error that refused it.
         EngineError if the id is in use."""
         name = job.request.request_id
-        if name in self._deliver:
+        if name in self._open:
             raise EngineError(f"request id {name!r} is in use", retryable=False, remedy="give every request its own id")
-        if job.on_chunk is not None:
-            self._streamed[name] = job
         if self._mode is PauseMode.WAIT and not self._frozen:
             refuse_invalid(job, vocab=self.runner.network.architecture.vocab, context=self.runner.context)
-            self._held[name] = job
-            self._deliver[name] = job, deliver
+            self._held[name] = self._open[name] = job
             return
-        self._deliver[name] = job, deliver
+        self._open[name] = job
         self._run_or_defer(lambda: self._add(job))
 
     def discard(self, name: str) -> None:
         """Abort a request whose caller is gone; nothing is delivered."""
-        self._deliver.pop(name, None)
+        self._open.pop(name, None)
         self.abort_soon([name])
 
     def abort_soon(self, request_ids: Sequence[str] | None) -> None:
@@ -124,7 +117,8 @@ class Driver:
             else:
                 waiter.set_result(result)
 
-        self.submit(job, deliver)
+        job.deliver = deliver
+        self.submit(job)
         try:
             return await waiter
         except asyncio.CancelledError:
@@ -188,14 +182,13 @@ class Driver:
 
     def _add(self, job: EngineJob) -> None:
         name = job.request.request_id
-        entry = self._deliver.get(name)
-        if entry is None or entry[0] is not job:  # cancelled while deferred, and possibly submitted again
+        if self._open.get(name) is not job:  # cancelled while deferred, and possibly submitted again
             return
         try:
             self.runner.add(job)
         except EngineError as error:
-            del self._deliver[name]
-            entry[1](error)
+            del self._open[name]
+            job.deliver(error)
         self._wake.set()
 
     async def _step_or_wait(self, pool: ThreadPoolExecutor) -> None:
@@ -229,17 +222,13 @@ class Driver:
     def _emit_pieces(self) -> None:
         """Emit the tokens of the last step. Called before weights can change, so the tokens get the version that drew
         them."""
-        for name, job in list(self._streamed.items()):
-            entry = self._deliver.get(name)
-            if entry is None or entry[0] is not job or job.on_chunk is None:
-                del self._streamed[name]
-            elif (piece := self.runner.piece(job)) is not None:
+        for job in list(self._open.values()):
+            if job.on_chunk is not None and (piece := self.runner.piece(job)) is not None:
                 job.on_chunk(piece)
 
     def _settle(self, finished_jobs: Sequence[FinishedJob]) -> None:
         for finished in finished_jobs:
-            name = finished.job.request.request_id
-            entry = self._deliver.get(name)
-            if entry is not None and entry[0] is finished.job:
-                del self._deliver[name]
-                entry[1](finished)
+            job, name = finished.job, finished.job.request.request_id
+            if self._open.get(name) is job:
+                del self._open[name]
+                job.deliver(finished)

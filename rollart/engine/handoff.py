@@ -88,9 +88,10 @@ class KvHandoffs:
     tasks of `start`, until cancelled. A pull never delays a step, because it waits outside the driver.
     """
 
-    def __init__(self, driver: Driver, settings: HandoffSettings, *, advertise: tuple[str, int]) -> None:
+    def __init__(self, driver: Driver, settings: HandoffSettings) -> None:
         self._driver, self.runner, self._settings = driver, driver.runner, settings
-        self.advertise = advertise
+        self.advertise = ("", 0)
+        """Host and port at which other engines reach this one; set once the server listens."""
         self._boot, self.files = boot_id(), None
         if settings.shm and self._boot:
             try:

@@ -22,7 +22,7 @@ class EngineJob:
     at the end (this engine prefills), `returns` for the KV of prompt and answer (this engine decodes). The peer is
     known to hold the first `peer_holds` tokens, whose KV need not be copied. `ends`: the session ends with this
     request, and its prefix is not kept. `on_chunk` is called with the new tokens after every step but the last;
-    `shown` is the number of tokens emitted so far."""
+    `shown` is the number of tokens emitted so far. `deliver` is called once, at the end."""
 
     request: GenerateRequest
     ignore_eos: bool = False
@@ -33,6 +33,7 @@ class EngineJob:
     ends: bool = False
     on_chunk: Callable[[CompletionChunk], None] | None = None
     shown: int = 0
+    deliver: Callable[[FinishedJob | EngineError], None] = lambda result: None
     prompt: npt.NDArray[np.int64] = field(init=False)
     allowed: npt.NDArray[np.int64] | None = field(init=False)
     slot: int = -1

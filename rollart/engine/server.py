@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -49,16 +50,15 @@ class EngineServer:
     """The routes of one engine. Owns the staged weights. `handoffs` owns the exported KV and the driver all other
     state; the caller must run both."""
 
-    def __init__(
-        self, driver: Driver, *, model: str, advertise: tuple[str, int], handoff: HandoffSettings | None = None
-    ) -> None:
+    def __init__(self, driver: Driver, *, model: str, handoff: HandoffSettings | None = None) -> None:
         self._driver, self._runner = driver, driver.runner
         self.model = model
-        self.handoffs = KvHandoffs(driver, handoff or HandoffSettings(), advertise=advertise)
+        self.handoffs = KvHandoffs(driver, handoff or HandoffSettings())
         self._staging = WeightStaging(self._runner.network)
         self._staged: tuple[str, dict[str, Tensor], str] | None = None
         self._updating = False
-        self._count = 0
+        self._ids = (f"request-{number}" for number in itertools.count(1))
+        """Ids for requests without one."""
         self._stream_port = 0
 
     def app(self) -> web.Application:
@@ -92,14 +92,14 @@ class EngineServer:
         """Listen for stream connections on a free port of `host`."""
         loop = asyncio.get_running_loop()
         listener = await loop.create_server(
-            lambda: StreamConnection(self._driver, self.handoffs, self._next_id), host, 0, backlog=1024
+            lambda: StreamConnection(self._driver, self.handoffs, self._ids), host, 0, backlog=1024
         )
         self._stream_port = listener.sockets[0].getsockname()[1]
         return listener
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
-        job = parse_job(body, session=request.headers.get("X-Session-ID", ""), fallback_id=self._next_id())
+        job = parse_job(body, session=request.headers.get("X-Session-ID", ""), fallback_id=next(self._ids))
         if body.get("stream"):
             return await stream_response(request, job, self.handoffs.serve)
         finished = await self.handoffs.serve(job)
@@ -215,11 +215,6 @@ class EngineServer:
     async def _stream(self, request: web.Request) -> web.Response:
         return _json({"port": self._stream_port}, status=200 if self._stream_port else 404)
 
-    def _next_id(self) -> str:
-        """An id for a request without one."""
-        self._count += 1
-        return f"request-{self._count}"
-
     async def _close(self, app: web.Application) -> None:
         self._staging.close()
         await self.handoffs.close()
@@ -232,8 +227,6 @@ async def stream_response(
     name, answer = job.request.request_id, web.StreamResponse(headers={"Content-Type": "text/event-stream"})
     pieces: asyncio.Queue[CompletionChunk | None] = asyncio.Queue()
     job.on_chunk = pieces.put_nowait
-    finished: FinishedJob | None = None
-    failed: EngineError | None = None
 
     async def send(event: dict[str, Any] | str) -> None:
         if not answer.prepared:
@@ -247,17 +240,18 @@ async def stream_response(
 
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(forward(), name=f"pieces of {name}")
+        result: FinishedJob | EngineError
         try:
-            finished = await serve(job)
+            result = await serve(job)
         except EngineError as error:
-            failed = error
+            result = error
         pieces.put_nowait(None)
-    if failed is not None:
+    if isinstance(result, EngineError):
         if not answer.prepared:
-            raise failed
-        await send(error_body(failed, 503 if failed.retryable else 400))
-    if finished is not None:
-        c = finished.completion
+            raise result
+        await send(error_body(result, 503 if result.retryable else 400))
+    else:
+        c = result.completion
         version, stamp = (c.spans[-1].version, c.spans[-1].stamp) if c.spans else (0, None)
         await send(
             chunk_body(name, CompletionChunk(c.token_ids[job.shown :], c.logprobs[job.shown :], version, stamp), c)
@@ -271,9 +265,9 @@ async def stream_response(
 class StreamConnection(MessageConnection):
     """One connection, on the driver's loop."""
 
-    def __init__(self, driver: Driver, handoffs: KvHandoffs, next_id: Callable[[], str]) -> None:
+    def __init__(self, driver: Driver, handoffs: KvHandoffs, ids: Iterator[str]) -> None:
         super().__init__(max_frame=MAX_FRAME)
-        self._driver, self._handoffs, self._next_id = driver, handoffs, next_id
+        self._driver, self._handoffs, self._ids = driver, handoffs, ids
         self._requests: dict[int, EngineJob | asyncio.Task[None]] = {}
 
     def on_lost(self, error: Exception | None) -> None:
@@ -305,14 +299,15 @@ class StreamConnection(MessageConnection):
     def _generate(self, message: Sequence[Any]) -> None:
         number, session, body = body_of_message(message)
         try:
-            job = parse_job(body, session=session, fallback_id=self._next_id())
+            job = parse_job(body, session=session, fallback_id=next(self._ids))
             if message[0] == "G":
                 job.on_chunk = lambda piece: self._send_piece(number, piece)
             if job.request.kv_transfer:  # the request waits for other engines, before or after its steps
                 self._requests[number] = self._handoffs.start(self._serve(number, job))
                 return
             self._requests[number] = job
-            self._driver.submit(job, lambda result: self._deliver(number, result))
+            job.deliver = lambda result: self._deliver(number, result)
+            self._driver.submit(job)
         except EngineError as error:
             self._deliver(number, error)
 

@@ -31,7 +31,7 @@ async def hosted(
 ) -> AsyncIterator[tuple[str, EngineServer]]:
     """A server on this loop, and its URL."""
     driver = Driver(runner(directory, slots=slots, context=context, version=version, step_tokens=step_tokens))
-    server = EngineServer(driver, model=str(directory), advertise=("127.0.0.1", 0), handoff=handoff)
+    server = EngineServer(driver, model=str(directory), handoff=handoff)
     web_runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await web_runner.setup()
     await web.TCPSite(web_runner, "127.0.0.1", 0).start()
