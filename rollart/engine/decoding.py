@@ -18,9 +18,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rollart.architecture import Architecture
 from rollart.engine.cache import KvCache
 from rollart.engine.network import Network
-from rollart.engine.operations import TorchOperations, select_operations
+from rollart.engine.operations import TorchOperations
 
 Ints = npt.NDArray[np.int64]
 
@@ -29,6 +30,12 @@ MIN_CAPTURED_LENGTH = 64
 
 WARM_UPS = 2
 """Runs before a capture, in which libraries allocate and select algorithms, and kernels are compiled."""
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+"""Largest ‖theirs − ours‖ / ‖ours‖ that counts as rounding."""
+
+COMPARED_POSITIONS = 512
+"""Number of positions on which the kernels are compared."""
 
 
 class GraphDecoder:
@@ -153,3 +160,72 @@ def _padded_length(length: int, context: int) -> int:
     while size < length:
         size *= 2
     return min(size, context)
+
+
+def select_operations(architecture: Architecture, cos: Tensor, sin: Tensor) -> tuple[TorchOperations, str]:
+    """The operations for this device, and the reason for not using the fused ones ('' if they are used): their results
+    on this device must match those of PyTorch."""
+    plain = TorchOperations(architecture, cos, sin)
+    if cos.device.type != "cuda":
+        return plain, f"fused kernels are for CUDA devices, this is {cos.device.type}"
+    try:
+        from rollart.engine.kernels import TritonOperations
+
+        fused = TritonOperations(architecture, cos, sin)
+        found = operation_differences(plain, fused, context=min(cos.shape[0], COMPARED_POSITIONS))
+    except Exception as error:  # e.g. no Triton, an unsupported head dimension, no compiler
+        return plain, f"fused kernels do not run here: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
+    bad = {name: value for name, value in found.items() if not value <= TOLERANCE[cos.dtype]}
+    if bad:
+        return plain, "fused kernels differ from PyTorch: " + ", ".join(f"{n} by {v:.1e}" for n, v in bad.items())
+    return fused, ""
+
+
+def operation_differences(
+    ours: TorchOperations, theirs: TorchOperations, *, context: int, rows: Sequence[int] = (1, 3, 48)
+) -> dict[str, float]:
+    """‖theirs − ours‖ / ‖ours‖ of each operation on random values, the maximum over `rows`. Destinations of writes are
+    filled with NaN first, so that missing writes are detected."""
+    a, device = ours.architecture, ours.cos.device
+    g = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, device=device).to(ours.cos.dtype)
+
+    found: dict[str, float] = {}
+
+    def compare(name: str, one: Tensor, other: Tensor) -> None:
+        one, other = one.double(), other.double()
+        difference = float((one - other).norm() / one.norm())
+        worst = max(found.get(name, 0.0), difference)
+        found[name] = difference if difference != difference else worst  # NaN stays
+
+    for n in rows:
+        x, delta, weight = random(n, a.hidden), random(n, a.hidden), random(a.hidden)
+        for before in (None, delta):
+            for one, other in zip(ours.add_norm(x, before, weight), theirs.add_norm(x, before, weight), strict=True):
+                compare("add_norm", one, other)
+        wide = random(n, 2 * a.intermediate)
+        compare("gate", ours.gate(wide), theirs.gate(wide))
+        slots = torch.randperm(n + 2, generator=g, device=device)[:n]
+        positions = torch.randint(0, context, (n,), generator=g, device=device)
+        positions[0] = context - 1
+        qkv = random(n, (a.heads + 2 * a.kv_heads) * a.head_dim)
+        scale = random(a.heads + a.kv_heads, a.head_dim) if a.qk_norm else None
+        caches = [random(2, n + 2, a.kv_heads, context, a.head_dim)]
+        caches[0][:, slots, :, positions] = float("nan")
+        caches.append(caches[0].clone())
+        queries = [
+            of.place(qkv, scale, slots, positions, cache[0], cache[1])
+            for of, cache in zip((ours, theirs), caches, strict=True)
+        ]
+        compare("place", *(q.reshape(n, -1) for q in queries))
+        compare("place", *caches)
+        compare(
+            "attend",
+            *(
+                of.attend(queries[0].contiguous(), caches[0][0], caches[0][1], slots, positions, context)
+                for of in (ours, theirs)
+            ),
+        )
+    return found

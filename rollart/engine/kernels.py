@@ -3,7 +3,7 @@
 A step of few rows moves little more than the weights and the KV, so launching a single PyTorch operator costs about as
 much as its computation. Here a layer has nine launches instead of about twenty, and attention reads each row's KV in
 place, up to its own length: nothing is gathered, padded or masked. The formulas are those of `operations.py`, in fp32
-inside. Triton, which PyTorch's CUDA wheels include, compiles the kernels at first use; only `operations` imports this.
+inside. Triton, which PyTorch's CUDA wheels include, compiles the kernels at first use; only `decoding` imports this.
 """
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, import-not-found, import-untyped"
 
@@ -12,6 +12,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor, empty, empty_like, float32
+
+from rollart.architecture import Architecture
+from rollart.engine.operations import TorchOperations
 
 KEYS = 64
 """Keys per block: 16 KB of keys and 16 KB of values at a head dimension of 128 in bf16; three blocks in flight."""
@@ -173,106 +176,103 @@ def _join(parts, peaks, out, DIM: tl.constexpr, SPLIT: tl.constexpr):
     tl.store(out + head * DIM + dim, done.to(out.dtype.element_ty))
 
 
-def add_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`x + delta` `[R, hidden]` (`x` without `delta`) and its root mean square norm times `weight`."""
-    rows, hidden = x.shape
-    total, normed = x if delta is None else empty_like(x), empty_like(x)
-    block = triton.next_power_of_2(hidden)
-    _add_norm[(rows,)](
-        x,
-        x if delta is None else delta,
-        weight,
-        total,
-        normed,
-        hidden,
-        eps,
-        ADD=delta is not None,
-        BLOCK=block,
-        num_warps=min(8, max(1, block // 256)),
-    )
-    return total, normed
+class TritonOperations(TorchOperations):
+    """Implementation in fused Triton kernels."""
 
+    ragged = True
 
-def gate(gate_up: Tensor) -> Tensor:
-    """`[R, 2 * width]` to `[R, width]`: silu of the first half times the second."""
-    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
-    _gate[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
-    return out
+    def __init__(self, architecture: Architecture, cos: Tensor, sin: Tensor) -> None:
+        super().__init__(architecture, cos.contiguous(), sin.contiguous())
 
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """`x + delta` `[R, hidden]` (`x` without `delta`) and its root mean square norm times `weight`."""
+        rows, hidden = x.shape
+        total, normed = x if delta is None else empty_like(x), empty_like(x)
+        block = triton.next_power_of_2(hidden)
+        _add_norm[(rows,)](
+            x,
+            x if delta is None else delta,
+            weight,
+            total,
+            normed,
+            hidden,
+            self.architecture.norm_eps,
+            ADD=delta is not None,
+            BLOCK=block,
+            num_warps=min(8, max(1, block // 256)),
+        )
+        return total, normed
 
-def place(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    scale: Tensor | None,
-    slots: Tensor,
-    positions: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    *,
-    heads: int,
-    eps: float,
-) -> Tensor:
-    """Norm and rotate queries and keys of `qkv` `[R, (heads + 2 kv_heads) * head_dim]`; keys and values go into the
-    cache `[slots, kv_heads, context, head_dim]`. The queries `[R, heads, head_dim]`."""
-    rows = qkv.shape[0]
-    _, kv, context, dim = keys.shape
-    queries = empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)
-    _place[(rows, heads + 2 * kv)](
-        qkv,
-        cos,
-        sin,
-        cos if scale is None else scale,
-        slots,
-        positions,
-        queries,
-        keys,
-        values,
-        context,
-        eps,
-        HEADS=heads,
-        KV=kv,
-        DIM=dim,
-        NORM=scale is not None,
-        num_warps=1,
-    )
-    return queries
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """`[R, 2 * width]` to `[R, width]`: silu of the first half times the second."""
+        rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+        _gate[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
+        return out
 
+    def place(
+        self, qkv: Tensor, scale: Tensor | None, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """Norm and rotate queries and keys of `qkv` `[R, (heads + 2 kv_heads) * head_dim]`; keys and values go into the
+        cache `[slots, kv_heads, context, head_dim]`. The queries `[R, heads, head_dim]`."""
+        rows, heads = qkv.shape[0], self.architecture.heads
+        _, kv, context, dim = keys.shape
+        queries = empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)
+        _place[(rows, heads + 2 * kv)](
+            qkv,
+            self.cos,
+            self.sin,
+            self.cos if scale is None else scale,
+            slots,
+            positions,
+            queries,
+            keys,
+            values,
+            context,
+            self.architecture.norm_eps,
+            HEADS=heads,
+            KV=kv,
+            DIM=dim,
+            NORM=scale is not None,
+            num_warps=1,
+        )
+        return queries
 
-def attend(queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-    """Attention of one query per row to its slot's positions 0 to `positions` [R]: `[R, heads * head_dim]`."""
-    rows, heads, dim = queries.shape
-    _, kv, context, _ = keys.shape
-    splits = 1
-    while splits < SPLITS and rows * kv * splits < WAVE and splits * KEYS < context:
-        splits *= 2
-    stages = 1 + max(0, min(2, IN_FLIGHT // (2 * KEYS * dim * keys.element_size())))
-    out = empty((rows, heads * dim), dtype=queries.dtype, device=queries.device)
-    parts = peaks = out
-    if splits > 1:
-        parts = empty((rows * heads, splits, dim), dtype=float32, device=queries.device)
-        peaks = empty((rows * heads, splits, 2), dtype=float32, device=queries.device)
-    _attend[(rows, kv, splits)](
-        queries,
-        keys,
-        values,
-        slots,
-        positions,
-        out,
-        parts,
-        peaks,
-        context,
-        dim**-0.5,
-        KV=kv,
-        GROUP=heads // kv,
-        DIM=dim,
-        SPLIT=splits,
-        KEYS=KEYS,
-        ROWS=max(ROWS, triton.next_power_of_2(heads // kv)),
-        num_warps=4,
-        num_stages=stages,
-    )
-    if splits > 1:
-        _join[(rows * heads,)](parts, peaks, out, DIM=dim, SPLIT=splits, num_warps=2)
-    return out
+    def attend(
+        self, queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, length: int
+    ) -> Tensor:
+        """Attention of one query per row to its slot's positions 0 to `positions` [R]: `[R, heads * head_dim]`."""
+        rows, heads, dim = queries.shape
+        _, kv, context, _ = keys.shape
+        splits = 1
+        while splits < SPLITS and rows * kv * splits < WAVE and splits * KEYS < context:
+            splits *= 2
+        stages = 1 + max(0, min(2, IN_FLIGHT // (2 * KEYS * dim * keys.element_size())))
+        out = empty((rows, heads * dim), dtype=queries.dtype, device=queries.device)
+        parts = peaks = out
+        if splits > 1:
+            parts = empty((rows * heads, splits, dim), dtype=float32, device=queries.device)
+            peaks = empty((rows * heads, splits, 2), dtype=float32, device=queries.device)
+        _attend[(rows, kv, splits)](
+            queries,
+            keys,
+            values,
+            slots,
+            positions,
+            out,
+            parts,
+            peaks,
+            context,
+            dim**-0.5,
+            KV=kv,
+            GROUP=heads // kv,
+            DIM=dim,
+            SPLIT=splits,
+            KEYS=KEYS,
+            ROWS=max(ROWS, triton.next_power_of_2(heads // kv)),
+            num_warps=4,
+            num_stages=stages,
+        )
+        if splits > 1:
+            _join[(rows * heads,)](parts, peaks, out, DIM=dim, SPLIT=splits, num_warps=2)
+        return out

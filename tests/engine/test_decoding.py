@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from rollart.architecture import read_architecture
 from rollart.engine.cache import KvCache
-from rollart.engine.decoding import GraphDecoder, captured_sizes, step_inputs
+from rollart.engine.decoding import GraphDecoder, captured_sizes, operation_differences, select_operations, step_inputs
 from rollart.engine.network import Network
-from rollart.engine.operations import TorchOperations, operation_differences, select_operations
+from rollart.engine.operations import TorchOperations
 from rollart.engine.runner import Runner
 from rollart.engine.sampling import invert_blocks
 from rollart.engine.weights import read_tensors
@@ -228,11 +228,11 @@ def test_an_operation_that_does_not_write_is_found(qwen: Path) -> None:
         def place(self, qkv, scale, slots, positions, keys, values):  # type: ignore[no-untyped-def]
             return super().place(qkv, scale, slots, positions, keys.clone(), values)
 
-    a, cpu = network.architecture, torch.device("cpu")
+    a = network.architecture
     plain = TorchOperations(a, *network.rope)
-    same = operation_differences(a, plain, plain, device=cpu, dtype=torch.float32, context=40)
+    same = operation_differences(plain, plain, context=40)
     assert same == {"add_norm": 0.0, "gate": 0.0, "place": 0.0, "attend": 0.0}
-    found = operation_differences(a, plain, Forgetful(a, *network.rope), device=cpu, dtype=torch.float32, context=40)
+    found = operation_differences(plain, Forgetful(a, *network.rope), context=40)
     assert found["place"] != found["place"], "NaN"
     assert found["gate"] == 0.0
 
@@ -245,7 +245,9 @@ INTERPRETED = """
 import json, sys, torch
 from rollart.architecture import read_architecture
 from rollart.engine.network import _rope_tables
-from rollart.engine.operations import TorchOperations, TritonOperations, operation_differences
+from rollart.engine.decoding import operation_differences
+from rollart.engine.kernels import TritonOperations
+from rollart.engine.operations import TorchOperations
 import dataclasses
 found = []
 a = read_architecture(sys.argv[1])
@@ -253,8 +255,7 @@ wide = dataclasses.replace(a, heads=8, kv_heads=1, qk_norm=False, hidden=40, int
 for shape, dtype, context in ((a, torch.float32, 130), (wide, torch.float16, 60)):
     cos, sin = _rope_tables(shape, context, torch.device("cpu"), dtype)
     plain, fused = TorchOperations(shape, cos, sin), TritonOperations(shape, cos, sin)
-    found.append(operation_differences(shape, plain, fused, device=torch.device("cpu"),
-                                       dtype=dtype, context=context, rows=(1, 5)))
+    found.append(operation_differences(plain, fused, context=context, rows=(1, 5)))
 print(json.dumps(found))
 """
 
