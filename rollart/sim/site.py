@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollart.errors import NoPlace, PartDied, RunFailed
 from rollart.fleet import EngineKind, EnginePlacement
@@ -29,16 +29,15 @@ class BilledDevices:
     units: float
     usd_per_unit_hour: float
 
-    def clock(self, ledger: Recorder, state: str = "idle", cause: str = "") -> ResourceClock:
-        now = asyncio.get_running_loop().time
+    def clock(self, ledger: Recorder, cause: str = "") -> ResourceClock:
         return ResourceClock(
             role=self.role,
             resource=self.name,
             recorder=ledger,
-            clock=now,
+            clock=asyncio.get_running_loop().time,
             units=self.units,
             usd_per_unit_hour=self.usd_per_unit_hour,
-            state=state,
+            state="idle",
             cause=cause,
         )
 
@@ -67,13 +66,13 @@ class ModelledSite:
         *,
         start_s: float,
         prices: Mapping[str, float],
-        gone: Callable[[str], None] = lambda _: None,
-        others: Mapping[str, int] | None = None,
-        machines: MachineInventory | None = None,
+        gone: Callable[[str], None],
+        others: Mapping[str, int],
+        machines: MachineInventory | None,
     ) -> None:
         """`others`: devices by pool that parts other than engines hold."""
         self._devices = dict(devices)
-        self._others = others or {}
+        self._others = others
         self._machines = machines
         self._parts: dict[EngineId, ModelledPart] = {}
         if machines is not None:
@@ -83,9 +82,7 @@ class ModelledSite:
         self._start_s = start_s
         self._prices = prices
         self._gone = gone
-        self.places: dict[EngineId, PlacedEngine] = {}
         self.shares: dict[EngineId, EngineShares] = {}
-        self._clocks: dict[EngineId, ResourceClock] = {}
         self._unused: dict[str, ResourceClock] = {}
 
     def open(self, places: list[PlacedEngine]) -> list[ModelledPart]:
@@ -97,12 +94,12 @@ class ModelledSite:
 
     def free(self) -> Mapping[str, int]:
         free = dict(self._devices)
-        for place in self.places.values():
-            free[place.seat.pool] -= place.seat.tp
+        for part in self._parts.values():
+            free[part.seat.pool] -= part.seat.tp
         return free
 
     def resize(self, devices: Mapping[str, int]) -> None:
-        self._devices = {p: max(0, devices.get(p, 0) - self._others.get(p, 0)) for p in self._devices}
+        self._devices = {p: max(0, devices.get(p, 0) - self._others[p]) for p in self._devices}
         for pool in self._devices:
             self._rebill(pool)
 
@@ -118,30 +115,28 @@ class ModelledSite:
         return ReservedEngine(part, place.seat)
 
     async def clear(self, engine_id: EngineId) -> None:
-        place = self.places.pop(engine_id, None)
-        if place is None:
+        part = self._parts.pop(engine_id, None)
+        if part is None:
             return
-        place.engine.fail = True
-        self._parts.pop(engine_id)
+        part.engine.fail = True
         if self._machines is not None:
             self._machines.leave(engine_id)
         self._gone(engine_id)
-        self._clocks.pop(engine_id).close()
-        self._rebill(place.seat.pool)
+        part.clock.close()
+        self._rebill(part.seat.pool)
 
     def close(self) -> None:
         """Stop billing at the end of the run."""
-        for clock in (*self._clocks.values(), *self._unused.values()):
+        for clock in (*(part.clock for part in self._parts.values()), *self._unused.values()):
             clock.close()
 
     def _hold(self, place: PlacedEngine, *, up: bool) -> ModelledPart:
         engine_id = place.engine.id
-        clock = self._clocks[engine_id] = place.billed.clock(self._ledger)
-        self.places[engine_id] = place
+        clock = place.billed.clock(self._ledger)
         self.shares[engine_id] = EngineShares(clock, clock=asyncio.get_running_loop().time)
         if self._machines is not None:
             self._machines.place_engine(engine_id, place.seat.pool, place.seat.tp)
-        part = ModelledPart(place.engine, place.seat, start_s=self._start_s, up=up, machines=self._machines)
+        part = ModelledPart(place.engine, place.seat, clock, self._start_s, up, self._machines)
         self._parts[engine_id] = part
         return part
 
@@ -155,26 +150,19 @@ class ModelledSite:
             self._unused[pool] = billed.clock(self._ledger, cause="not_in_plan")
 
 
+@dataclass(slots=True)
 class ModelledPart:
     """An engine's process. An engine of the initial plan is up when the run begins; every other start takes `start_s`
     and the transfer of the weights. With `machines` the process dies with its machine, and starts on a machine with
     free devices."""
 
-    def __init__(
-        self,
-        engine: ModelledEngine,
-        seat: EnginePlacement,
-        *,
-        start_s: float,
-        up: bool,
-        machines: MachineInventory | None = None,
-    ) -> None:
-        self.engine = engine
-        self._seat = seat
-        self._start_s = start_s
-        self._up = up
-        self._machines = machines
-        self._ended = asyncio.Event()
+    engine: ModelledEngine
+    seat: EnginePlacement
+    clock: ResourceClock
+    _start_s: float
+    _up: bool
+    _machines: MachineInventory | None
+    _ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def id(self) -> EngineId:
@@ -185,8 +173,8 @@ class ModelledPart:
             self._up = False
             return self.engine
         machines = self._machines
-        if machines is not None and not machines.place_engine(self.id, self._seat.pool, self._seat.tp):
-            raise NoPlace(self.id, f"no machine of pool '{self._seat.pool}' has room for it")
+        if machines is not None and not machines.place_engine(self.id, self.seat.pool, self.seat.tp):
+            raise NoPlace(self.id, f"no machine of pool '{self.seat.pool}' has room for it")
         await asyncio.sleep(self._start_s)
         if machines is not None and not machines.holds(self.id):
             raise PartDied(self.id, "its machine is gone")
@@ -232,43 +220,20 @@ class MachineInventory:
     def place_engine(self, engine: EngineId, pool: str, tp: int) -> bool:
         """Place an engine on the fullest machine with enough free devices, unless it is placed already. False if none
         has enough."""
-        if engine in self._engine_slots and self.machines[self._engine_slots[engine][0]].up:
+        if self.holds(engine):
             return True
         self._engine_slots.pop(engine, None)
-        fitting = self._fitting(pool, tp)
-        if not fitting:
-            return False
-        self._engine_slots[engine] = (min(fitting, key=lambda name: fitting[name]), tp)
-        return True
-
-    def place_host(self, reservation: HostReservation) -> bool:
-        """Find a machine for a reservation: its current one, else its first choice, else the fullest machine with
-        enough free devices. A reservation without devices goes to the machine with the fewest such. False if there is
-        none."""
-        self.reservations[reservation] = None
-        if reservation.machine:
-            return True
-        fitting = self._fitting(reservation.pool, reservation.devices)
-        if not reservation.devices:
-            beside = [other.machine for other in self.reservations if not other.devices]
-            fitting = {name: beside.count(name) for name in fitting}
+        fitting = self.fitting(pool, tp)
         if fitting:
-            reservation.machine = min(fitting, key=lambda name: (name != reservation.first, fitting[name]))
-        return bool(reservation.machine)
-
-    def release_host(self, reservation: HostReservation) -> None:
-        """It is wanted no more."""
-        if reservation in self.reservations:
-            del self.reservations[reservation]
-            reservation.machine = ""
-            self._notify_waiting_hosts()
+            self._engine_slots[engine] = (min(fitting, key=lambda name: fitting[name]), tp)
+        return bool(fitting)
 
     def holds(self, engine: EngineId) -> bool:
         return engine in self._engine_slots and self.machines[self._engine_slots[engine][0]].up
 
     def leave(self, engine: EngineId) -> None:
         self._engine_slots.pop(engine, None)
-        self._notify_waiting_hosts()
+        self.notify_waiting_hosts()
 
     def warn(self, name: str) -> None:
         """It is to go."""
@@ -299,28 +264,22 @@ class MachineInventory:
             self.tell("node_joined", name)
             if self.nodes is not None:
                 self.nodes.joined(name, {machine.pool: machine.devices})
-            self._notify_waiting_hosts()
+            self.notify_waiting_hosts()
 
-    def _notify_waiting_hosts(self) -> None:
+    def notify_waiting_hosts(self) -> None:
         """Notify hosts without a machine that devices may be free."""
         for reservation in [reservation for reservation in self.reservations if not reservation.machine]:
             reservation.on_change(True)
 
-    def _fitting(self, pool: str, devices: int) -> dict[str, int]:
+    def fitting(self, pool: str, devices: int) -> dict[str, int]:
         """The free devices of each machine that has at least `devices`."""
-        free_devices = {
-            name: self._free_devices(name)
-            for name, m in self.machines.items()
-            if m.up and not m.leaving and m.pool == pool
+        free = {
+            name: m.devices - m.taken for name, m in self.machines.items() if m.up and not m.leaving and m.pool == pool
         }
-        return {name: free for name, free in free_devices.items() if free >= devices}
-
-    def _free_devices(self, name: str) -> int:
-        machine = self.machines[name]
-        engines = sum(tp for on, tp in self._engine_slots.values() if on == name)
-        return (
-            machine.devices - machine.taken - engines - sum(r.devices for r in self.reservations if r.machine == name)
-        )
+        for name, taken in (*self._engine_slots.values(), *((r.machine, r.devices) for r in self.reservations)):
+            if name in free:
+                free[name] -= taken
+        return {name: left for name, left in free.items() if left >= devices}
 
 
 @dataclass(slots=True)
@@ -350,8 +309,17 @@ class HostReservation:
     """Called with False when its machine is lost, and with True when devices may be free for it."""
 
     def take(self) -> bool:
-        """True if it has a machine: its current one, or a new one with free devices."""
-        return self.machines.place_host(self)
+        """Find a machine: its current one, else its first choice, else the fullest machine with enough free devices.
+        Without devices it goes to the machine with the fewest such reservations. False if there is none."""
+        reservations = self.machines.reservations
+        reservations[self] = None
+        if not self.machine:
+            fitting = self.machines.fitting(self.pool, self.devices)
+            if not self.devices:
+                beside = [other.machine for other in reservations if not other.devices]
+                fitting = {name: beside.count(name) for name in fitting}
+            self.machine = min(fitting, key=lambda name: (name != self.first, fitting[name]), default="")
+        return bool(self.machine)
 
     async def found(self) -> None:
         """Wait until it has a machine."""
@@ -362,4 +330,8 @@ class HostReservation:
             await changed.wait()
 
     def leave(self) -> None:
-        self.machines.release_host(self)
+        """It is wanted no more."""
+        if self in self.machines.reservations:
+            del self.machines.reservations[self]
+            self.machine = ""
+            self.machines.notify_waiting_hosts()
