@@ -21,7 +21,6 @@ import math
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -567,7 +566,15 @@ class DisaggregatedEngine(ModelledEngine):
             return completion
         if not prefills:
             self._note(request, self.retained.held(request.session, request.cache_salt), None)
-        return dataclasses.replace(completion, kv_transfer=self._value(request.request_id))
+        value: dict[str, object] = {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": str(self.id),
+            "remote_request_id": request.request_id,
+        }
+        if self.versioned:
+            value["weight_version"] = self.version
+        return dataclasses.replace(completion, kv_transfer=value)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         await super().abort(request_ids)
@@ -619,31 +626,20 @@ class DisaggregatedEngine(ModelledEngine):
             ends=bool((request.kv_transfer or {}).get("session_ends")),
         )
 
-    def _value(self, name: str) -> Mapping[str, object]:
-        value: dict[str, object] = {
-            "do_remote_prefill": True,
-            "do_remote_decode": False,
-            "remote_engine_id": str(self.id),
-            "remote_request_id": name,
-        }
-        if self.versioned:
-            value["weight_version"] = self.version
-        return value
-
     def _drop_export(self, name: str) -> None:
         """Drop an export that will not be pulled."""
         export = self._exports.pop(name, None)
-        if export is not None:
-            self._unpin(export)
-
-    def _unpin(self, export: _Export) -> None:
-        if export.expiry is not None:
+        if export is not None and export.expiry is not None:
             export.expiry.cancel()
-            self._catch_up()
-            self.pinned -= export.tokens
-            if self._work is None:
-                self._go_on()
-                self._arm()
+            self._unpin(export.tokens)
+
+    def _unpin(self, tokens: int) -> None:
+        """Others hold so many tokens of KV no more."""
+        self._catch_up()
+        self.pinned -= tokens
+        if self._work is None:
+            self._go_on()
+            self._arm()
 
     def _fits_memory(self, request: GenerateRequest) -> bool:
         spare = self._spare if self._running or self._round else 0
@@ -663,22 +659,9 @@ class DisaggregatedEngine(ModelledEngine):
         if room is None:
             return
         self._catch_up()
-        self.pinned -= room.need
         if version == self.version:
             self.retained.keep(request.session, room.kept, request.cache_salt)
-        if self._work is None:
-            self._go_on()
-            self._arm()
-
-    async def _wait_for_memory(self, request: GenerateRequest) -> None:
-        """Returns when the request has its room."""
-        self._catch_up()
-        if not self._memory_waiters and self._fits_memory(request):
-            self._reserve(request)
-            return
-        room = asyncio.get_running_loop().create_future()
-        self._memory_waiters.append((request, room))
-        await room
+        self._unpin(room.need)
 
     async def _pull(self, request: GenerateRequest, params: Mapping[str, object]) -> None:
         """The KV comes over and lies in the room that the request has."""
@@ -686,7 +669,13 @@ class DisaggregatedEngine(ModelledEngine):
             return  # it is refused in a moment
         version = self.version
         try:
-            await self._wait_for_memory(request)
+            self._catch_up()
+            if not self._memory_waiters and self._fits_memory(request):
+                self._reserve(request)
+            else:
+                room = asyncio.get_running_loop().create_future()
+                self._memory_waiters.append((request, room))
+                await room
             await self._fetch(request, params)
         except BaseException:
             self._release_reservation(request, version)
@@ -713,10 +702,15 @@ class DisaggregatedEngine(ModelledEngine):
                 fabric.handoffs += 1
                 fabric.moved_tokens += missing
         finally:
-            if not source.fail and source.version == export.version:
-                source._complete_handoff(export)
-            elif not source.fail:
-                source._unpin(export)
+            if not source.fail and export.expiry is not None:
+                export.expiry.cancel()
+                current = source.version == export.version
+                if current and not export.ends:
+                    # The pinned KV becomes the session's prefix, as long as memory is free.
+                    source.retained.keep(export.session, export.tokens, export.salt)
+                source._unpin(export.tokens)
+                if current:
+                    source._evict()
         self._check()
         if not export.version == version == self.version == source.version or source.fail or tokens < 1:
             what = f"{tokens} tokens of v{export.version}, v{self.version} here"
@@ -725,14 +719,6 @@ class DisaggregatedEngine(ModelledEngine):
         if room is None:
             raise EngineError(f"{self.id} died and came back", retryable=True)
         self.reserved[request.request_id] = room._replace(kept=max(tokens, kept))
-
-    def _complete_handoff(self, export: _Export) -> None:
-        """The pinned KV becomes the session's prefix, as long as memory is free."""
-        if export.expiry is not None:
-            if not export.ends:
-                self.retained.keep(export.session, export.tokens, export.salt)
-            self._unpin(export)
-            self._evict()
 
 
 @dataclass(slots=True)
@@ -788,7 +774,7 @@ class SimulatedJob:
     cached: int = 0
     admitted: bool = False
     """True if the request was admitted before, so that its prefill is a recomputation."""
-    marks: list[tuple[int, int]] | None = None
+    marks: tuple[tuple[int, int], ...] = ()
 
     def generated(self, service: float) -> int:
         """Whole tokens so far. A token is there when its step is over."""
@@ -800,38 +786,22 @@ class SimulatedJob:
         """The weights change: the tokens up to here are of `version`."""
         last = self.marks[-1][1] if self.marks else 0
         if tokens > last:
-            self.marks = [*(self.marks or ()), (version, tokens)]
+            self.marks = (*self.marks, (version, tokens))
 
 
 def completion_of(job: SimulatedJob, finish: FinishReason, version: int, tokens: int) -> Completion:
     """One id per policy version, its mass the tokens sampled under it."""
-    request = job.request
-    if job.marks is None:
-        if not tokens:
-            return Completion((), (), (), finish, job.tokens, job.cached)
-        return Completion(
-            (tokens,), _LOGPROB, _single_version_span(version), finish, job.tokens, job.cached, None, tokens
-        )
     masses: list[int] = []
     spans: list[VersionSpan] = []
     last = 0
-    for of, until in [*job.marks, (version, tokens)]:
+    for of, until in (*job.marks, (version, tokens)):
         if until > last:
             spans.append(VersionSpan(of, len(masses), len(masses) + 1))
             masses.append(until - last)
             last = until
-    assert sum(masses) == tokens, f"{request.request_id}: {masses} for {tokens} tokens"
-    logprobs = _LOGPROB * len(masses)
+    assert sum(masses) == tokens, f"{job.request.request_id}: {masses} for {tokens} tokens"
+    logprobs = (-1.0,) * len(masses)  # simulated tokens are not trained on: any valid log-probability does
     return Completion(tuple(masses), logprobs, tuple(spans), finish, job.tokens, job.cached, None, tokens)
-
-
-@lru_cache(maxsize=8)
-def _single_version_span(version: int) -> tuple[VersionSpan, ...]:
-    return (VersionSpan(version, 0, 1),)
-
-
-_LOGPROB = (-1.0,)
-"""Simulated tokens are not trained on, so that any valid log-probability does."""
 
 
 class RetainedKv:

@@ -22,6 +22,9 @@ from typing import NamedTuple
 
 from placement.roofline import Roofline
 
+TYPICAL_CONTEXT = 8192.0
+"""Tokens of a sequence, which matter only for models with sliding windows."""
+
 
 class StepTimeLines(NamedTuple):
     """Seconds of a step: max(flat_s + flat_slope × x, steep_s + steep_slope × x) at x tokens of context in all."""
@@ -49,15 +52,14 @@ class PrefillWork(NamedTuple):
     """Cost of accepting the requests."""
 
 
+_NO_PREFILL = PrefillWork(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 class StepModel:
     """Step times of one engine instance, from its roofline. Immutable but for its table by batch size; engines of one
-    kind share one.
+    kind share one. `pace` multiplies every time: the measured slowdown of an engine against its roofline."""
 
-    `context` is the typical context of a sequence: it matters only for models with sliding windows. `pace` multiplies
-    every time: the measured slowdown of an engine against its roofline.
-    """
-
-    def __init__(self, roofline: Roofline, *, context: float = 8192.0, pace: float = 1.0) -> None:
+    def __init__(self, roofline: Roofline, *, pace: float = 1.0) -> None:
         if not 0 < pace < math.inf:
             raise ValueError(f"a pace of {pace} (rule: finite, above 0)")
         self._pace = pace
@@ -69,13 +71,12 @@ class StepModel:
         self._weights_s = None if shape.expert_layers else self._touched(1.0) / self._bytes_per_s
         """Of reading the weights; None where it depends on the tokens (experts)."""
         windows = shape.window is not None
+        context = TYPICAL_CONTEXT
         near, far = (context / 2, context * 1.5) if windows else (0.0, context)
         self._flops_s, self._flops_slope = _line(near, far, lambda x: shape.decode_flops(x) / decode_per_s)
         copies = shape.kv_copies(tp)
         self._kv_s, self._kv_slope = _line(near, far, lambda x: shape.kv_bytes(x) * copies / self._bytes_per_s)
-        self._first_s, self._new_s, self._pair_s = _prefill(
-            roofline, roofline.flops_per_s, context if windows else 1000.0
-        )
+        self._first_s, self._new_s, self._pair_s = _prefill(roofline, context if windows else 1000.0)
         at_one = max(shape.decode_flops(0.0) / decode_per_s, self._touched(1.0) / self._bytes_per_s)
         own_s = roofline.decode_step_s(1.0, 0.0) - self._fixed_s - self._row_s
         self._comm_s = 0.0 if tp == 1 else max(0.0, own_s - at_one)
@@ -90,12 +91,8 @@ class StepModel:
         """A step that only decodes, for n sequences."""
         table = self._table
         while len(table) <= n:
-            table.append(self._lines(len(table), None))
+            table.append(self.mixed(len(table), _NO_PREFILL))
         return table[n]
-
-    def mixed(self, n: int, work: PrefillWork) -> StepTimeLines:
-        """A step that decodes for n sequences and carries its share of a round of prefills."""
-        return self._lines(n, work)
 
     def work(self, parts: Iterable[tuple[int, int]], chunk: float) -> PrefillWork:
         """A round of prefills of (new, cached) tokens in steps of at most `chunk` new tokens."""
@@ -111,10 +108,9 @@ class StepModel:
         reads = cached + tokens * (steps - 1) / (2 * steps)
         return PrefillWork(steps, tokens / steps, seconds / steps, reads, count, count * self._request_s / steps)
 
-    def _lines(self, n: int, work: PrefillWork | None) -> StepTimeLines:
-        tokens, reads, rows, arithmetic, accept = 0.0, 0.0, 0.0, 0.0, 0.0
-        if work is not None:
-            _, tokens, arithmetic, reads, rows, accept = work
+    def mixed(self, n: int, work: PrefillWork) -> StepTimeLines:
+        """A step that decodes for n sequences and carries its share of a round of prefills."""
+        _, tokens, arithmetic, reads, rows, accept = work
         fixed = (
             self._fixed_s + accept + (n + rows) * self._row_s + (n + tokens) * self._comm_s + tokens * self._expert_s
         )
@@ -137,9 +133,9 @@ def _line(near: float, far: float, of: Callable[[float], float]) -> tuple[float,
     return low - slope * near, slope
 
 
-def _prefill(roofline: Roofline, per_s: float, context: float) -> tuple[float, float, float]:
+def _prefill(roofline: Roofline, context: float) -> tuple[float, float, float]:
     """Seconds of arithmetic of a prefill: per request, per new token, and per pair of a new token and one before it."""
-    flops = roofline.shape.flops
+    flops, per_s = roofline.shape.flops, roofline.flops_per_s
     first = flops(0.0, 0.0, 1.0)
     pair = (flops(1.0, context, 1.0) - flops(1.0, 0.0, 1.0)) / context
     new = flops(1.0, 0.0, 1.0) - first - pair / 2
