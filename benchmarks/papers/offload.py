@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 
 from benchmarks.papers.row import Claim, Figure, Found, Row
+from benchmarks.papers.workloads import cap_answers
 from benchmarks.papers.world import Bed, Played, Serving, Task, mean, play
-from rollart.sim.workload import PRESETS, cap_answers
+from rollart.sim.workload import PRESETS
 from serverless.scaling.replay import ReplayedCall, replay_dedicated, replay_elastic
 
 __all__ = ["ROWS"]

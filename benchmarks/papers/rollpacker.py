@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from benchmarks.papers.row import Claim, Figure, Found, Row
+from benchmarks.papers.workloads import cap_answers
 from benchmarks.papers.world import Bed, Serving, Task, mean, play
 from rollart.model import Trajectory
-from rollart.sim.workload import PRESETS, cap_answers, entity_generator
+from rollart.sim.workload import PRESETS, entity_generator
 from rollart.strategies.tp_change import TensorParallelRule, TensorParallelState, next_tensor_parallelism
 
 __all__ = ["ROWS"]

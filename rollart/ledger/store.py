@@ -11,7 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from rollart.errors import RollartError, StorageFailed
 from rollart.ledger.database import Database, Measure, Operation
@@ -173,7 +173,7 @@ class Ledger:
             units, price = float(units or 0.0), float(price or 0.0)
             self._record(Interval(str(role), resource.subject, t0, t1, str(state), cause, units, price))
 
-    def __enter__(self) -> Ledger:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -90,9 +89,6 @@ class TracedLedger(Ledger):
 
         self._record = record
 
-    def __enter__(self) -> TracedLedger:
-        return self
-
     @property
     def trace(self) -> str:
         return self._hash.hexdigest()
@@ -139,7 +135,7 @@ class ModelledRun:
     """Environment hosts; None: environments run in the controller."""
     autoscalers: Callable[[EnvironmentHostSupervisor], Sequence[HostAutoscaler]] | None = None
     """The autoscalers of hosts, if nodes join and leave."""
-    restart_s: float = math.inf
+    restart_s: float = START_LEASE_S
     """Longest wait for the trainer's devices to come back, after which the restart fails."""
     lent_speed: Callable[[EnginePlacement], float] | None = None
     """Training speed of an engine's devices, the trainer's own being 1; None: it can borrow none."""
@@ -253,12 +249,8 @@ class ModelledRun:
 
     async def _recover(self) -> None:
         """Restart the trainer: it waits for lost devices, at most for `restart_s`."""
-        weights = WeightsRef(self.control.gateway.version, "")
-        if self.restart_s == math.inf:
-            await self.trainer.restore(weights)
-            return
         async with self._leases.hold("trainer", "its start", self.restart_s, Expiry.FAIL_RUN):
-            await self.trainer.restore(weights)
+            await self.trainer.restore(WeightsRef(self.control.gateway.version, ""))
 
     def _suspect(self, engine_id: EngineId) -> None:
         if self.supervisor is not None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 from placement.architecture import DecoderShape
 from placement.types import Device
@@ -20,54 +19,43 @@ from rollart.sim.weights import WeightTransfer
 from rollart.sim.workload import mass_of, sampled_mass
 
 LOGPROB_DRIFT = 0.001
-"""KL between a version and the next, nats per token: of the order that clipped losses keep to. Assumed, not fitted."""
+"""KL between a version and the next, nats per token, over n of them n times that: of the order that clipped losses keep
+to. Assumed, not fitted."""
 
 FORWARD_SHARE = 1 / 3
 """Of a training pass: the backward pass takes twice the forward one."""
 
 
-class TrainingSpeed(Protocol):
+class TrainingSpeed:
     """Seconds of training for sequences of these lengths in tokens. A step is its passes and a part that does not
     depend on the tokens."""
 
-    @property
-    def epochs(self) -> int: ...
+    __slots__ = ()
+    epochs: int
+    seconds_per_step: float
 
-    @property
-    def seconds_per_step(self) -> float: ...
+    def pass_s(self, lengths: Sequence[int]) -> float:
+        """Forward and backward of sequences of these lengths, once."""
+        raise NotImplementedError
 
-    def pass_s(self, lengths: Sequence[int]) -> float: ...
-
-    def step_s(self, lengths: Sequence[int]) -> float: ...
+    def step_s(self, lengths: Sequence[int]) -> float:
+        return self.seconds_per_step + self.epochs * self.pass_s(lengths)
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredSpeed:
+class MeasuredSpeed(TrainingSpeed):
     """A trainer whose steps were measured: seconds per token of a batch, all its epochs together, and per step."""
 
     seconds_per_token: float
     seconds_per_step: float = 0.0
-    epochs: int = 1
-
-    def __post_init__(self) -> None:
-        if not (self.seconds_per_token >= 0 and self.seconds_per_step >= 0 and self.epochs >= 1):
-            raise ValueError(f"{self} (rule: seconds at least 0, an epoch at least)")
+    epochs: int = field(default=1, init=False)
 
     def pass_s(self, lengths: Sequence[int]) -> float:
-        """One epoch."""
-        return self.seconds_per_token * sum(lengths) / self.epochs
-
-    def step_s(self, lengths: Sequence[int]) -> float:
-        return self.seconds_per_step + self.seconds_per_token * sum(lengths)
-
-
-def logprob_drift(versions: int, drift: float) -> float:
-    """The decrease of a token's log-probability over `versions` versions if each moves the policy by `drift` nats."""
-    return math.sqrt(2.0 * drift * max(versions, 0))
+        return self.seconds_per_token * sum(lengths)
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerSpeed:
+class TrainerSpeed(TrainingSpeed):
     """`devices` of a type at `mfu` of their dense bf16 peak, `epochs` over each batch, `seconds_per_step` besides."""
 
     shape: DecoderShape
@@ -85,12 +73,8 @@ class TrainerSpeed:
             )
 
     def pass_s(self, lengths: Sequence[int]) -> float:
-        """Forward and backward of sequences of these lengths, once."""
         flops = sum(self.shape.train_flops(n, n / 2) for n in lengths if n)
         return flops / (self.devices * (self.device.tflops_bf16 or 0.0) * 1e12 * self.mfu)
-
-    def step_s(self, lengths: Sequence[int]) -> float:
-        return self.seconds_per_step + self.epochs * self.pass_s(lengths)
 
 
 def group_mean_advantages(samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
@@ -116,11 +100,9 @@ class ModelledTrainer:
         transfer: WeightTransfer | None = None,
         publish_s: float = 0.0,
         streams: bool = False,
-        drift: float = LOGPROB_DRIFT,
         penalised: bool = False,
     ) -> None:
-        """`drift`: KL from a version to the next; over n of them it is n times that. `penalised`: a step needs
-        reference log-probabilities, and computes the ones that its samples lack."""
+        """`penalised`: a step needs reference log-probabilities, and computes the ones that its samples lack."""
         if streams and speed.epochs > 1:
             raise ValueError(f"{speed.epochs} epochs cannot be streamed (rule: one pass over the batch)")
         self.speed = speed
@@ -131,7 +113,6 @@ class ModelledTrainer:
         self.streams = streams
         self._open: list[TrainSample] | None = None
         self._staged: set[int] = set()
-        self._drift = drift
         self._penalised = penalised
         self._version = 0
         self._under_way: asyncio.Future[None] | None = None
@@ -246,7 +227,7 @@ class ModelledTrainer:
         """Log-probabilities under a policy that is `distance` versions from the one that sampled a token."""
         return [
             tuple(
-                p - logprob_drift(distance(v), self._drift) if v >= 0 else p
+                p - math.sqrt(2.0 * LOGPROB_DRIFT * max(distance(v), 0)) if v >= 0 else p
                 for p, v in zip(s.logprobs, s.versions, strict=True)
             )
             for s in samples

@@ -157,8 +157,7 @@ class WeightTransfer:
             self._depths[engine].alone(took)
         moved = self.moved.setdefault(pull.version, VersionTransfer(pull.version))
         moved.pulled_gb += self._bucket_gb
-        seconds = moved.pull_s
-        seconds[engine] = seconds.get(engine, 0.0) + took
+        moved.pull_s[engine] = moved.pull_s.get(engine, 0.0) + took
         if pull.arrived == self.buckets:
             pull.complete.set()
         elif self._pulls.get(engine, {}).get(pull.version) is pull:

@@ -20,7 +20,8 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -160,11 +161,11 @@ class GeneratedWorkload:
     def __init__(self, shape: WorkloadShape, seed: int, *, name: str = "") -> None:
         self.shape = shape
         self._seed, self._name = seed, name
-        self._prompts: dict[int, tuple[float, bool, int]] = {}
+        self._prompt = lru_cache(MAX_REMEMBERED_PROMPTS)(self._draw_prompt)
 
     def script(self, prompt: int, member: int) -> Script:
         shape, a = self.shape, self.shape.answers
-        prompt_level, runs_away, first = self._prompts.get(prompt) or self._prompt(prompt)
+        prompt_level, runs_away, first = self._prompt(prompt)
         rng = entity_generator(self._seed, self._name, prompt, member)
         member_share = math.sqrt(1.0 - a.prompt_share)
         count = min(max(1, round(shape.turns.draw(rng))), shape.most_turns)
@@ -187,17 +188,13 @@ class GeneratedWorkload:
         payload = round(shape.payload_bytes.draw(rng))
         return Script(tuple(shown), tuple(answers), shape.reset_s.draw(rng), steps, payload)
 
-    def _prompt(self, prompt: int) -> tuple[float, bool, int]:
-        """The draws that a prompt's trajectories share, cached for its other members: the level of answer lengths,
-        whether they run away, and the tokens of the prompt."""
-        if len(self._prompts) >= MAX_REMEMBERED_PROMPTS:
-            self._prompts.clear()
+    def _draw_prompt(self, prompt: int) -> tuple[float, bool, int]:
+        """The draws that a prompt's trajectories share: the level of answer lengths, whether they run away, and the
+        tokens of the prompt."""
         shape, a = self.shape, self.shape.answers
         rng = entity_generator(self._seed, self._name, prompt)
         prompt_level = math.sqrt(a.prompt_share) * rng.gauss(0.0, 1.0)
-        found = prompt_level, rng.random() < a.runaways, max(1, round(shape.first.draw(rng)))
-        self._prompts[prompt] = found
-        return found
+        return prompt_level, rng.random() < a.runaways, max(1, round(shape.first.draw(rng)))
 
 
 class ReplayedWorkload:
@@ -228,21 +225,16 @@ class ReplayedWorkload:
 
 
 def scripts_by_group(rows: Iterable[FinishedRow]) -> dict[str, tuple[tuple[Script, ...], ...]]:
-    """Scripts of each group, by domain, in the order of their first rows; a row without a group is one of its own."""
+    """Scripts of each group, by domain, in the order of their first rows; a row without a group is one of its own. The
+    sums of a trajectory are spread evenly over its turns."""
     found: dict[str, dict[str, list[Script]]] = {}
     for n, row in enumerate(rows):
-        found.setdefault(row.domain, {}).setdefault(row.group or f"row {n}", []).append(recorded_script(row))
+        turns = max(row.turns, 1)
+        shown = (max(row.first_tokens, 1), *_parts(row.tokens - row.action_tokens - row.first_tokens, turns - 1))
+        answers, step_s = _parts(row.action_tokens, turns), (row.env_s / turns,) * turns
+        script = Script(shown, answers, row.reset_s, step_s, reward=1.0 if row.score is None else row.score)
+        found.setdefault(row.domain, {}).setdefault(row.group or f"row {n}", []).append(script)
     return {domain: tuple(map(tuple, groups.values())) for domain, groups in sorted(found.items())}
-
-
-def recorded_script(row: FinishedRow) -> Script:
-    """A finished trajectory as a script: its sums, spread evenly over its turns."""
-    turns = max(row.turns, 1)
-    first = max(row.first_tokens, 1)
-    later = _parts(row.tokens - row.action_tokens - row.first_tokens, turns - 1)
-    answers = _parts(row.action_tokens, turns)
-    reward = 1.0 if row.score is None else row.score
-    return Script((first, *later), answers, row.reset_s, (row.env_s / turns,) * turns, reward=reward)
 
 
 def _parts(total: int, count: int) -> tuple[int, ...]:
@@ -336,14 +328,6 @@ that RA-3's 0.53 comes out within its 32k of context, and GEM-Math's 500 and 2,0
 Their other figures (tokens of other domains, seconds of steps, the share of run-away prompts) are not published and
 therefore assumed.
 """
-
-
-def cap_answers(shape: WorkloadShape, cap: int) -> WorkloadShape:
-    """The shape with answers of at most `cap` tokens: RollPacker's 8k, 16k and 32k. Run-away answers reach about the
-    cap in each case: the published 25 to 32 medians are 16k, and the gain of tail batching grows up to 32k."""
-    a = shape.answers
-    near, far = (x * cap / a.cap for x in a.farthest)
-    return replace(shape, answers=replace(a, cap=cap, farthest=(near, far)), context=max(shape.context, 2 * cap))
 
 
 class MassTokenizer:

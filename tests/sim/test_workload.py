@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.workloads import cap_answers
 from rollart.ledger.reader import FinishedRow
 from rollart.sim.workload import (
     PRESETS,
@@ -24,7 +25,6 @@ from rollart.sim.workload import (
     ReplayedWorkload,
     Script,
     WorkloadShape,
-    cap_answers,
     entity_generator,
     mass_of,
     scripts_by_group,
