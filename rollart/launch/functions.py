@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import ValidationError
 
-from rollart.adapters.rewards.offload import DomainRewards
 from rollart.control.groups import ActiveRollouts
 from rollart.errors import ProviderError, RollartError, RunFailed, SpecError, StorageFailed, UsageError, did_you_mean
 from rollart.ledger.events import FUNCTION_HEALTH, OFFLOAD_STAGE
@@ -27,6 +26,7 @@ from rollart.settings.cluster import ClusterFunctions, FunctionProvider, HttpFun
 from rollart.settings.functions import settings_model
 from rollart.settings.load import builtin, function_layer_settings, load_prices
 from rollart.settings.resolve import Resolved
+from rollart.settings.run import DomainSpec
 from serverless.declare import declarations
 from serverless.deploy.package import Package, build
 from serverless.errors import (
@@ -328,12 +328,12 @@ PROVISIONED_FILE = "provisioned.json"
 class TrajectoryDemand(DemandSource):
     """Kinds are domains, and a domain's functions are those of its rewards."""
 
-    def __init__(self, rolling: ActiveRollouts, plan: Mapping[str, DomainRewards]) -> None:
+    def __init__(self, rolling: ActiveRollouts, domains: Iterable[DomainSpec]) -> None:
         self._rolling = rolling
         self._kinds: dict[str, tuple[str, ...]] = {}
-        for domain, rewards in plan.items():
-            for term in rewards.terms:
-                self._kinds[term.function] = (*self._kinds.get(term.function, ()), domain)
+        for domain in domains:
+            for use in domain.rewards:
+                self._kinds[use.function] = (*self._kinds.get(use.function, ()), domain.name)
 
     def live(self) -> Mapping[str, Sequence[float]]:
         return self._rolling.began()
@@ -367,7 +367,7 @@ def make_scaler(
     *,
     seen: StatisticsMeter,
     rolling: ActiveRollouts,
-    plan: Mapping[str, DomainRewards],
+    domains: Iterable[DomainSpec],
     live: Callable[[], int],
     events: Recorder,
     directory: Path,
@@ -392,7 +392,7 @@ def make_scaler(
         return next((provider for provider, (state, _) in states.items() if state != "open"), "")
 
     around = ScalerContext(
-        demand=TrajectoryDemand(rolling, plan),
+        demand=TrajectoryDemand(rolling, domains),
         prices=scaling_prices(resolved, live),
         waiting=offload.waiting_for,
         route=route,

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from placement.types import Role
 from rollart.adapters.envs.in_process import in_process
 from rollart.adapters.envs.worked import METHOD, worked_example_domain
-from rollart.adapters.rewards.offload import CreditAssignment, DomainRewards, RewardTerm
 from rollart.adapters.text import HubTokenizer
 from rollart.control.domain import Domain, derive_seed
 from rollart.errors import EnvironmentFault, PartDied, SpecError, one_line
@@ -162,16 +161,6 @@ def runtime_domains(
         )
         for spec in resolved.run.domains
     ]
-
-
-def reward_plan(resolved: Resolved) -> dict[str, DomainRewards]:
-    """The functions that score each domain, with their weights."""
-    return {
-        d.name: DomainRewards(
-            tuple(RewardTerm(r.function, r.weight, CreditAssignment(r.pays)) for r in d.rewards), d.env_reward_weight
-        )
-        for d in resolved.run.domains
-    }
 
 
 async def produce_artefacts(resolved: Specs, run_dir: Path) -> dict[str, list[str]]:

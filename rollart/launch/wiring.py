@@ -48,7 +48,7 @@ from rollart.launch.hosts import (
 )
 from rollart.launch.layout import part_clock
 from rollart.launch.plan import RunStart, engines_are_movable, rebalance_settings
-from rollart.launch.prepare import prepare_tokenizer, reward_plan, runtime_domains, trainer_config
+from rollart.launch.prepare import prepare_tokenizer, runtime_domains, trainer_config
 from rollart.launch.rewards import RunRewards
 from rollart.launch.routing import SERVING_ROLES, concurrency_settings, engine_placements, make_router
 from rollart.launch.servers import open_harnesses
@@ -266,7 +266,7 @@ class RunContext:
     async def open_functions(self, rewards: RunRewards) -> AsyncIterator[None]:
         """Deploy the reward functions while the body runs."""
         spec, root = self.resolved.cluster.functions, self.directory / "functions"
-        meter, plan = StatisticsMeter(LedgerMeter(self.ledger)), reward_plan(self.resolved)
+        meter = StatisticsMeter(LedgerMeter(self.ledger))
         for name, why in rewards.why.items():
             self.emit("reward_beside", name, why=why)
         if (played := spec.local.rehearse) is not None and "local" in spec.chain:
@@ -286,7 +286,7 @@ class RunContext:
                     seed=self.resolved.run.seed,
                 )
                 await stack.enter_async_context(offload)
-                self.rewarder = OffloadRewarder(offload, plan, rewards.stateful)
+                self.rewarder = OffloadRewarder(offload, self.resolved.run.domains, rewards.stateful)
                 scheduler = self.control.scheduler
                 scaling = make_scaler(
                     self.resolved,
@@ -294,7 +294,7 @@ class RunContext:
                     chain,
                     seen=meter,
                     rolling=scheduler.rolling,
-                    plan=plan,
+                    domains=self.resolved.run.domains,
                     live=scheduler.live,
                     events=self.ledger,
                     directory=self.directory,

@@ -21,7 +21,7 @@ from placement.problem import DomainProfile, Quantity, log_normal
 from placement.roofline import Roofline
 from placement.training import mfu as training_mfu
 from placement.types import Assignment, Role
-from rollart.adapters.rewards.offload import DomainRewards, OffloadRewarder, RewardTerm
+from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.control.domain import Domain
 from rollart.errors import SpecError, UsageError
 from rollart.fleet import EngineKind, EnginePlacement
@@ -39,7 +39,7 @@ from rollart.report.simulation import ObservedFaults
 from rollart.settings.faults import LINK, FaultPlanSpec, matching_names
 from rollart.settings.planning import publishing_of
 from rollart.settings.resolve import NO_PREDICTION, Resolved
-from rollart.settings.run import EvaluationSpec
+from rollart.settings.run import EvaluationSpec, RewardUse
 from rollart.settings.variants import adapt_to_schedule
 from rollart.sim import loop as virtual
 from rollart.sim import scoring
@@ -575,12 +575,12 @@ async def simulated_functions(
         machines=workers,
         provider=function_provider(resolved),
     )
-    rewards = {}
+    domains = []
     for domain in resolved.run.domains:
-        terms = tuple(RewardTerm(b.spec.name) for b in known if domain.name in b.domains)
-        rewards[domain.name] = DomainRewards(terms) if terms else DomainRewards((), 1.0)
+        uses = [RewardUse(function=b.spec.name) for b in known if domain.name in b.domains]
+        domains.append(domain.model_copy(update={"rewards": uses, "env_reward_weight": 0.0 if uses else 1.0}))
     async with backend, Offload([build(b.spec) for b in known], backend, meter=meter, seed=seed) as offload:
-        yield OffloadRewarder(offload, rewards)
+        yield OffloadRewarder(offload, domains)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.rewards.offload import (
-    CreditAssignment,
-    DomainRewards,
-    OffloadRewarder,
-    RewardTerm,
-    combine,
-    item_of,
-)
+from rollart.adapters.rewards.offload import OffloadRewarder, combine, item_of
 from rollart.errors import UsageError
 from rollart.model import (
     GroupId,
@@ -31,13 +24,20 @@ from rollart.model import (
     TrajectoryId,
     Turn,
 )
+from rollart.settings.run import DomainSpec, RewardUse
 from rollart.sim import loop as virtual
 from serverless.pipeline.offload import Offload
 from serverless.providers.simulated import Profile, SimulatedBackend
 from serverless.types import FaultKind, Item
 from tests.serverless.support import package
 
-LAST, STEPS = CreditAssignment.LAST, CreditAssignment.STEPS
+
+def use(function: str, weight: float = 1.0, pays: str = "last") -> RewardUse:
+    return RewardUse(function=function, weight=weight, pays=pays)
+
+
+def domain(*uses: RewardUse, env_weight: float = 0.0) -> DomainSpec:
+    return DomainSpec.model_construct(name="lake", rewards=list(uses), env_reward_weight=env_weight)
 
 
 def trajectory(tokens: tuple[int, ...] = (2, 1), env: tuple[float, ...] = (), **metadata: Any) -> Trajectory:
@@ -89,7 +89,7 @@ def test_an_item_is_the_conversation_and_how_it_went() -> None:
 
 
 def test_scores_are_weighted_and_paid_last_and_environment_rewards_at_their_turns() -> None:
-    rewards = DomainRewards((RewardTerm("a", 2.0), RewardTerm("b", 0.5)), env_weight=10.0)
+    rewards = domain(use("a", 2.0), use("b", 0.5), env_weight=10.0)
     outcome = combine(trajectory((2, 3), (0.1, 0.2)), rewards, [Scored(1.0, {"m": 3.0}), Scored(-2.0)])
     assert outcome == Scored(
         pytest.approx(4.0),
@@ -108,7 +108,7 @@ def test_scores_are_weighted_and_paid_last_and_environment_rewards_at_their_turn
 def test_step_rewards_are_paid_by_turn_or_by_token_and_their_rest_at_the_end(
     steps: tuple[float, ...], paid: tuple[float, ...]
 ) -> None:
-    rewards = DomainRewards((RewardTerm("pv", 1.0, STEPS),))
+    rewards = domain(use("pv", 1.0, "steps"))
     outcome = combine(trajectory((2, 1)), rewards, [Scored(1.0, {}, steps)])
     assert isinstance(outcome, Scored)
     assert outcome.steps == pytest.approx(paid)
@@ -116,25 +116,25 @@ def test_step_rewards_are_paid_by_turn_or_by_token_and_their_rest_at_the_end(
 
 @pytest.mark.parametrize("steps", [None, (), (1.0,), (1.0,) * 4])
 def test_step_rewards_that_fit_nothing_are_a_bad_answer(steps: tuple[float, ...] | None) -> None:
-    outcome = combine(trajectory((2, 1)), DomainRewards((RewardTerm("pv", 1.0, STEPS),)), [Scored(1.0, {}, steps)])
+    outcome = combine(trajectory((2, 1)), domain(use("pv", 1.0, "steps")), [Scored(1.0, {}, steps)])
     assert isinstance(outcome, InfraFault)
     assert outcome.kind is FaultKind.BAD_ANSWER
 
 
 def test_a_function_that_pays_last_may_give_steps_of_any_length() -> None:
-    outcome = combine(trajectory(), DomainRewards((RewardTerm("a"),)), [Scored(1.0, {}, (1.0,) * 9)])
+    outcome = combine(trajectory(), domain(use("a")), [Scored(1.0, {}, (1.0,) * 9)])
     assert isinstance(outcome, Scored)
     assert outcome.steps == (0.0, 0.0, 1.0)
 
 
 def test_any_infrastructure_fault_is_the_whole_outcome() -> None:
-    rewards = DomainRewards((RewardTerm("a"), RewardTerm("b"), RewardTerm("c")), env_weight=1.0)
+    rewards = domain(use("a"), use("b"), use("c"), env_weight=1.0)
     crash, timeout = InfraFault(FaultKind.CRASH, False), InfraFault(FaultKind.TIMEOUT, True)
     assert combine(trajectory(), rewards, [ModelFault(0.0, "x"), timeout, crash]) == timeout
 
 
 def test_a_model_fault_makes_the_whole_one_with_the_combined_floor() -> None:
-    rewards = DomainRewards((RewardTerm("a", 2.0), RewardTerm("b", 1.0)), env_weight=1.0)
+    rewards = domain(use("a", 2.0), use("b", 1.0), env_weight=1.0)
     outcome = combine(trajectory(env=(0.0, 0.5)), rewards, [Scored(1.0), ModelFault(-1.0, "empty")])
     assert outcome == ModelFault(1.5, "b: empty")
 
@@ -145,12 +145,12 @@ def test_credits_add_up_to_the_value(data: Any, tokens: tuple[int, ...]) -> None
     number = st.floats(-10.0, 10.0)
     terms, outcomes = [], []
     for n in range(data.draw(st.integers(0, 3))):
-        pays = data.draw(st.sampled_from(CreditAssignment))
+        pays = data.draw(st.sampled_from(["last", "steps"]))
         length = data.draw(st.sampled_from([len(tokens), sum(tokens)]))
-        terms.append(RewardTerm(f"f{n}", data.draw(number), pays))
+        terms.append(use(f"f{n}", data.draw(number), pays))
         outcomes.append(Scored(data.draw(number), {}, tuple(data.draw(number) for _ in range(length))))
     env = tuple(data.draw(number) for _ in tokens)
-    rewards = DomainRewards(tuple(terms), data.draw(number))
+    rewards = domain(*terms, env_weight=data.draw(number))
     outcome = combine(trajectory(tokens, env), rewards, outcomes)
     assert isinstance(outcome, Scored)
     assert outcome.steps is not None
@@ -159,7 +159,7 @@ def test_credits_add_up_to_the_value(data: Any, tokens: tuple[int, ...]) -> None
         assert sum(outcome.steps) == pytest.approx(outcome.value, abs=1e-6)
 
 
-def rewarded(rewards: DomainRewards, *, profile: Profile | None = None, **metadata: Any) -> tuple[Outcome, float]:
+def rewarded(rewards: DomainSpec, *, profile: Profile | None = None, **metadata: Any) -> tuple[Outcome, float]:
     """Score one trajectory with two simulated functions, `value` and `length`; and the seconds it took."""
     packages = [package(name="value"), package(name="length")]
     functions = {"value": lambda s: s.metadata["value"], "length": lambda s: len(s.messages)}
@@ -167,7 +167,7 @@ def rewarded(rewards: DomainRewards, *, profile: Profile | None = None, **metada
 
     async def main() -> tuple[Outcome, float]:
         async with SimulatedBackend(functions, profiles=profiles) as backend, Offload(packages, backend) as offload:
-            rewarder = OffloadRewarder(offload, {"lake": rewards})
+            rewarder = OffloadRewarder(offload, [rewards])
             outcome = await rewarder.score(trajectory(**metadata), 30.0)
             return outcome, asyncio.get_running_loop().time()
 
@@ -175,32 +175,32 @@ def rewarded(rewards: DomainRewards, *, profile: Profile | None = None, **metada
 
 
 def test_the_functions_of_a_domain_are_called_at_once() -> None:
-    outcome, seconds = rewarded(DomainRewards((RewardTerm("value"), RewardTerm("length", 0.5))), value=1.0)
+    outcome, seconds = rewarded(domain(use("value"), use("length", 0.5)), value=1.0)
     assert isinstance(outcome, Scored)
     assert outcome.value == 3.0
     assert seconds < 1.1
 
 
 def test_a_domain_without_functions_is_paid_by_its_environment() -> None:
-    outcome, seconds = rewarded(DomainRewards(env_weight=2.0))
+    outcome, seconds = rewarded(domain(env_weight=2.0))
     assert outcome == Scored(0.0, {"env_reward": 0.0}, (0.0, 0.0, 0.0))
     assert seconds == 0.0
 
 
 def test_a_failed_function_is_a_value_and_no_number() -> None:
-    outcome, _ = rewarded(DomainRewards((RewardTerm("value"), RewardTerm("length"))))
+    outcome, _ = rewarded(domain(use("value"), use("length")))
     assert outcome == InfraFault(FaultKind.CRASH, False, "KeyError: 'value'")
     crashing = Profile(faults={FaultKind.CRASH: 1.0})
-    outcome, _ = rewarded(DomainRewards((RewardTerm("length"),)), profile=crashing)
+    outcome, _ = rewarded(domain(use("length")), profile=crashing)
     assert isinstance(outcome, InfraFault)
 
 
 def test_metadata_that_cannot_travel_is_the_environments_fault() -> None:
-    outcome, _ = rewarded(DomainRewards((RewardTerm("value"),)), value=object())
+    outcome, _ = rewarded(domain(use("value")), value=object())
     assert isinstance(outcome, InfraFault)
     assert outcome.kind is FaultKind.ENVIRONMENT
 
 
 def test_a_reward_that_is_no_function_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match=r"'judge'.*functions: value, length"):
-        rewarded(DomainRewards((RewardTerm("judge"),)))
+        rewarded(domain(use("judge")))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from rollart.adapters.rewards.offload import DomainRewards, RewardTerm
 from rollart.control.domain import Domain
 from rollart.control.groups import ActiveRollouts
 from rollart.control.trajectory import TrajectoryState
@@ -17,6 +16,7 @@ from rollart.launch.functions import TrajectoryDemand, function_settings, make_s
 from rollart.model import GroupId, Purpose, TrajectoryId
 from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.resolve import read_specs, resolve_specs
+from rollart.settings.run import DomainSpec, RewardUse
 from rollart.sim import loop as virtual
 from rollart.testing.functions import Meter
 from rollart.testing.ledger import MemoryRecorder
@@ -27,11 +27,11 @@ from serverless.spec import FunctionSpec
 from serverless.types import Item
 from tests.serverless.support import package
 
-PLAN = {
-    "math": DomainRewards((RewardTerm("behave"), RewardTerm("style"))),
-    "code": DomainRewards((RewardTerm("behave"),)),
-    "lake": DomainRewards((), 1.0),
-}
+FUNCTIONS = {"math": ("behave", "style"), "code": ("behave",), "lake": ()}
+DOMAINS = [
+    DomainSpec.model_construct(name=name, rewards=[RewardUse(function=function) for function in functions])
+    for name, functions in FUNCTIONS.items()
+]
 
 
 def live(key: str, domain: str, started: float) -> TrajectoryState:
@@ -57,7 +57,7 @@ def test_a_wrong_setting_is_said_in_one_line(given: dict[str, Any], said: str) -
 
 def test_trajectories_that_roll_out_are_known_by_domain_until_they_ask() -> None:
     rolling = ActiveRollouts()
-    demand = TrajectoryDemand(rolling, PLAN)
+    demand = TrajectoryDemand(rolling, DOMAINS)
     ones = [live("m1", "math", 1.0), live("c1", "code", 2.0), live("m2", "math", 3.0), live("m3", "math", 4.0)]
     for one in ones:
         rolling.begin(one)
@@ -108,7 +108,7 @@ def test_changes_are_events_of_the_ledger(tmp_path: pathlib.Path) -> None:
                 [backend],
                 seen=seen,
                 rolling=rolling,
-                plan=PLAN,
+                domains=DOMAINS,
                 live=lambda: 400,
                 events=events,
                 directory=tmp_path,

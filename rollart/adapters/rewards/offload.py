@@ -1,6 +1,7 @@
 """The Rewarder over serverless: a trajectory becomes an item, several functions' outcomes become one.
 
-The reward of a trajectory is  Σ weight x score of its domain's functions + env_weight x Σ rewards of the environment.
+The reward of a trajectory is
+  Σ weight x score of its domain's functions + env_reward_weight x Σ rewards of the environment.
 Every part of it is credited to an action token, so the per-token rewards of a scored trajectory always add up to its
 value:
   environment               each turn's reward at the turn's last action token
@@ -15,39 +16,14 @@ Functions that keep state run in this process, one call at a time; all others ar
 from __future__ import annotations
 
 import asyncio
-import enum
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 
 from rollart.errors import UsageError
 from rollart.model import InfraFault, Item, ModelFault, Outcome, Scored, SegmentKind, Trajectory
+from rollart.settings.run import DomainSpec, RewardUse
 from serverless.inline import InlineScorer
 from serverless.pipeline.offload import Offload
 from serverless.types import FaultKind
-
-
-class CreditAssignment(enum.StrEnum):
-    """The tokens that a function's score is credited to."""
-
-    STEPS = "steps"
-    LAST = "last"
-
-
-@dataclass(frozen=True, slots=True)
-class RewardTerm:
-    """One function's part in a domain's reward."""
-
-    function: str
-    weight: float = 1.0
-    pays: CreditAssignment = CreditAssignment.LAST
-
-
-@dataclass(frozen=True, slots=True)
-class DomainRewards:
-    """The terms of a domain's reward. Without functions it is the environment's rewards alone."""
-
-    terms: tuple[RewardTerm, ...] = ()
-    env_weight: float = 0.0
 
 
 class OffloadRewarder:
@@ -59,30 +35,31 @@ class OffloadRewarder:
     """
 
     def __init__(
-        self, offload: Offload, plan: Mapping[str, DomainRewards], local: Mapping[str, InlineScorer] | None = None
+        self, offload: Offload, domains: Iterable[DomainSpec], local: Mapping[str, InlineScorer] | None = None
     ) -> None:
-        self._offload, self._plan, self._local = offload, plan, local or {}
+        self._offload, self._local = offload, local or {}
+        self._domains = {domain.name: domain for domain in domains}
         functions = dict.fromkeys((*offload.functions, *self._local))
-        for domain, rewards in plan.items():
-            for term in rewards.terms:
-                if term.function not in functions:
+        for domain in self._domains.values():
+            for use in domain.rewards:
+                if use.function not in functions:
                     known = ", ".join(functions) or "none"
                     raise UsageError(
-                        f"domain {domain} is rewarded by {term.function!r}, which is no function",
+                        f"domain {domain.name} is rewarded by {use.function!r}, which is no function",
                         remedy=f"functions: {known}",
                     )
 
     async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
-        rewards = self._plan.get(trajectory.domain)
-        if rewards is None:
+        domain = self._domains.get(trajectory.domain)
+        if domain is None:
             raise UsageError(f"no rewards are planned for domain {trajectory.domain!r}")
         outcomes: list[Outcome] = []
-        if rewards.terms:
+        if domain.rewards:
             item = item_of(trajectory)
             async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(self._submit(term.function, item, deadline_s)) for term in rewards.terms]
+                calls = [group.create_task(self._submit(use.function, item, deadline_s)) for use in domain.rewards]
             outcomes = [call.result() for call in calls]
-        return combine(trajectory, rewards, outcomes)
+        return combine(trajectory, domain, outcomes)
 
     async def _submit(self, function: str, item: Item, deadline_s: float) -> Outcome:
         """See `Offload.submit`. The deadline of a local function covers its wait for its turn and its awaits."""
@@ -113,57 +90,57 @@ def item_of(trajectory: Trajectory) -> Item:
     return Item(trajectory.id, tuple(messages), None if reference is None else str(reference), metadata)
 
 
-def combine(trajectory: Trajectory, rewards: DomainRewards, outcomes: Sequence[Outcome]) -> Outcome:
-    """One outcome from the outcomes of a domain's terms, in their order. Pure.
+def combine(trajectory: Trajectory, domain: DomainSpec, outcomes: Sequence[Outcome]) -> Outcome:
+    """One outcome from the outcomes of a domain's reward functions, in their order. Pure.
 
     `Scored.steps` has one number per action token and sums to `Scored.value`, unless there is no action token.
     """
     ends = _turn_ends(trajectory)
     token_credits = [0.0] * trajectory.action_token_count
-    env = [rewards.env_weight * turn.env_reward for turn in trajectory.turns]
+    env = [domain.env_reward_weight * turn.env_reward for turn in trajectory.turns]
     _credit(token_credits, ends, env)
     value = sum(env)
     metrics: dict[str, float] = {"env_reward": sum(turn.env_reward for turn in trajectory.turns)}
     fault_reasons: list[str] = []
-    for term, outcome in zip(rewards.terms, outcomes, strict=True):
+    for use, outcome in zip(domain.rewards, outcomes, strict=True):
         if isinstance(outcome, InfraFault):
             return outcome
         if isinstance(outcome, ModelFault):
-            fault_reasons.append(f"{term.function}: {outcome.reason}")
-            value += term.weight * outcome.floor
+            fault_reasons.append(f"{use.function}: {outcome.reason}")
+            value += use.weight * outcome.floor
             continue
-        fault = _credit_score(token_credits, ends, term, outcome)
+        fault = _credit_score(token_credits, ends, use, outcome)
         if fault is not None:
             return fault
-        value += term.weight * outcome.value
-        metrics[term.function] = outcome.value
-        metrics.update({f"{term.function}/{name}": number for name, number in outcome.metrics.items()})
+        value += use.weight * outcome.value
+        metrics[use.function] = outcome.value
+        metrics.update({f"{use.function}/{name}": number for name, number in outcome.metrics.items()})
     if fault_reasons:
         return ModelFault(floor=value, reason="; ".join(fault_reasons))
     return Scored(value, metrics, tuple(token_credits))
 
 
 def _credit_score(
-    token_credits: list[float], ends: Sequence[int], term: RewardTerm, outcome: Scored
+    token_credits: list[float], ends: Sequence[int], use: RewardUse, outcome: Scored
 ) -> InfraFault | None:
-    """Credit a term's score; the fault if its step rewards fit neither the turns nor the action tokens."""
+    """Credit a function's score; the fault if its step rewards fit neither the turns nor the action tokens."""
     remainder = outcome.value
-    if term.pays is CreditAssignment.STEPS:
+    if use.pays == "steps":
         steps = outcome.steps
         if steps is None or len(steps) not in (len(ends), len(token_credits)):
             got = "none" if steps is None else str(len(steps))
             detail = (
-                f"{term.function} gave {got} step_rewards for {len(ends)} turns and {len(token_credits)} action tokens"
+                f"{use.function} gave {got} step_rewards for {len(ends)} turns and {len(token_credits)} action tokens"
             )
             return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail)
         _credit(
             token_credits,
             ends if len(steps) == len(ends) else range(len(token_credits)),
-            [term.weight * step for step in steps],
+            [use.weight * step for step in steps],
         )
         remainder -= sum(steps)
     if token_credits:
-        token_credits[-1] += term.weight * remainder
+        token_credits[-1] += use.weight * remainder
     return None
 
 
