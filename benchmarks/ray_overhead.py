@@ -35,7 +35,7 @@ from statistics import median
 from typing import Any
 
 from rollart.adapters.clusters.ray import RayRuntime
-from rollart.adapters.clusters.ray_cluster import PrivateCluster, auth_environment
+from rollart.adapters.clusters.ray_cluster import TOKEN, auth_environment, private_cluster
 from rollart.fleet import ActorSpec, Node
 from rollart.testing.run import make_simulated_run
 
@@ -130,12 +130,12 @@ def measure(pairs: int) -> dict[str, Any]:
     without: list[tuple[float, float]] = []
     with_ray: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner, contextlib.ExitStack() as stack:
-        cluster = PrivateCluster(Path(directory), nodes, health_s=10.0)
-        stack.callback(lambda: runner.run(cluster.close()))
-        address = runner.run(cluster.start())
+        cluster = contextlib.AsyncExitStack()
+        stack.callback(lambda: runner.run(cluster.aclose()))
+        address = runner.run(cluster.enter_async_context(private_cluster(Path(directory), nodes, health_s=10.0)))
         plain = Worker()
         stack.callback(plain.close)
-        connected = Worker("--token", str(cluster.token), "--address", address)
+        connected = Worker("--token", str(Path(directory) / TOKEN), "--address", address)
         stack.callback(connected.close)
         for pair in range(pairs):
             order = [(plain, without), (connected, with_ray)]

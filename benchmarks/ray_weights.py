@@ -36,7 +36,7 @@ import torch
 from safetensors.torch import save_file
 
 from rollart.adapters.clusters.ray import RayRuntime
-from rollart.adapters.clusters.ray_cluster import PrivateCluster, auth_environment
+from rollart.adapters.clusters.ray_cluster import TOKEN, auth_environment, private_cluster
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.weights.hosts import WeightStoreLocation
 from rollart.architecture import read_architecture
@@ -92,9 +92,8 @@ async def opened(directory: Path, store: SharedWeightStore, first: WeightsRef) -
     """The cluster with its engines, which serve `first`."""
     cores = {"CPU": float(ENGINES_PER_NODE)}
     nodes = [Node(f"n{i}", {"pool": f"p{i}"}, cores, {}) for i in range(NODES)]
-    cluster = PrivateCluster(directory / "ray", nodes, health_s=30.0)
-    try:
-        runtime = RayRuntime(await cluster.start(), env=auth_environment(cluster.token))
+    async with private_cluster(directory / "ray", nodes, health_s=30.0) as address:
+        runtime = RayRuntime(address, env=auth_environment(directory / "ray" / TOKEN))
         await runtime.start()
         try:
             async with asyncio.TaskGroup() as starting:
@@ -108,8 +107,6 @@ async def opened(directory: Path, store: SharedWeightStore, first: WeightsRef) -
                 await part.engine.close()
         finally:
             await runtime.close()
-    finally:
-        await cluster.close()
 
 
 async def started(

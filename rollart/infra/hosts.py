@@ -32,7 +32,6 @@ class HostGroup:
     come and go. Per host: `gpus`, `cores` and `memory_gb` (GB of 1e9 bytes)."""
 
     name: str
-    device: str
     labels: Mapping[str, str]
     hosts: int
     least: int
@@ -86,7 +85,6 @@ def _group(spec: PoolSpec, pool: Pool, used: int, *, plays: bool) -> HostGroup:
     begin = hosts if not spec.rented else max(least, -(-used // per_host))
     return HostGroup(
         name=spec.name,
-        device=spec.device,
         labels=labels,
         hosts=begin,
         least=least,

@@ -316,20 +316,20 @@ async def _ray_runtime(
     if importlib.util.find_spec("ray") is None:
         raise SpecError("runtime.backend is 'ray', and Ray is not installed", remedy="pip install 'rollart[ray]'")
     from rollart.adapters.clusters.ray import RayRuntime
-    from rollart.adapters.clusters.ray_cluster import PrivateCluster, auth_environment
+    from rollart.adapters.clusters.ray_cluster import TOKEN, auth_environment, private_cluster
 
     spec = resolved.cluster.runtime
     if spec.address not in ("local", "start"):
         return RayRuntime(spec.address, env={} if spec.token is None else auth_environment(Path(spec.token)))
     nodes = host_nodes(resolved) if spec.address == "local" else [Node("head", {}, {}, {})]
-    cluster = PrivateCluster(directory / "ray", nodes, health_s=spec.health_s, port=spec.port)
-    stack.push_async_callback(cluster.close)
-    address = await cluster.start()
+    directory = directory / "ray"
+    cluster = private_cluster(directory, nodes, health_s=spec.health_s, port=spec.port)
+    address = await stack.enter_async_context(cluster)
     if spec.address == "start":
         now = asyncio.get_running_loop().time()
-        for hosts, command in join_commands(resolved, address, cluster.token):
+        for hosts, command in join_commands(resolved, address, directory / TOKEN):
             progress(RunEvent(now, "join", hosts, {"command": command}))
-    return RayRuntime(address, env=auth_environment(cluster.token))
+    return RayRuntime(address, env=auth_environment(directory / TOKEN))
 
 
 def join_commands(resolved: Resolved, address: str, token: Path) -> list[tuple[str, str]]:

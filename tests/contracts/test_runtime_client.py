@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rollart.adapters.clusters import ray_link
 from rollart.adapters.clusters.ray import RayRuntime
 from rollart.adapters.clusters.ray_cluster import TOKEN, auth_environment
 from rollart.errors import PartDied, ProviderError
@@ -31,27 +32,14 @@ globals().update(
 )
 
 
-class Kept(RayRuntime):
-    """One connection for all runtimes of a module: the server starts a process for each that is made."""
-
-    async def _connect(self, address: str) -> None:
-        import ray
-
-        if not ray.is_initialized():
-            await super()._connect(address)
-
-    async def _disconnect(self) -> None:
-        pass
-
-
 @dataclass(frozen=True)
 class Served:
     address: str
     cluster: RayCluster
     process: Any
 
-    def runtime(self, kind: type[RayRuntime] = RayRuntime, **env: str) -> RayRuntime:
-        return kind(self.address, env={**auth_environment(self.cluster.directory / TOKEN), **env})
+    def runtime(self, **env: str) -> RayRuntime:
+        return RayRuntime(self.address, env={**auth_environment(self.cluster.directory / TOKEN), **env})
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +55,22 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 @pytest.fixture
-def on(served: Served) -> Run:
+def on(served: Served, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """One connection for all runtimes of a module: the server starts a process for each that is made."""
+    import ray
+
+    connect = ray_link.connect_in_thread
+
+    async def connect_once(address: str) -> None:
+        if not ray.is_initialized():
+            await connect(address)
+
+    monkeypatch.setattr("rollart.adapters.clusters.ray.connect_in_thread", connect_once)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+
     def execute(scenario: Scenario) -> None:
         async def main() -> None:
-            runtime = served.runtime(Kept)
+            runtime = served.runtime()
             await runtime.start()
             try:
                 await scenario(runtime)

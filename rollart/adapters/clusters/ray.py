@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import pickle
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollart import __version__
-from rollart.adapters.clusters.ray_host import RayActorHost, pack, unpack
+from rollart.adapters.clusters.ray_host import RayActorHost, pack
 from rollart.adapters.clusters.ray_link import (
     CLIENT_SCHEME,
     SILENT_S,
@@ -34,6 +35,7 @@ from rollart.adapters.clusters.ray_link import (
     check_grpc_server,
     connect_in_thread,
     connection_lost,
+    mark_retrieved,
     resolve_address,
     run_in_daemon_thread,
 )
@@ -117,7 +119,7 @@ class RayRuntime:
         os.environ.update(self._env)
         try:
             self.link = RayClientLink(address) if address.startswith(CLIENT_SCHEME) else RayDriverLink()
-            await self._connect(address)
+            await connect_in_thread(address)
             await self.poll_nodes()
         except Exception:
             await self.close()
@@ -172,6 +174,8 @@ class RayRuntime:
         return self._events.read()
 
     async def close(self) -> None:
+        import ray
+
         self._events.close()
         if self._watcher is not None:
             self._watcher.cancel()
@@ -184,20 +188,12 @@ class RayRuntime:
                 await self.groups.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                await self._disconnect()
+                await run_in_daemon_thread(ray.shutdown)
         for name, value in self._env_before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-    async def _connect(self, address: str) -> None:
-        await connect_in_thread(address)
-
-    async def _disconnect(self) -> None:
-        import ray
-
-        await run_in_daemon_thread(ray.shutdown)
 
     # For handles.
 
@@ -326,7 +322,7 @@ class RayHandle:
         try:
             ok, error, ray_id = await self._boot_response(host)
             if not ok:
-                raise unpack(error)
+                raise pickle.loads(error)
         except BaseException:
             self._runtime.link.kill(host)
             raise
@@ -346,8 +342,8 @@ class RayHandle:
                 self._on_death(incarnation)
                 raise
         if not ok:
-            raise unpack(result)
-        return unpack(result)
+            raise pickle.loads(result)
+        return pickle.loads(result)
 
     async def kill(self) -> None:
         if self._gone:
@@ -432,7 +428,7 @@ class RayHandle:
         self._runtime.link.kill(incarnation.host)
         self._runtime.emit(RuntimeEvent("actor_died", self.name, incarnation.node))
         self._revival = asyncio.get_running_loop().create_task(self._revive(), name=f"restart {self.name}")
-        self._revival.add_done_callback(_mark_retrieved)
+        self._revival.add_done_callback(mark_retrieved)  # the next caller gets the error again
 
     async def _stop(self, incarnation: RayIncarnation) -> None:
         if incarnation.watch is not None:
@@ -589,12 +585,6 @@ def _death_errors() -> tuple[type[Exception], ...]:
         ray.TaskCancelledError,
         ray.WorkerCrashedError,
     )
-
-
-def _mark_retrieved(task: asyncio.Task[None]) -> None:
-    """The next caller gets the error again; it is not an unhandled one if no caller was waiting."""
-    if not task.cancelled():
-        task.exception()
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -56,38 +56,26 @@ def health_settings(health_s: float) -> dict[str, int]:
     }
 
 
-class PrivateCluster:
-    """The controller's side. Owns the program, the token that its processes require, and a temporary directory with a
-    short path: paths of Ray's sockets have at most 107 characters."""
+@contextlib.asynccontextmanager
+async def private_cluster(
+    directory: Path, nodes: Sequence[Node], *, health_s: float, port: int = 0
+) -> AsyncIterator[str]:
+    """Run a cluster; yields its address. `PartDied` with Ray's message if it does not start. `port` of the head; 0: a
+    free one.
 
-    def __init__(self, directory: Path, nodes: Sequence[Node], *, health_s: float, port: int = 0) -> None:
-        """The first of `nodes` is the head: the controller is its driver, and the cluster ends with it. `port` of the
-        head; 0: a free one."""
-        self._port = port
-        self._directory, self.token = directory, directory / TOKEN
-        self._nodes = nodes
-        self._health_s = health_s
-        self._temporary = ""
-        self._program: Program | None = None
-
-    async def start(self) -> str:
-        """The cluster's address. `PartDied` with Ray's message if it does not start."""
-        leftover = self._directory / TEMPORARY
-        if leftover.exists():  # left by a controller that was killed
-            shutil.rmtree(leftover.read_text(), ignore_errors=True)
-        self._temporary = tempfile.mkdtemp(prefix="rollart-ray-")
-        env = write_cluster_files(
-            self._directory, self._nodes, health_s=self._health_s, temporary=self._temporary, port=self._port
-        )
-        log = self._directory / "cluster.log"
-        self._program = Program("ray", MODULE, [str(self._directory)], str(log), env=env)
-        return await self._program.start([])
-
-    async def close(self) -> None:
-        if self._program is not None:
-            await self._program.stop()
-        if self._temporary:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+    The first of `nodes` is the head: the controller is its driver, and the cluster ends with it. DIRECTORY/token has
+    the token that the cluster's processes require. Its sockets are in a temporary directory, since their paths have at
+    most 107 characters."""
+    leftover = directory / TEMPORARY
+    if leftover.exists():  # left by a controller that was killed
+        shutil.rmtree(leftover.read_text(), ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="rollart-ray-", ignore_cleanup_errors=True) as temporary:
+        env = write_cluster_files(directory, nodes, health_s=health_s, temporary=temporary, port=port)
+        program = Program("ray", MODULE, [str(directory)], str(directory / "cluster.log"), env=env)
+        try:
+            yield await program.start([])
+        finally:
+            await program.stop()
 
 
 def write_cluster_files(

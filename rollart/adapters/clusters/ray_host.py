@@ -74,10 +74,6 @@ def pack(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def unpack(payload: bytes) -> Any:
-    return pickle.loads(payload)
-
-
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if type(value).__module__.partition(".")[0] == "torch" and type(value).__name__ in ("Tensor", "Parameter"):

@@ -220,12 +220,13 @@ def run_in_daemon_thread(function: Callable[..., T], *args: object) -> asyncio.F
 
 def run_detached(function: Callable[..., object], *args: object) -> None:
     """Call a function without waiting for it. Its exceptions are ignored."""
+    run_in_daemon_thread(function, *args).add_done_callback(mark_retrieved)
 
-    def work() -> None:
-        with contextlib.suppress(Exception):
-            function(*args)
 
-    threading.Thread(target=work, name=f"{function.__name__}, of no matter", daemon=True).start()
+def mark_retrieved(done: asyncio.Future[Any]) -> None:
+    """The exception of a future is no unhandled one if no caller waits for it."""
+    if not done.cancelled():
+        done.exception()
 
 
 def connection_lost(address: str, why: str) -> ProviderError:

@@ -17,7 +17,7 @@ import dataclasses
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -396,7 +396,11 @@ class VllmHost:
                 reports = await self._call_workers("pull", await self._pull_arguments(manifest, stamp, arrivals, keep))
             after = MIN_PULL_POLL_S
             while not all(report["path"] for report in reports):
-                self._raise_failure(version, reports)
+                for report in reports:
+                    if report.get("unknown"):
+                        raise StorageFailed(f"{self._url} was restarted while it pulled v{version}")
+                    if report["error"]:
+                        raise StorageFailed(f"{self._url}: {report['error']}")
                 await asyncio.sleep(after)
                 after = min(2 * after, MAX_PULL_POLL_S)
                 reports = await self._call_workers("look", {"stamp": stamp})
@@ -442,13 +446,6 @@ class VllmHost:
             max(float(report["longest_s"]) for report in reports),
             sum(int(report["open"]) for report in reports),
         )
-
-    def _raise_failure(self, version: int, reports: Iterable[dict[str, Any]]) -> None:
-        for report in reports:
-            if report.get("unknown"):
-                raise StorageFailed(f"{self._url} was restarted while it pulled v{version}")
-            if report["error"]:
-                raise StorageFailed(f"{self._url}: {report['error']}")
 
     async def _pull_arguments(
         self, manifest: bytes, stamp: str, arrivals: tuple[set[str], bool, bool], keep: Sequence[int]
