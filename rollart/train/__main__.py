@@ -119,7 +119,8 @@ def join_service(arguments: argparse.Namespace, config: TrainerConfig, followers
     if arguments.leader is None and here > 1:
         shared = ["--config", arguments.config, "--meet", meet, "--leader", str(os.getpid())]
         when = "" if rank else " before the trainer was ready"
-        followers.start(shared, first=rank, here=here, ranks=size, lost=lambda reason: _exit_with(reason + when))
+        followers.lost = lambda reason: _exit_with(reason + when)
+        followers.start(shared, first=rank, here=here, ranks=size)
     if gpu:
         refuse_shared(store, gpu, rank=rank, size=size)
     ranks = join_ranks(store, torch.device(config.device), rank=rank, size=size)
@@ -172,10 +173,7 @@ async def _serve(service: TrainerService, listener: socket.socket, followers: Lo
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def lost(reason: str) -> None:
-        loop.call_soon_threadsafe(service.lost, reason)
-
-    followers.set_callback(lost)
+    followers.lost = lambda reason: loop.call_soon_threadsafe(service.lost, reason)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     runner = web.AppRunner(service.app(), access_log=None, shutdown_timeout=0.2)

@@ -17,6 +17,7 @@ float64, in any order and any portions, one by one or the whole batch at once.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -66,7 +67,8 @@ class GradientAccumulation:
         self._policy = policy
         self._config = config
         self._parameters = list(parameters)
-        self._domains: dict[str, _DomainState] = {}
+        size = len(self._parameters) + 1
+        self._domains = defaultdict[str, _DomainState](lambda: _DomainState(ExactSum(size), ExactSum(size)))
         self._ids: set[str] = set()
         self._lag_sum = 0.0
         self._lag_max = 0.0
@@ -145,7 +147,7 @@ class GradientAccumulation:
         batch, policy, config = group.batch, self._policy, self._config.loss
         if not len(batch.loss):
             return
-        domain = self._domain(group.name)
+        domain = self._domains[group.name]
         separate = (config.entropy != 0 or config.kl != 0) and self._normalizes_by_batch(group.name)
         actions = ActionTensors(batch, policy.device)
         objective = PolicyObjective(
@@ -184,18 +186,12 @@ class GradientAccumulation:
             self._lag_sum += float(lag.sum())
             self._lag_max = max(self._lag_max, float(lag.max()))
         for group in groups:
-            domain = self._domain(group.name)
+            domain = self._domains[group.name]
             domain.tokens += len(group.batch.loss)
             domain.samples += len(group.batch)
             domain.score += float(group.batch.score.sum())
             domain.advantage_abs += float(np.abs(group.advantage).sum())
             domain.units.append(group.units)
-
-    def _domain(self, name: str) -> _DomainState:
-        if name not in self._domains:
-            size = len(self._parameters) + 1
-            self._domains[name] = _DomainState(ExactSum(size), ExactSum(size))
-        return self._domains[name]
 
     def _normalizes_by_batch(self, name: str) -> bool:
         """True if the domain's advantages are divided by a deviation that is known only with the whole batch."""

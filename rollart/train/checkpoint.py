@@ -93,11 +93,6 @@ def remove_partial_writes(root: Path) -> None:
         raise UsageError(f"weights_root {root} cannot be written: {error.strerror}") from error
 
 
-def publish_version(learner: Learner, root: Path, version: int, tokenizer: tuple[Path, ...]) -> Path:
-    """Write the learner's state as `version`. All ranks must call it."""
-    return write_version(take_snapshot(learner, copy=False), root, version, tokenizer, ranks=learner.ranks.disk)
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class LearnerSnapshot:
     """A learner's state at one moment. `files`: the files that this rank writes; `rows`: of each tensor that is a part
@@ -112,17 +107,16 @@ class LearnerSnapshot:
     durable: bool
 
 
-def take_snapshot(learner: Learner, *, copy: bool) -> LearnerSnapshot:
-    """The learner's current state. All ranks must call it. A copy is in host memory and remains unchanged while the
-    learner continues; without `copy`, the tensors are the learner's own. Several ranks always copy."""
+def take_snapshot(learner: Learner) -> LearnerSnapshot:
+    """The learner's current state. All ranks must call it. The copy is in host memory and remains unchanged while the
+    learner continues."""
     learner.policy.reshard()
     (state, rows), model = _state_tensors(learner), published_tensors(learner.policy.model)
     if learner.ranks.size == 1:
         index: str | None = None
         with torch.no_grad():
             whole = {name: m.merge([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()}
-        files = {MODEL: whole, OPTIMIZER: state}
-        files = {name: _copied(tensors) for name, tensors in files.items()} if copy else files
+        files = {MODEL: _copied(whole), OPTIMIZER: _copied(state)}
     else:
         files, index = _sharded_files(learner, model)
         rank, size = learner.ranks.rank, learner.ranks.size

@@ -39,9 +39,8 @@ GAP_METRICS = ("behaviour_gap", "_fresh", "_fresh_gap")
 def policy_loss(
     config: LossSpec, *, logprobs: Tensor, behaviour: Tensor, advantage: Tensor, proximal: Tensor | None = None
 ) -> TokenLoss:
-    """Loss of each token [N] before weighting. Only kind `decoupled` needs `proximal`."""
-    reference = proximal if config.kind == "decoupled" and proximal is not None else behaviour
-    ratio = _ratio(logprobs, reference)
+    """Loss of each token [N] before weighting. `proximal` is given for kind `decoupled` alone."""
+    ratio = _ratio(logprobs, behaviour if proximal is None else proximal)
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     if config.kind == "pg":
         return TokenLoss(-advantage * logprobs, ratio.detach(), torch.zeros_like(advantage))
@@ -51,9 +50,7 @@ def policy_loss(
     gain, bound = ratio * advantage, ratio.clamp(low, high) * advantage
     loss = -torch.minimum(gain, bound)
     clipped = (bound < gain).to(gain.dtype)
-    if config.kind == "decoupled":
-        if proximal is None:
-            raise ValueError("the decoupled loss needs the proximal policy's log-probabilities")
+    if proximal is not None:
         loss = loss * _ratio(proximal, behaviour).clamp(max=config.cap)
     return TokenLoss(loss, ratio.detach(), clipped)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,7 @@ class TrainedPolicy:
         self._scorer.trims_last_layer = self._matches_model(self._scorer.last_layer_trimmed)
         self._sharded = ranks is not None and ranks.mesh is not None
         if parallel is not None:
-            prepare_model(self._scorer, self._scorer.blocks(), parallel, ranks or Ranks(), dtype)
+            self._distribute(parallel, ranks or Ranks(), dtype)
             self.device = next(model.parameters()).device
 
     @property
@@ -167,6 +167,36 @@ class TrainedPolicy:
             ours = self._scorer.head(self._scorer.body(input_ids=ids, use_cache=False).last_hidden_state).float()
         if not torch.allclose(whole, ours, atol=1e-4, rtol=1e-4):
             raise UsageError(f"{type(self.model).__name__} transforms its logits after the output head: not supported")
+
+    def _distribute(self, config: ParallelConfig, ranks: Ranks, dtype: torch.dtype | None) -> None:
+        """Prepare the model for several devices: compilation, activation checkpointing, and parameters that are
+        converted to `dtype`, if given, and sharded. Blocks are gathered, run and released one after the other;
+        parameters outside all blocks (embeddings, head, norms) stay gathered during a step."""
+        blocks = self._scorer.blocks()
+        for block in blocks:
+            if config.compile:
+                block.forward = torch.compile(block.forward, dynamic=True)
+            if config.activation_checkpointing:
+                block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        if ranks.mesh is None:
+            return
+        from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy()
+        if config.dtype == "bfloat16":
+            # Gradients are summed over the ranks in full precision: a sum of 64 terms in bf16 loses its last bits.
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for block in (*blocks, self._scorer):  # one at a time, which limits the peak memory of the conversion
+            if dtype is not None:
+                for parameter in block.parameters():
+                    if local_rows(parameter) is parameter:  # not sharded yet
+                        parameter.data = parameter.data.to(dtype)
+            fully_shard(block, mesh=ranks.mesh, mp_policy=policy)
+        for part in (*blocks, self._scorer):
+            assert isinstance(part, FSDPModule)
+            # The loss is a share of the whole mini-batch's (`losses.py`), so gradients are summed, not averaged.
+            part.set_force_sum_reduction_for_comms(True)
+            part.set_gradient_divide_factor(1.0)
 
 
 class ActionTensors:
@@ -276,27 +306,6 @@ class ReferencePolicy:
         return self._policy
 
 
-def prepare_model(
-    scorer: nn.Module,
-    blocks: Sequence[nn.Module],
-    config: ParallelConfig,
-    ranks: Ranks,
-    dtype: torch.dtype | None = None,
-) -> None:
-    """Prepare a model for several devices: compilation, activation checkpointing, and sharded parameters.
-
-    Sharded parameters are converted to `dtype`, if given. `blocks`: the modules of `scorer` that are gathered, run
-    and released one after the other; parameters outside all blocks (embeddings, head, norms) stay gathered during a
-    step."""
-    for block in blocks:
-        if config.compile:
-            block.forward = torch.compile(block.forward, dynamic=True)
-        if config.activation_checkpointing:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    if ranks.mesh is not None:
-        _shard(scorer, blocks, config, ranks, dtype)
-
-
 def full(tensor: Tensor) -> Tensor:
     """A scalar that the ranks share, as a plain tensor."""
     from torch.distributed.tensor import DTensor
@@ -382,25 +391,3 @@ def _score(logits: Tensor, index: Tensor, entropy_grad: bool) -> tuple[Tensor, T
     with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
         entropy = -(every.exp() * every).sum(-1)
     return chosen, entropy
-
-
-def _shard(
-    scorer: nn.Module, blocks: Sequence[nn.Module], config: ParallelConfig, ranks: Ranks, dtype: torch.dtype | None
-) -> None:
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-
-    policy = MixedPrecisionPolicy()
-    if config.dtype == "bfloat16":
-        # Gradients are summed over the ranks in full precision: a sum of 64 terms in bf16 loses its last bits.
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in (*blocks, scorer):  # one at a time, which limits the peak memory of the conversion
-        if dtype is not None:
-            for parameter in block.parameters():
-                if local_rows(parameter) is parameter:  # not sharded yet
-                    parameter.data = parameter.data.to(dtype)
-        fully_shard(block, mesh=ranks.mesh, mp_policy=policy)
-    for part in (*blocks, scorer):
-        assert isinstance(part, FSDPModule)
-        # The loss is a share of the whole mini-batch's (`losses.py`), so gradients are summed, not averaged.
-        part.set_force_sum_reduction_for_comms(True)
-        part.set_gradient_divide_factor(1.0)

@@ -182,21 +182,18 @@ def join_ranks(store: TCPStore, device: torch.device, *, rank: int, size: int) -
 
 
 class LocalRankProcesses:
-    """Owns the processes, each with a thread that waits for its exit. `lost` is called once, from that thread, for the
-    first exit before `stop`, with a text that names the rank and the cause."""
+    """Owns the processes, each with a thread that waits for its exit. `lost` may be replaced at any time; it is called
+    once, from that thread, for the first exit before `stop`, with a text that names the rank and the cause."""
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
-        self._lost: Callable[[str], None] | None = None
+        self.lost: Callable[[str], object] | None = None
         self._stopping = False
 
-    def start(
-        self, arguments: Sequence[str], *, first: int, here: int, ranks: int, lost: Callable[[str], None]
-    ) -> None:
+    def start(self, arguments: Sequence[str], *, first: int, here: int, ranks: int) -> None:
         """Start the `here` − 1 ranks after `first`, each with `arguments` and its numbers. Call it from the main
         thread: the processes die with the thread that started them."""
-        self._lost = lost
         for local in range(1, here):
             rank = first + local
             numbers = ["--rank", str(rank), "--local", str(local)]
@@ -205,11 +202,6 @@ class LocalRankProcesses:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
             self._processes.append(process)
             threading.Thread(target=self._watch, args=(rank, ranks, process), daemon=True).start()
-
-    def set_callback(self, lost: Callable[[str], None]) -> None:
-        """Replace the callback for lost ranks."""
-        with self._lock:
-            self._lost = lost
 
     def stop(self) -> None:
         """Kill and reap all processes: a follower holds no state that must survive."""
@@ -225,21 +217,17 @@ class LocalRankProcesses:
         code = process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         with self._lock:
-            lost, self._lost = self._lost, None
+            lost, self.lost = self.lost, None
             if lost is not None and not self._stopping:
                 lost(f"rank {rank} of {ranks} (process {process.pid}) {how}")
 
 
 def select_gpu(local: int, here: int) -> int:
-    """The number of the GPU of rank `local` out of `here` ranks on this host. `UsageError` if there are too few
-    GPUs."""
+    """The number of the GPU of rank `local` out of `here` ranks on this host. `UsageError` if there are too few GPUs:
+    two ranks on one would each take its memory, and NCCL refuses them only after minutes."""
     if not torch.cuda.is_available():
         raise UsageError("device 'cuda': torch sees no CUDA device")
-    return gpu_index(local, here, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def gpu_index(local: int, here: int, visible: int, variable: str | None) -> int:
-    """Refuses two ranks on one GPU: each would take its memory, and NCCL refuses them only after minutes."""
+    visible, variable = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     needed = max(here, local + 1)
     if needed > visible:
         why = "is not set" if variable is None else f"is {variable!r}"
@@ -254,24 +242,14 @@ def refuse_shared(store: Store, gpu: str, *, rank: int, size: int) -> None:
     """Publish this rank's GPU (its UUID) to all ranks. `UsageError`, on every rank, if two ranks have the same GPU.
     Waits for all."""
     store.set(f"gpu/{rank}", gpu)
-    gpus = [store.get(f"gpu/{other}").decode() for other in range(size)]
-    pair = shared_gpu(gpus)
-    if pair is not None:
-        a, b = pair
-        raise UsageError(
-            f"ranks {a} and {b} share the GPU {gpus[a]} (rule: one each)",
-            remedy="start each with its own --local, or with a CUDA_VISIBLE_DEVICES of its own",
-        )
-
-
-def shared_gpu(gpus: Sequence[str]) -> tuple[int, int] | None:
-    """The first two ranks with the same GPU."""
     first: dict[str, int] = {}
-    for rank, gpu in enumerate(gpus):
-        if gpu in first:
-            return first[gpu], rank
-        first[gpu] = rank
-    return None
+    for other in range(size):
+        shared = store.get(f"gpu/{other}").decode()
+        if first.setdefault(shared, other) != other:
+            raise UsageError(
+                f"ranks {first[shared]} and {other} share the GPU {shared} (rule: one each)",
+                remedy="start each with its own --local, or with a CUDA_VISIBLE_DEVICES of its own",
+            )
 
 
 def _lost_rank_error(error: BaseException) -> TrainerError:

@@ -64,9 +64,6 @@ MEMORY_REMEDY = (
 MAX_BODY = 1 << 30
 """Maximum bytes of a request: a token takes 29 bytes, so 256 samples of 128 k tokens fit."""
 
-TORCH_COMMANDS = ("train", "begin", "accumulate", "finish", "imitate", "logprobs", "stage", "restore")
-"""Commands that run in the learner's thread."""
-
 WATCH_INTERVAL_S = 5.0
 """Longest wait for the name of a lost rank. Its process is reaped within milliseconds, unless it is on another host,
 where this process cannot watch it."""
@@ -96,6 +93,15 @@ class TrainerService:
         self.disk_pool = ThreadPoolExecutor(1, "disk", initializer=enter, initargs=(1,))
         self.column_pool = ThreadPoolExecutor(1, "columns", initializer=enter, initargs=(config.threads,))
         self.wire_pool = ThreadPoolExecutor(1, "wire", initializer=enter, initargs=(1,))
+        learning = ("train", "begin", "accumulate", "finish", "imitate", "logprobs", "stage", "restore")
+        self._commands = (
+            (self._ranks.torch, self.torch_pool, learning),
+            (self._ranks.disk, self.disk_pool, ("publish",)),
+            (self._ranks.wire, self.wire_pool, ("send",)),
+            (SINGLE_RANK, self.wire_pool, ("meet",)),
+            (SINGLE_RANK, self.column_pool, ("reference", "advantages")),
+        )
+        """Channel, thread and names of the commands; rank 0 alone executes those of `SINGLE_RANK`."""
         self._sender = BroadcastSender(torch.device(config.device), rank=self._ranks.rank, host=host)
         self._outgoing: dict[int, OutgoingVersion] = {}
         self._staged: dict[int, LearnerSnapshot] = {}
@@ -109,13 +115,9 @@ class TrainerService:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY)
-        for name in TORCH_COMMANDS:
-            app.router.add_post(f"/{name}", self._post(name, self._ranks.torch, self.torch_pool))
-        app.router.add_post("/publish", self._post("publish", self._ranks.disk, self.disk_pool))
-        for name in ("reference", "advantages"):
-            app.router.add_post(f"/{name}", self._post(name, SINGLE_RANK, self.column_pool))
-        app.router.add_post("/send", self._post("send", self._ranks.wire, self.wire_pool))
-        app.router.add_post("/meet", self._post("meet", SINGLE_RANK, self.wire_pool))
+        for channel, pool, names in self._commands:
+            for name in names:
+                app.router.add_post(f"/{name}", self._post(name, channel, pool))
         app.router.add_post("/lost", self.report_lost)
         app.router.add_get("/health", self.health)
         app.router.add_get("/metrics", self.metrics)
@@ -123,11 +125,10 @@ class TrainerService:
 
     def follow(self) -> None:
         """On every rank but 0: execute commands until rank 0 is gone."""
-        torch_works = {name: getattr(self, name) for name in TORCH_COMMANDS}
-        works: dict[RankChannel, dict[str, CommandHandler]] = {
-            self._ranks.torch: torch_works,
-            self._ranks.disk: {"publish": self.publish},
-            self._ranks.wire: {"send": self.send},
+        works = {
+            channel: {name: getattr(self, name) for name in names}
+            for channel, _, names in self._commands
+            if channel is not SINGLE_RANK
         }
         follow_rank_zero(works, enter=lambda: self._ranks.enter(self._config.threads))
 
@@ -238,7 +239,7 @@ class TrainerService:
     def _snapshot(self, version: int) -> LearnerSnapshot:
         if self.learner.accumulating:
             raise TrainerError(f"version {version} cannot be published: a step was begun and is not finished")
-        return take_snapshot(self.learner, copy=True)
+        return take_snapshot(self.learner)
 
     def _batch(self, body: CommandMessage) -> TrainingBatch:
         return decode_batch(body["samples"], self.learner.policy.vocab_size)

@@ -27,11 +27,10 @@ from rollart.ports import Handle
 from rollart.settings.resolve import Resolved, resolve_files
 from rollart.sim import loop as virtual
 from rollart.testing.ledger import MemoryRecorder
-from rollart.train import checkpoint
 from tests.contracts.ray_fixture import ray_cluster_of
 from tests.e2e.harness import CLUSTER, tiny
 from tests.train.test_ranks import CLOSE, SAMPLES, alone, close, setup, weights
-from tests.train.trainkit import batch
+from tests.train.trainkit import batch, publish_version
 
 
 def resolved(path: Path, trainer: dict[str, Any], pool: Mapping[str, Any], *, backend: str = "ray") -> Resolved:
@@ -196,7 +195,7 @@ def test_two_ranks_on_two_nodes_learn_what_one_learns_and_outlive_a_node(tmp_pat
             assert report.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-6)
             at.append(await trainer.publish(1))
             assert close(read_tensors(at[-1].path), weights(one), CLOSE)
-            checkpoint.publish_version(one, tmp_path / "one", 1, ())
+            publish_version(one, tmp_path / "one", 1, ())
             cluster.kill_node(second.node)
             async with asyncio.timeout(240):
                 assert re.search("the trainer's host 1: |lost each other", await refused(trainer))

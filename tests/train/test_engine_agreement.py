@@ -22,9 +22,8 @@ from rollart.engine.network import Network
 from rollart.engine.runner import Runner
 from rollart.engine.weights import read_tensors, require_complete
 from rollart.model import GenerateRequest, GroupId, Sampling, TrainSample, TrajectoryId
-from rollart.train import checkpoint
 from rollart.train.learner import Learner
-from tests.train.trainkit import VOCAB, batch, config, sample
+from tests.train.trainkit import VOCAB, batch, config, publish_version, sample
 
 
 @pytest.mark.slow  # two models, some hundred decode steps
@@ -33,7 +32,7 @@ def test_log_probabilities_agree_to_1e_4(tmp_path: Path, temperature: float) -> 
     learner = Learner(config(tmp_path, hidden=32, layers=2, temperature=temperature, lr=3e-2))
     for version in range(8):
         learner.train(batch([sample(str(i), turns=[(3, 5)]) for i in range(8)]), version)
-    path = checkpoint.publish_version(learner, tmp_path, 8, ())
+    path = publish_version(learner, tmp_path, 8, ())
     require_complete(path)
     made = batch(generated(path, torch.float32, temperature))
     assert learner.logprobs(made) == pytest.approx(made.logprobs, abs=1e-4)
@@ -46,10 +45,10 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
     learner = Learner(config(tmp_path, hidden=32, layers=2, lr=3e-2))
     for version in range(8):
         learner.train(batch([sample(str(i), turns=[(3, 5)]) for i in range(8)]), version)
-    path = checkpoint.publish_version(learner, tmp_path, 8, ())
+    path = publish_version(learner, tmp_path, 8, ())
     samples = generated(path, torch.bfloat16, 1.0)
     again = Learner(config(tmp_path, hidden=32, layers=2))
-    other = checkpoint.publish_version(again, tmp_path, 5, ())
+    other = publish_version(again, tmp_path, 5, ())
     made = batch(samples)
     exact = np.abs(learner.logprobs(made) - made.logprobs)[made.loss.position]
     assert 1e-5 < exact.mean() < 0.05, "the engine did compute in bfloat16"
@@ -68,14 +67,14 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
         "from rollart.train.batch import decode_batch\n"
         "from rollart.train.learner import Learner\n"
         "from rollart.train.ranks import join_ranks, rendezvous\n"
-        "from tests.train.trainkit import VOCAB, config\n"
+        "from tests.train.trainkit import VOCAB, config, publish_version\n"
         "root = pathlib.Path(sys.argv[1])\n"
         "ranks = join_ranks(rendezvous('127.0.0.1', 0, rank=0, size=1), torch.device('cpu'), rank=0, size=1)\n"
         "learner = Learner(config(root, hidden=32, layers=2, parallel={'dtype': 'bfloat16'}), ranks)\n"
         "checkpoint.restore_version(learner, root / 'v000008', 8)\n"
         "made = decode_batch(msgpack.unpackb((root / 'samples').read_bytes()), VOCAB)\n"
         "np.save(root / 'found', learner.logprobs(made))\n"
-        "checkpoint.publish_version(learner, root, 0, ())\n"
+        "publish_version(learner, root, 0, ())\n"
         "np.save(root / 'reference', learner.reference.logprobs(made))\n"
         "half = {'model': {'path': str(root / 'half')}, 'parallel': {'dtype': 'bfloat16'}}\n"
         "model = Learner(config(root, **half), ranks).policy\n"
@@ -85,7 +84,7 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
         "    assert p.dtype == torch.float32 and torch.equal(p.to_local(), kept[name].float()), name\n"
         "learner.logprobs(made)\n"
         "checkpoint.restore_version(learner, root / 'v000005', 5)\n"
-        "checkpoint.publish_version(learner, root, 6, ())\n"
+        "publish_version(learner, root, 6, ())\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from rollart.errors import TrainerError, UsageError
 from rollart.train import checkpoint
 from rollart.train.learner import Learner
 from rollart.train.sending import outgoing_version
-from tests.train.trainkit import batch, config, sample
+from tests.train.trainkit import batch, config, publish_version, sample
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.slow  # importing peft takes seconds
@@ -46,7 +46,7 @@ def test_adapters_start_as_nothing_and_are_all_that_is_trained(tmp_path: Path) -
 def test_a_version_holds_them_merged_under_the_names_of_the_model(tmp_path: Path) -> None:
     own = learner(tmp_path)
     own.train(batch(SAMPLES), 0)
-    path = checkpoint.publish_version(own, tmp_path, 1, ())
+    path = publish_version(own, tmp_path, 1, ())
     plain = learner(tmp_path, lora=None, model={"path": str(path)})
     assert read_tensors(path).keys() == {n for n, _ in plain.policy.model.named_parameters()}
     assert abs(plain.logprobs(batch(SAMPLES)) - own.logprobs(batch(SAMPLES))).max() < 1e-5
@@ -55,7 +55,7 @@ def test_a_version_holds_them_merged_under_the_names_of_the_model(tmp_path: Path
 def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     straight, other = learner(tmp_path), learner(tmp_path)
     straight.train(batch(SAMPLES), 0)
-    path = checkpoint.publish_version(straight, tmp_path, 1, ())
+    path = publish_version(straight, tmp_path, 1, ())
     straight.train(batch(SAMPLES), 1)
     checkpoint.restore_version(other, path, 1)
     other.train(batch(SAMPLES), 1)
@@ -66,7 +66,7 @@ def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
 def test_a_version_with_other_adapters_is_refused(
     tmp_path: Path, wrote: dict[str, Any] | None, reads: dict[str, Any] | None
 ) -> None:
-    path = checkpoint.publish_version(learner(tmp_path, lora=wrote), tmp_path, 1, ())
+    path = publish_version(learner(tmp_path, lora=wrote), tmp_path, 1, ())
     with pytest.raises(TrainerError, match=r"holds a different model|has the shape"):
         checkpoint.restore_version(learner(tmp_path, lora=reads), path, 1)
 
@@ -98,14 +98,14 @@ def learn_the_same(directory: str, parallel: dict[str, Any]) -> None:
     for each in (straight, other):
         each.train(batch(SAMPLES), 0)
     assert abs(straight.logprobs(batch(SAMPLES)) - other.logprobs(batch(SAMPLES))).max() < 1e-5
-    path = checkpoint.publish_version(other, tmp_path, 1, ())
+    path = publish_version(other, tmp_path, 1, ())
     checkpoint.restore_version(straight, path, 1)
 
 
 def test_a_broadcast_holds_adapters_merged_as_files_do(tmp_path: Path) -> None:
     own = learner(tmp_path)
     own.train(batch(SAMPLES), 0)
-    sent = outgoing_version(checkpoint.take_snapshot(own, copy=True))
-    files = read_tensors(checkpoint.publish_version(own, tmp_path, 1, ()))
+    sent = outgoing_version(checkpoint.take_snapshot(own))
+    files = read_tensors(publish_version(own, tmp_path, 1, ()))
     assert sent.tensors.keys() == files.keys()
     assert all(torch.equal(sent.tensors[name], tensor) for name, tensor in files.items())

@@ -25,7 +25,7 @@ from rollart.errors import TrainerError, TrainerRefused
 from rollart.model import WeightsRef
 from rollart.train import checkpoint
 from rollart.train.learner import Learner
-from tests.train.trainkit import batch, config, sample
+from tests.train.trainkit import batch, config, publish_version, sample
 
 pytestmark = pytest.mark.slow  # starts processes that load torch
 
@@ -221,7 +221,7 @@ def test_two_ranks_learn_what_one_learns_and_each_goes_on_from_the_other(two: Ra
         assert close(weights(other), weights(one), CLOSE)
         assert close(moments(other), moments(one), CLOSE)
         other.train(batch(SAMPLES), 3)
-        single = checkpoint.publish_version(other, tmp_path, 4, ())
+        single = publish_version(other, tmp_path, 4, ())
         await trainer.restore(WeightsRef(start.version, start.path))
         await trainer.restore(WeightsRef(4, str(single)))
         assert torch.allclose(await logprobs(trainer), own_logprobs(other), atol=1e-6)
@@ -375,7 +375,7 @@ def test_a_rank_that_cannot_load_the_reference_is_named_on_all_and_the_ranks_go_
     the forward pass. Then a penalty on two ranks equals that on one."""
     changes: dict[str, Any] = {"loss": {"kind": "ppo", "kl": 0.3}, "epochs": 1}
     one = alone(tmp_path / "one", **changes)
-    checkpoint.publish_version(one, tmp_path / "one", 0, ())
+    publish_version(one, tmp_path / "one", 0, ())
     ranks = Ranks(tmp_path, **changes)
     [child] = ranks.children()
     try:

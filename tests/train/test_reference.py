@@ -21,7 +21,7 @@ from rollart.train.config import parse_config
 from rollart.train.learner import Learner
 from rollart.train.losses import kl_estimate
 from tests.train.test_accumulation import ADVANTAGES, flat, groups, same, state
-from tests.train.trainkit import batch, config, sample
+from tests.train.trainkit import batch, config, publish_version, sample
 
 COLUMNS = settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -38,7 +38,7 @@ def learner(root: Path, *, kl: float = 0.3, stream: bool = False, advantage: int
     )
     made = Learner(setup.model_copy(update={"model": setup.model.model_copy(update={"dtype": "float64"})}))
     if not checkpoint.version_path(root, 0).exists():
-        checkpoint.publish_version(made, root, 0, ())
+        publish_version(made, root, 0, ())
     return made
 
 

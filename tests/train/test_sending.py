@@ -24,7 +24,7 @@ from rollart.model import BroadcastResult
 from rollart.train import checkpoint, sending
 from rollart.train.learner import Learner
 from rollart.train.sending import BroadcastSender, OutgoingVersion, outgoing_version
-from tests.train.trainkit import config
+from tests.train.trainkit import config, publish_version
 
 CPU = torch.device("cpu")
 BUCKET = 4096
@@ -118,8 +118,8 @@ def test_every_worker_has_what_every_rank_sent(bench: Callable[..., Bench]) -> N
 
 def test_a_head_that_is_tied_is_sent_once_as_it_is_in_files(tmp_path: Path) -> None:
     learner = Learner(config(tmp_path))
-    sent = outgoing_version(checkpoint.take_snapshot(learner, copy=True))
-    path = checkpoint.publish_version(learner, tmp_path, 1, ())
+    sent = outgoing_version(checkpoint.take_snapshot(learner))
+    path = publish_version(learner, tmp_path, 1, ())
     files = read_tensors(path)
     assert sent.tensors.keys() == files.keys()
     assert "lm_head.weight" not in files

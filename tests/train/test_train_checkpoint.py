@@ -16,7 +16,7 @@ from rollart.adapters.weights import directory
 from rollart.errors import TrainerError, UsageError, VersionDamaged
 from rollart.train import checkpoint
 from rollart.train.learner import Learner
-from tests.train.trainkit import batch, config, sample
+from tests.train.trainkit import batch, config, publish_version, sample
 
 SAMPLES = [sample(str(i), turns=[(2, 2), (3, i % 3)]) for i in range(6)]
 
@@ -38,7 +38,7 @@ def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     straight = Learner(setup)
     straight.imitate(batch(SAMPLES), 2)
     step(straight, 0)
-    path = checkpoint.publish_version(straight, tmp_path, 1, ())
+    path = publish_version(straight, tmp_path, 1, ())
     step(straight, 1)
     other = Learner(config(tmp_path, epochs=2, minibatches=2, warmup=20))
     step(other, 0)
@@ -51,7 +51,7 @@ def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_version_from_before_any_training_can_be_restored(tmp_path: Path) -> None:
     straight, other = Learner(config(tmp_path)), Learner(config(tmp_path))
-    path = checkpoint.publish_version(straight, tmp_path, 0, ())
+    path = publish_version(straight, tmp_path, 0, ())
     step(other, 0)
     checkpoint.restore_version(other, path, 0)
     step(straight, 0)
@@ -62,7 +62,7 @@ def test_a_version_from_before_any_training_can_be_restored(tmp_path: Path) -> N
 def test_a_restore_in_the_middle_of_imitation_goes_on_too(tmp_path: Path) -> None:
     straight, other = Learner(config(tmp_path)), Learner(config(tmp_path))
     straight.imitate(batch(SAMPLES), 2)
-    checkpoint.restore_version(other, checkpoint.publish_version(straight, tmp_path, 0, ()), 0)
+    checkpoint.restore_version(other, publish_version(straight, tmp_path, 0, ()), 0)
     for learner in (straight, other):
         learner.imitate(batch(SAMPLES), 2)
     assert same(state(straight), state(other))
@@ -74,7 +74,7 @@ def test_a_version_is_a_hugging_face_directory(tmp_path: Path) -> None:
     tokenizer = tmp_path / "words.json"
     tokenizer.write_text("{}")
     learner = Learner(config(tmp_path, tokenizer=str(tokenizer)))
-    path = checkpoint.publish_version(learner, tmp_path, 3, checkpoint.tokenizer_files(str(tokenizer)))
+    path = publish_version(learner, tmp_path, 3, checkpoint.tokenizer_files(str(tokenizer)))
     assert path.name == "v000003"
     assert {f.name for f in path.iterdir()} == {
         "config.json",
@@ -95,7 +95,7 @@ def test_the_files_of_a_version_have_the_mode_of_the_umask(tmp_path: Path, umask
     learner = Learner(config(tmp_path))
     before = os.umask(umask)
     try:
-        published = checkpoint.publish_version(learner, tmp_path, 3, ())
+        published = publish_version(learner, tmp_path, 3, ())
     finally:
         os.umask(before)
     files = [path for path in Path(published).rglob("*") if path.is_file()]
@@ -108,17 +108,17 @@ def test_the_store_sees_what_the_trainer_publishes(tmp_path: Path) -> None:
     store = directory.DirectoryWeightStore(tmp_path)
     assert directory.MARKER == checkpoint.MARKER
     for version in (0, 1):
-        assert str(checkpoint.publish_version(learner, tmp_path, version, ())) == store.path(version)
+        assert str(publish_version(learner, tmp_path, version, ())) == store.path(version)
     assert store.versions() == [0, 1]
 
 
 def test_publishing_a_version_again_replaces_it(tmp_path: Path) -> None:
     learner = Learner(config(tmp_path))
     step(learner, 0)
-    checkpoint.publish_version(learner, tmp_path, 1, ())
+    publish_version(learner, tmp_path, 1, ())
     step(learner, 1)
     expected = state(learner)
-    path = checkpoint.publish_version(learner, tmp_path, 1, ())
+    path = publish_version(learner, tmp_path, 1, ())
     other = Learner(config(tmp_path))
     checkpoint.restore_version(other, path, 1)
     assert same(state(other), expected)
@@ -136,16 +136,16 @@ def test_a_full_disk_leaves_nothing_half_written(
         raise OSError(28, "No space left on device")
 
     learner = Learner(config(tmp_path))
-    checkpoint.publish_version(learner, tmp_path, 1, ())
+    publish_version(learner, tmp_path, 1, ())
     monkeypatch.setattr(owner, where, full)
     with pytest.raises(TrainerError, match=r"cannot publish version 2 under .*: No space left on device"):
-        checkpoint.publish_version(learner, tmp_path, 2, ())
+        publish_version(learner, tmp_path, 2, ())
     assert [p.name for p in tmp_path.iterdir()] == ["v000001"]
 
 
 def test_a_directory_that_is_not_a_whole_version_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     learner = Learner(config(tmp_path))
-    good = checkpoint.publish_version(learner, tmp_path, 1, ())
+    good = publish_version(learner, tmp_path, 1, ())
     step(learner, 1)
     before = state(learner)
 
@@ -183,7 +183,7 @@ def test_a_directory_that_is_not_a_whole_version_is_refused_and_changes_nothing(
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
-    path = checkpoint.publish_version(Learner(config(tmp_path, layers=2)), tmp_path, 1, ())
+    path = publish_version(Learner(config(tmp_path, layers=2)), tmp_path, 1, ())
     with pytest.raises(TrainerError, match="holds a different model"):
         checkpoint.restore_version(Learner(config(tmp_path)), path, 1)
 

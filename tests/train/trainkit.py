@@ -10,7 +10,9 @@ from typing import Any
 from rollart.adapters.trainers.http import encode_samples
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.train.batch import TrainingBatch, decode_batch
+from rollart.train.checkpoint import take_snapshot, write_version
 from rollart.train.config import TrainerConfig, parse_config
+from rollart.train.learner import Learner
 
 VOCAB = 24
 
@@ -91,3 +93,8 @@ def sample(
 def batch(samples: Sequence[TrainSample], vocab: int = VOCAB) -> TrainingBatch:
     """Samples as the trainer decodes them from the wire."""
     return decode_batch(encode_samples(samples), vocab)
+
+
+def publish_version(learner: Learner, root: Path, version: int, tokenizer: tuple[Path, ...] = ()) -> Path:
+    """Write the learner's state as `version`. All ranks must call it."""
+    return write_version(take_snapshot(learner), root, version, tokenizer, ranks=learner.ranks.disk)
