@@ -211,7 +211,7 @@ async def _played(bed: Bed) -> Played:
             name = f"{serving.kind}-{number}-{n}"
             clocks.append(ResourceClock(role="rollout", resource=name, recorder=recorder, clock=loop.time))
             out.engines.append(_join(control, transfer, fabric, bed, serving, clocks[-1]))
-    await control.session().run(step=0, steps=bed.steps)
+    await control.run(step=0, steps=bed.steps)
     for clock in clocks:
         clock.close()
     out.seconds = loop.time()

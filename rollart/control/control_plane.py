@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rollart.control.admission import PromptAdmission, SchedulerSettings
 from rollart.control.buffer import BatchDeadline, BatchShares, SampleBuffer, SampleColumn
@@ -17,7 +17,6 @@ from rollart.control.pacing import BatchPace, StartPace
 from rollart.control.publish import Publisher
 from rollart.control.rewarding import TrajectoryScorer
 from rollart.control.scheduler import Scheduler
-from rollart.control.session import RunSession
 from rollart.control.strategy import RolloutStrategy
 from rollart.control.training import ColumnFiller, StepDone, Training, all_samples
 from rollart.control.trajectory import EnvironmentSource, FreeRunning, TrajectoryRunner, TurnBarrier, WaitLimits
@@ -26,9 +25,20 @@ from rollart.leases import Leases
 from rollart.ledger.intervals import ResourceClock
 from rollart.model import EngineId, Group, GroupId, PauseMode, TrainSample
 from rollart.policy.routing import RoutingPolicy
-from rollart.policy.schedules import InFlightHandling, Schedule, TurnSynchrony
+from rollart.policy.schedules import InFlightHandling, TurnSynchrony
 from rollart.policy.workload import WorkloadMeter
-from rollart.ports import Fleet, Journal, Planner, Recorder, Rewarder, RunEvent, Tokenizer, Trainer, WeightStore
+from rollart.ports import (
+    Fleet,
+    Journal,
+    Planner,
+    Recorder,
+    Recovered,
+    Rewarder,
+    RunEvent,
+    Tokenizer,
+    Trainer,
+    WeightStore,
+)
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.gateway import Gateway
 from rollart.serving.group_colocation import GroupColocation
@@ -149,7 +159,7 @@ class Hooks:
 
 
 class ControlPlane:
-    """Owns the gateway, the scheduler and the training loop. Engines join `gateway`; then `session` makes the run.
+    """Owns the gateway, the scheduler and the training loop. Engines join `gateway`; then `run` executes the run.
 
     Callers need not know the connections between the components: trajectories check their staleness against the
     gateway's version, and a publish frees slots and aborts stale trajectories before engines resume.
@@ -176,6 +186,7 @@ class ControlPlane:
         self._settings = settings
         self._hooks = hooks
         rules = settings.schedule.rules
+        bound = rules.bound
         colocation = GroupColocation() if settings.colocation else None
         self.gateway = _gateway(leases, recorder, version, settings, hooks, colocation)
         self._meter: WorkloadMeter | None = None
@@ -210,7 +221,7 @@ class ControlPlane:
             tokenizer,
             leases,
             limits=settings.waits,
-            stale=_staleness_check(rules, self.gateway),
+            stale=lambda v0: rules.aborts_stale and bound.stale(v0, self.gateway.version),  # at every turn (I2)
             barrier=TurnBarrier() if rules.turns is TurnSynchrony.LOCKSTEP else FreeRunning(),
             meter=self._meter,
             measure=settings.measure,
@@ -239,53 +250,72 @@ class ControlPlane:
             drained=self.scheduler.drained,
             in_use=self._versions_in_use,
         )
-        self._training = self._trains(trainer, buffer, publisher, leases, trainer_clock)
-        self._columns = ColumnFiller(
-            settings.columns, trainer, buffer, leases, column_s=settings.train_s, training=self._training
-        )
-        self.evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
-
-    def _trains(
-        self, trainer: Trainer, buffer: SampleBuffer, publisher: Publisher, leases: Leases, clock: ResourceClock
-    ) -> Training:
-        settings, hooks = self._settings, self._hooks
-        return Training(
+        self._training = Training(
             trainer,
             buffer,
             publisher,
             leases,
-            clock=clock,
+            clock=trainer_clock,
             train_s=settings.train_s,
             recover=hooks.recover_trainer,
             on_step=hooks.step,
             on_taken=self.scheduler.taken,
             on_refused=self.scheduler.refused,
             samples=settings.samples,
-            overlap=settings.overlap and not settings.schedule.rules.training_blocks_rollout,
+            overlap=settings.overlap and not rules.training_blocks_rollout,
         )
+        self._columns = ColumnFiller(
+            settings.columns, trainer, buffer, leases, column_s=settings.train_s, training=self._training
+        )
+        self.evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
 
-    def session(
+    async def run(
         self,
         *,
+        step: int,
+        steps: int,
+        recovered: Recovered | None = None,
         supervisor: EngineSupervisor | None = None,
         parts: Sequence[EnginePart] = (),
-    ) -> RunSession:
-        """The run over this control plane, once its engines have joined the gateway."""
-        beside = {name: task for s in self.strategies for name, task in s.background().items()}
+    ) -> None:
+        """Run steps `step` .. `steps` - 1, starting from the gateway's version, once engines have joined the gateway.
+
+        Scheduling and training run to their end, and the background tasks meanwhile. The first task that fails ends all
+        of them, and its error propagates to the caller."""
+        background: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {}
+        if supervisor is not None:
+            background["supervision"] = partial(supervisor.run, parts)
+        background["updates"] = self.gateway.updates.run
+        if self.rebalancer is not None:
+            background["rebalance"] = self.rebalancer.run
+        if self.gateway.admission is not None:
+            background["concurrency"] = self.gateway.admission.run
+        for strategy in self.strategies:
+            background |= strategy.background()
         if self._settings.columns:
-            beside["columns"] = self._columns.run
-        return RunSession(
-            self.gateway,
-            self.scheduler,
-            self._training,
-            self.evaluation,
-            supervisor=supervisor,
-            parts=parts,
-            plan=self._settings.evaluation,
-            on_evaluation=self._hooks.evaluation,
-            rebalancer=self.rebalancer,
-            beside=beside,
-        )
+            background["columns"] = self._columns.run
+        evaluations = self._settings.evaluation.at
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(run(), name=name) for name, run in background.items()]
+            if "start" in evaluations and step == 0:
+                await self._evaluate("start")
+            async with asyncio.TaskGroup() as rollout:
+                rollout.create_task(self._train(step, steps), name="training")
+                rollout.create_task(self.scheduler.run(lambda: self.gateway.version, recovered), name="scheduler")
+            if "end" in evaluations:
+                await self._evaluate("end")
+            for task in running:
+                task.cancel()
+
+    async def _train(self, step: int, steps: int) -> None:
+        await self._training.run(first_step=step, version=self.gateway.version, steps=steps)
+        self.scheduler.close()
+
+    async def _evaluate(self, label: str) -> None:
+        if episodes := self._settings.evaluation.episodes:
+            await self.gateway.settle()
+            results = await self.evaluation.run(label, self.gateway.version, episodes)
+            self._hooks.evaluation(label, results)
 
     def move_by(self, fleet: Fleet) -> None:
         """Set the fleet of the rebalancer, which starts and drains engines of this control plane's gateway."""
@@ -354,14 +384,6 @@ def _buffer(
         shares=shares,
         columns=settings.columns,
     )
-
-
-def _staleness_check(rules: Schedule, gateway: Gateway) -> Callable[[int | None], bool]:
-    """The check at every turn (I2): False always, unless the schedule aborts stale trajectories."""
-    if not rules.aborts_stale:
-        return lambda v0: False
-    bound = rules.bound
-    return lambda v0: bound.stale(v0, gateway.version)
 
 
 def _gateway(

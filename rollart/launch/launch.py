@@ -158,7 +158,13 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                     watch(keeper.run(), "hosts' nodes")
                 meter = EngineMeter(context.control.gateway.stats, context.ledger)
                 watch(meter.run(), "engines' counters")
-                await context.session().run(step=step, steps=resolved.run.steps, recovered=recovered)
+                await context.control.run(
+                    step=step,
+                    steps=resolved.run.steps,
+                    recovered=recovered,
+                    supervisor=context.supervisor,
+                    parts=context.site.parts,
+                )
                 await meter.look()
             for watcher in watchers:
                 watcher.cancel()

@@ -163,7 +163,7 @@ def update_policy(resolved: Resolved) -> UpdatePolicy | None:
             return Staggered() if weights.fraction is None else Staggered(weights.fraction)
         case "on_divergence":
             assert weights.threshold is not None, "a rule of the spec"
-            return OnDivergence(VersionProbe(-1, "", {}), weights.threshold)
+            return OnDivergence(VersionProbe(-1, {}), weights.threshold)
         case "all":
             return None
 

@@ -22,7 +22,6 @@ from rollart.control.buffer import BatchDeadline, SampleColumn
 from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
 from rollart.control.domain import Domain
 from rollart.control.evaluation import EvaluationResult
-from rollart.control.session import RunSession
 from rollart.control.training import StepDone, all_samples
 from rollart.control.trajectory import WaitLimits
 from rollart.controller_loop import ControllerLoop
@@ -306,10 +305,6 @@ class RunContext:
                     with contextlib.suppress(StorageFailed):
                         for event in offload_events(offload, asyncio.get_running_loop().time()):
                             self.ledger.event(event)
-
-    def session(self) -> RunSession:
-        """The run over the started parts."""
-        return self.control.session(supervisor=self.supervisor, parts=self.site.parts)
 
     async def watchdog(self) -> None:
         """Monitor the run, from the first part's start on."""

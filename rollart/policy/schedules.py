@@ -8,9 +8,7 @@ areal and rollart as compared there), ROLL Flash §2 (roll_flash), AReaL (interr
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from rollart.policy.staleness import StalenessBound
@@ -69,18 +67,9 @@ class InFlightHandling(enum.StrEnum):
     """The current turn is aborted and generated again from its history; finished turns are kept."""
 
 
-class Consumption(enum.StrEnum):
-    """Which groups training takes."""
-
-    OLDEST_BATCH = "oldest_batch"
-    """The groups that were admitted together, all of them."""
-    ANY_GROUPS = "any_groups"
-    """Any complete groups, oldest version first, up to the batch."""
-
-
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`alpha` is in publishes. ValueError for switches that contradict each other."""
+    """`alpha` is in publishes."""
 
     name: str
     turns: TurnSynchrony
@@ -90,46 +79,8 @@ class Schedule:
     judged: StalenessCheck
     admission: Admission
     in_flight: InFlightHandling
-    consumption: Consumption
     paced: bool = False
     """Batches wait for groups at their bound, and a prompt that cannot end in time starts at the next publish."""
-
-    def __post_init__(self) -> None:
-        StalenessBound(self.alpha)
-        for broken, rule in (
-            (self.admission is Admission.ONE_BATCH and self.alpha != 0, "one batch at a time has no lag: alpha is 0"),
-            (self.admission is Admission.NEXT_BATCH and self.alpha != 1, "one batch ahead has a lag of 1: alpha is 1"),
-            (
-                self.training_blocks_rollout != (self.admission is Admission.ONE_BATCH),
-                "training blocks rollout exactly where one batch is admitted at a time",
-            ),
-            (
-                (self.judged is StalenessCheck.NOWHERE) != (self.admission is not Admission.WINDOW),
-                "only a window of groups needs its staleness judged, and it does",
-            ),
-            (
-                (self.in_flight is InFlightHandling.DRAINED) != (self.admission is not Admission.WINDOW),
-                "whole batches are drained before an update, a window of groups never is",
-            ),
-            (
-                (self.consumption is Consumption.OLDEST_BATCH) != (self.admission is not Admission.WINDOW),
-                "what is admitted in batches is consumed in batches",
-            ),
-            (
-                self.paced and not self.aborts_stale,
-                "only a window of groups whose bound is judged at every turn can be paced",
-            ),
-            (
-                self.turns is TurnSynchrony.LOCKSTEP and self.admission is not Admission.ONE_BATCH,
-                "turns in lockstep need the whole batch to begin together",
-            ),
-            (
-                self.rewarding is RewardTiming.INLINE and self.consumption is not Consumption.OLDEST_BATCH,
-                "a reward stage for the whole batch needs a whole batch",
-            ),
-        ):
-            if broken:
-                raise ValueError(f"schedule {self.name}: {rule}")
 
     @property
     def bound(self) -> StalenessBound:
@@ -160,7 +111,6 @@ _BATCH_BY_BATCH = {
     "judged": StalenessCheck.NOWHERE,
     "admission": Admission.ONE_BATCH,
     "in_flight": InFlightHandling.DRAINED,
-    "consumption": Consumption.OLDEST_BATCH,
 }
 _WINDOW = {
     "turns": TurnSynchrony.TRAJECTORY,
@@ -168,10 +118,9 @@ _WINDOW = {
     "training_blocks_rollout": False,
     "admission": Admission.WINDOW,
     "in_flight": InFlightHandling.RESUMED,
-    "consumption": Consumption.ANY_GROUPS,
 }
 
-_SWITCHES: dict[str, dict[str, Any]] = {
+SCHEDULES: dict[str, dict[str, Any]] = {
     "sync": _BATCH_BY_BATCH | {"turns": TurnSynchrony.LOCKSTEP, "rewarding": RewardTiming.INLINE},
     "sync_plus": _BATCH_BY_BATCH | {"turns": TurnSynchrony.TRAJECTORY, "rewarding": RewardTiming.ASYNCHRONOUS},
     "one_off": _BATCH_BY_BATCH
@@ -186,14 +135,7 @@ _SWITCHES: dict[str, dict[str, Any]] = {
     "paced": _WINDOW | {"judged": StalenessCheck.EVERY_TURN, "paced": True},
     "roll_flash": _WINDOW | {"judged": StalenessCheck.AT_BATCH, "in_flight": InFlightHandling.TURN_REDONE},
 }
-
-
-def _named(name: str, alpha: int) -> Schedule:
-    return Schedule(name, alpha=alpha, **_SWITCHES[name])
-
-
-SCHEDULES: dict[str, Callable[[int], Schedule]] = {name: partial(_named, name) for name in _SWITCHES}
-"""Constructors by name, from alpha. RollArt §7.2 compares the first five."""
+"""The switches of each schedule. RollArt §7.2 compares the first five of them."""
 
 FIXED_LAG: dict[str, int] = {"sync": 0, "sync_plus": 0, "one_off": 1}
 """Schedules whose lag follows from the order of their stages."""
@@ -210,8 +152,8 @@ def resolve(name: str, staleness: int | None = None) -> Schedule:
                 f"staleness is {staleness}, but schedule '{name}' always has {FIXED_LAG[name]}: leave it out, or "
                 f"choose areal, rollart, paced or roll_flash"
             )
-        return SCHEDULES[name](FIXED_LAG[name])
+        return Schedule(name, alpha=FIXED_LAG[name], **SCHEDULES[name])
     alpha = 1 if staleness is None else staleness
     if alpha < 0:
         raise ValueError(f"staleness must be at least 0, got {alpha}")
-    return SCHEDULES[name](alpha)
+    return Schedule(name, alpha=alpha, **SCHEDULES[name])

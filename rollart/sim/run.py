@@ -185,8 +185,9 @@ class ModelledRun:
                     fleet = self.hosts.open(self._leases, self.ledger)
                     running = fleet.run() if self.autoscalers is None else run_autoscaled_hosts(fleet, self.autoscalers)
                     around.append(self._tasks.create_task(running, name="environment hosts"))
-                session = self.control.session(supervisor=self.supervisor, parts=parts)
-                await session.run(step=0, steps=self.settings.schedule.steps)
+                await self.control.run(
+                    step=0, steps=self.settings.schedule.steps, supervisor=self.supervisor, parts=parts
+                )
                 for task in (*self._health_checks.values(), *around):
                     task.cancel()
         finally:

@@ -40,7 +40,7 @@ from rollart.serving.weight_updates import UpdateContext, WeightUpdates
 
 
 class UpdateReason(enum.StrEnum):
-    """Why an engine updates now, or waits."""
+    """Why an engine updates now."""
 
     NEW_VERSION = "new_version"
     ALPHA = "alpha"
@@ -53,23 +53,12 @@ class UpdateReason(enum.StrEnum):
     NEEDED = "needed"
     """The engines with the version of some trajectories' first token left for good: without an update no engine could
     continue these trajectories."""
-    SAME_WEIGHTS = "same_weights"
-    """Its weights have the same hash: only its version number changes, no byte is sent."""
-    ITERATION = "iteration"
-    """Waits for its running requests."""
-    TURN = "turn"
-    """Waits for others to finish updating, so that an engine always serves."""
-    CLOSE = "close"
-    """Waits because the new policy is close to its own."""
-    UPDATING = "updating"
-    DOWN = "down"
-    """It loads the current version when it comes back."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """The planner's view of an engine. `busy` = requests in flight that began before the current version was published;
-    `since_s` = seconds since then on the caller's clock; `weights` = hash of the weights that it serves."""
+    `since_s` = seconds since then on the caller's clock."""
 
     id: str
     version: int
@@ -77,34 +66,23 @@ class EngineState:
     healthy: bool = True
     updating: bool = False
     since_s: float = 0.0
-    weights: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionProbe:
-    """The announcement of a publish: the version, the hash of its weights, and its distance from earlier versions: mean
-    KL in nats per token, measured by the trainer on recent prompts. A version that is not listed counts as far away."""
+    """A published version and its distance from earlier versions: mean KL in nats per token, measured by the trainer on
+    recent prompts. A version that is not listed counts as far away."""
 
     version: int
-    weights: str
     divergence: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """`update`: engines that load the version now. `relabel`: engines that have its weights already. `wait`: all others
-    that lag. `blocked`: engines that may not generate until they are updated, including those in `update`. `drain`:
-    engines that take no new trajectories."""
+    """`update`: engines that load the version now. `drain`: engines that take no new trajectories."""
 
     update: Mapping[str, UpdateReason]
-    relabel: Mapping[str, UpdateReason]
-    wait: Mapping[str, UpdateReason]
-    blocked: frozenset[str]
     drain: frozenset[str] = frozenset()
-
-    def serving(self, engines: Sequence[EngineState]) -> tuple[str, ...]:
-        """Healthy engines that generate while the plan is carried out."""
-        return tuple(e.id for e in engines if e.healthy and e.id not in self.blocked)
 
 
 class UpdatePolicy(Protocol):
@@ -118,11 +96,7 @@ class AllAtOnce:
     """Suspend all, update all, resume all: no engine generates until the last has the version."""
 
     def plan(self, engines: Sequence[EngineState], *, version: int, alpha: int) -> UpdatePlan:
-        lag = _Lag(engines, version, alpha)
-        update = {e.id: UpdateReason.NEW_VERSION for e in lag.behind}
-        unfinished = bool(update) or any(e.updating and e.healthy for e in engines)
-        blocked = frozenset(e.id for e in engines) if unfinished else frozenset[str]()
-        return UpdatePlan(update, {}, lag.waiting, blocked)
+        return UpdatePlan({e.id: UpdateReason.NEW_VERSION for e in _behind(engines, version)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,24 +106,19 @@ class Delayed:
 
     longest_s: float
 
-    def __post_init__(self) -> None:
-        if not self.longest_s >= 0:
-            raise ValueError(f"longest_s {self.longest_s} must not be negative")
-
     def plan(self, engines: Sequence[EngineState], *, version: int, alpha: int) -> UpdatePlan:
-        lag = _Lag(engines, version, alpha)
-        update, wait = {}, dict(lag.waiting)
-        for e in lag.behind:
-            if e.id in lag.too_old:
+        update: dict[str, UpdateReason] = {}
+        drain: set[str] = set()
+        for e in _behind(engines, version):
+            if version - e.version > alpha:
                 update[e.id] = UpdateReason.ALPHA
             elif e.busy == 0:
                 update[e.id] = UpdateReason.IDLE
             elif e.since_s >= self.longest_s:
                 update[e.id] = UpdateReason.WAITED
             else:
-                wait[e.id] = UpdateReason.ITERATION
-        drain = frozenset(n for n, why in wait.items() if why is UpdateReason.ITERATION)
-        return UpdatePlan(update, {}, wait, lag.blocked(update), drain)
+                drain.add(e.id)
+        return UpdatePlan(update, frozenset(drain))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,33 +134,21 @@ class Staggered:
 
     fraction: float = 0.25
 
-    def __post_init__(self) -> None:
-        if not 0 < self.fraction <= 1:
-            raise ValueError(f"fraction {self.fraction} must lie within (0, 1]")
-
     def plan(self, engines: Sequence[EngineState], *, version: int, alpha: int) -> UpdatePlan:
-        if alpha < 1:
-            raise ValueError(
-                "staggered updates need staleness of at least 1: with 0 no engine may serve an old version"
-            )
-        lag = _Lag(engines, version, alpha)
-        update = {e.id: UpdateReason.ALPHA for e in lag.behind if e.id in lag.too_old}
-        wait = dict(lag.waiting)
+        behind = _behind(engines, version)
+        too_old = {e.id for e in engines if version - e.version > alpha}
+        update = {e.id: UpdateReason.ALPHA for e in behind if e.id in too_old}
         healthy = [e for e in engines if e.healthy]
-        able = [e for e in healthy if e.id not in lag.too_old and not e.updating]
+        able = [e for e in healthy if e.id not in too_old and not e.updating]
         # Engines that update although they could serve: only these count against the fraction.
-        away = sum(e.updating and e.id not in lag.too_old for e in healthy)
+        away = sum(e.updating and e.id not in too_old for e in healthy)
         most = max(int(self.fraction * len(healthy)), 1)
-        for e in sorted(lag.behind, key=lambda e: (e.version, e.busy, e.id)):
-            if e.id in update:
-                continue
-            if away < most and (len(able) > 1 or len(healthy) == 1):
+        for e in sorted(behind, key=lambda e: (e.version, e.busy, e.id)):
+            if e.id not in update and away < most and (len(able) > 1 or len(healthy) == 1):
                 update[e.id] = UpdateReason.NEW_VERSION
                 able.remove(e)
                 away += 1
-            else:
-                wait[e.id] = UpdateReason.TURN
-        return UpdatePlan(update, {}, wait, lag.blocked(update))
+        return UpdatePlan(update)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,25 +163,14 @@ class OnDivergence:
     threshold: float
     reserve: int = 1
 
-    def __post_init__(self) -> None:
-        if not self.threshold >= 0 or self.reserve < 0:
-            raise ValueError(f"threshold {self.threshold} and reserve {self.reserve} must not be negative")
-
     def plan(self, engines: Sequence[EngineState], *, version: int, alpha: int) -> UpdatePlan:
-        if self.probe.version != version:
-            raise ValueError(f"the probe is of version {self.probe.version}, current is {version}")
-        lag = _Lag(engines, version, alpha)
-        update, relabel, wait = {}, {}, dict(lag.waiting)
-        for e in lag.behind:
-            if e.weights and e.weights == self.probe.weights:
-                relabel[e.id] = UpdateReason.SAME_WEIGHTS
-            elif version - e.version > max(alpha - self.reserve, 0):
+        update = {}
+        for e in _behind(engines, version):
+            if version - e.version > max(alpha - self.reserve, 0):
                 update[e.id] = UpdateReason.ALPHA
             elif not self.probe.divergence.get(e.version, math.inf) <= self.threshold:
                 update[e.id] = UpdateReason.DIVERGED
-            else:
-                wait[e.id] = UpdateReason.CLOSE
-        return UpdatePlan(update, relabel, wait, lag.blocked(update) - relabel.keys())
+        return UpdatePlan(update)
 
 
 def may_publish(engines: Sequence[EngineState], *, version: int, alpha: int) -> bool:
@@ -235,20 +181,11 @@ def may_publish(engines: Sequence[EngineState], *, version: int, alpha: int) -> 
     return serves or alpha == 0 or not any(e.updating for e in healthy)
 
 
-class _Lag:
-    """The common part of all policies: engines that lag, may not generate, or cannot be updated now."""
-
-    def __init__(self, engines: Sequence[EngineState], version: int, alpha: int) -> None:
-        if ahead := sorted(e.id for e in engines if e.version > version):
-            raise ValueError(f"engines {ahead} are past version {version}")
-        self.behind = [e for e in engines if e.version < version and e.healthy and not e.updating]
-        self.too_old = frozenset(e.id for e in engines if version - e.version > alpha)
-        self.waiting = {e.id: UpdateReason.UPDATING for e in engines if e.healthy and e.updating}
-        self.waiting |= {e.id: UpdateReason.DOWN for e in engines if not e.healthy and e.version < version}
-
-    def blocked(self, update: Mapping[str, UpdateReason]) -> frozenset[str]:
-        updating = {n for n, why in self.waiting.items() if why is UpdateReason.UPDATING}
-        return self.too_old | updating | update.keys()
+def _behind(engines: Sequence[EngineState], version: int) -> list[EngineState]:
+    """The engines that lag and can be updated now. An engine that is down loads the current version when it returns."""
+    if ahead := sorted(e.id for e in engines if e.version > version):
+        raise ValueError(f"engines {ahead} are past version {version}")
+    return [e for e in engines if e.version < version and e.healthy and not e.updating]
 
 
 @dataclass(slots=True)
@@ -282,7 +219,7 @@ class RollingUpdater(WeightUpdates):
         self._policy = policy
         self._alpha = alpha
         self.probes = isinstance(policy, OnDivergence)
-        self._measured = VersionProbe(-1, "", {})
+        self._measured = VersionProbe(-1, {})
         """The probe of the next version; the policy has the probe of the current one."""
         self._weights: WeightsRef | None = None
         self._since = 0.0
@@ -306,7 +243,7 @@ class RollingUpdater(WeightUpdates):
     def measured(self, version: int, divergence: Mapping[int, float]) -> None:
         """Record the divergence of the next version from earlier ones: mean KL in nats per token."""
         if self.probes:
-            self._measured = VersionProbe(version, "", divergence)
+            self._measured = VersionProbe(version, divergence)
             self._emit("weights_probe", f"v{version}", **{f"kl_v{v}": round(kl, 6) for v, kl in divergence.items()})
 
     async def ready(self, version: int) -> None:
@@ -320,7 +257,7 @@ class RollingUpdater(WeightUpdates):
         if isinstance(self._policy, OnDivergence):
             found = self._measured
             if found.version != weights.version:  # not measured: treated as a large divergence
-                found = VersionProbe(weights.version, "", {})
+                found = VersionProbe(weights.version, {})
             self._policy = dataclasses.replace(self._policy, probe=found)
         self._since = asyncio.get_running_loop().time()
         self._iteration = _Iteration()

@@ -22,7 +22,7 @@ from rollart.leases import Leases
 from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import EngineId, WeightsRef
 from rollart.policy.routing import RoutingPolicy
-from rollart.policy.schedules import SCHEDULES
+from rollart.policy.schedules import resolve
 from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenizer
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.kv_admission import ConcurrencySettings
@@ -143,8 +143,13 @@ class SimulatedRun:
             self.shares[engine.id] = EngineShares(clock, clock=loop.time)
             self.control.gateway.join(engine, version=version, shares=self.shares[engine.id])
         try:
-            session = self.control.session(supervisor=self.supervisor, parts=parts)
-            running = session.run(step=recovered.step if recovered else 0, steps=self.steps, recovered=recovered)
+            running = self.control.run(
+                step=recovered.step if recovered else 0,
+                steps=self.steps,
+                recovered=recovered,
+                supervisor=self.supervisor,
+                parts=parts,
+            )
             await (running if self.hosts is None else self._on_hosts(self.hosts, running))
         finally:
             if self.site is not None:
@@ -162,7 +167,7 @@ class SimulatedRun:
         schedule = SchedulerSettings(
             seed=0,
             steps=self.steps,
-            rules=SCHEDULES[self.schedule](self.alpha),
+            rules=resolve(self.schedule, self.alpha),
             max_attempts=self.max_attempts,
             max_fault_rate=self.max_fault_rate,
         )

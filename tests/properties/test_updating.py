@@ -24,8 +24,8 @@ POLICIES: dict[str, Callable[[], UpdatePolicy]] = {
     "patient": lambda: Delayed(1e6),
     "staggered": lambda: Staggered(0.3),
     "half": lambda: Staggered(0.5),
-    "near": lambda: OnDivergence(VersionProbe(-1, "", {}), 0.0015),
-    "far": lambda: OnDivergence(VersionProbe(-1, "", {}), 1.0),
+    "near": lambda: OnDivergence(VersionProbe(-1, {}), 0.0015),
+    "far": lambda: OnDivergence(VersionProbe(-1, {}), 1.0),
 }
 
 
@@ -249,7 +249,7 @@ def test_the_end_of_the_run_needs_no_engine_to_be_current() -> None:
 
 def loads(alpha: int, threshold: float | None, steps: int = 12) -> int:
     """Loads of weights by all three engines, of versions 1.00e-3 nats apart."""
-    updates = None if threshold is None else OnDivergence(VersionProbe(-1, "", {}), threshold)
+    updates = None if threshold is None else OnDivergence(VersionProbe(-1, {}), threshold)
     world = make_simulated_run(
         quotas={"a": (8, 2)},
         alpha=alpha,

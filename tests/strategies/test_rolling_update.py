@@ -75,7 +75,7 @@ def test_an_engine_lost_while_it_loads_is_down_though_it_answers(updates: Update
 
 def test_what_was_measured_of_the_next_version_outlives_what_happens_before_it_is_current() -> None:
     async def main() -> list[int]:
-        fleet = Fleet(OnDivergence(VersionProbe(-1, "", {}), 0.1))
+        fleet = Fleet(OnDivergence(VersionProbe(-1, {}), 0.1))
         updates = fleet.gateway.updates
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(updates.run())
@@ -135,7 +135,7 @@ def test_a_version_whose_last_engine_left_for_good_is_loaded_by_another() -> Non
     """e0 has v1 and a trajectory that began with it, e1 is close and would not load: it does, at once."""
 
     async def main() -> tuple[float, list[int], dict[str, object]]:
-        fleet = Fleet(OnDivergence(VersionProbe(-1, "", {}), 0.1), alpha=4)
+        fleet = Fleet(OnDivergence(VersionProbe(-1, {}), 0.1), alpha=4)
         updates, now = fleet.gateway.updates, asyncio.get_running_loop().time
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(updates.run())
