@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from placement.types import Role
 from rollart.launch.hosts import ENVIRONMENT_ROLE, host_count, initial_function_hosts
@@ -39,18 +38,19 @@ def fault_targets(resolved: Resolved) -> dict[str, tuple[str, ...]]:
                 machines.setdefault(f"machine-{a.pool}-{number}", []).append(a.name)
     if resolved.cluster.runtime.elastic is not None:
         machines = {name: [name, *machines.get(name, [])] for name in cluster_machines(resolved)}
-    links = [
-        f"{LINK}weights",
-        *(f"{LINK}weights-{a.name}" for a in resolved.plan.assignments if a.role in SERVING_ROLES),
-    ]
+    engines = [a.name for a in resolved.plan.assignments if a.role in SERVING_ROLES]
+    links = [f"{LINK}weights", *(f"{LINK}weights-{name}" for name in engines)]
     links += [f"{LINK}kv-{a}-{b}" for a, b in kv_pairs(resolved)]
     return {
         **found,
-        **{name: (name,) for name in (f"{ENVIRONMENT_ROLE}-{n}" for n in range(host_count(resolved)))},
-        **{name: (name,) for name in simulated_function_hosts(resolved)},
+        **{name: (name,) for name in (*_environment_hosts(resolved), *simulated_function_hosts(resolved))},
         **{name: tuple(own) for name, own in sorted(machines.items())},
         **{name: (name,) for name in links},
     }
+
+
+def _environment_hosts(resolved: Resolved) -> list[str]:
+    return [f"{ENVIRONMENT_ROLE}-{n}" for n in range(host_count(resolved))]
 
 
 def simulated_function_hosts(resolved: Resolved) -> tuple[str, ...]:
@@ -96,17 +96,16 @@ def machine_name(resolved: Resolved, pool: str, device: int) -> str:
 
 
 class SimulationFaults:
-    """The fault plan of one simulation. `hosts` and `resets` configure its environments. Call `begin` once the run is
-    made, and `losses` after it."""
+    """The fault plan of one simulation. `hosts` run its environments. Call `begin` once the run is made, and `losses`
+    after it."""
 
     def __init__(self, plan: FaultPlanSpec, resolved: Resolved, seed: int) -> None:
         self.plan, self._resolved = plan, resolved
         # Simulations with different seeds under one plan get different faults.
         self._seed = plan.seed * 1_000_003 + seed
         self._faults = FaultPlan({})
-        launched = [f"{ENVIRONMENT_ROLE}-{n}" for n in range(host_count(resolved))]
-        names = launched or [f"host-{n}" for n in range(plan.hosts)]
-        self.hosts: Sequence[SimulatedHost] = [SimulatedHost(name) for name in names]
+        names = _environment_hosts(resolved) or [f"host-{n}" for n in range(plan.hosts)]
+        self.hosts = [SimulatedHost(name) for name in names]
         self.machines: MachineInventory | None = None
         if resolved.cluster.runtime.elastic is not None:
             self.machines = MachineInventory(cluster_machines(resolved))
@@ -121,14 +120,8 @@ class SimulationFaults:
         entries: Sequence[OutageSpec | RateSpec] = [*self.plan.outages, *self.plan.rates]
         return len(names) > 1 or any(matching_names(pattern, names) for entry in entries for pattern in entry.parts)
 
-    @property
-    def background_tasks(self) -> Sequence[Callable[[], Coroutine[Any, Any, None]]]:
-        return [lambda: self._faults.run()] if self.plan.outages or self.plan.rates else []
-
-    def begin(
-        self, run: ModelledRun, links: Mapping[str, SharedLink], workers: SimulatedMachines | None = None
-    ) -> None:
-        """`workers`: the hosts of function workers."""
+    def begin(self, run: ModelledRun, links: Mapping[str, SharedLink], workers: SimulatedMachines | None) -> None:
+        """Run the plan beside the run. `workers`: the hosts of function workers."""
         subjects: dict[str, FaultTarget] = {h.name: host_target(h) for h in self.hosts}
         if workers is not None:
             subjects |= {
@@ -143,7 +136,7 @@ class SimulationFaults:
                 subjects[name] = FaultTarget(partial(machines.go, name), partial(machines.come, name))
                 subjects[f"{name} to go"] = FaultTarget(partial(machines.warn, name), lambda: None)
         members = {**fault_targets(self._resolved), **{h.name: (h.name,) for h in self.hosts}}
-        narrow = {name: _DegradedLink(of) for name, of in links.items()}
+        remaining: dict[str, list[float]] = {name: [] for name in links}
 
         def named(entry: OutageSpec | RateSpec) -> list[tuple[str, ...]]:
             """The subjects of an entry; a link has one subject for each share of bandwidth that a fault leaves."""
@@ -151,18 +144,17 @@ class SimulationFaults:
             for pattern in entry.parts:
                 for name in matching_names(pattern, members):
                     if name.startswith(LINK):
-                        if name not in narrow:
+                        if name not in links:
                             continue  # a replay uses recorded publishes, without links
                         subject = f"{name} at {entry.left:g}" if entry.left else name
-                        subjects[subject] = narrow[name].subject(entry.left)
+                        subjects[subject] = _link_target(links[name], remaining[name], entry.left)
                         found[(subject,)] = None
                     else:
                         found[members[name]] = None
             return list(found)
 
         outages = [
-            Outage([n for names in named(o) for n in names], o.at_s, math.inf if o.seconds is None else o.seconds)
-            for o in self.plan.outages
+            Outage([n for names in named(o) for n in names], o.at_s, o.seconds or math.inf) for o in self.plan.outages
         ]
         for outage, of in zip(self.plan.outages, list(outages), strict=True):
             warned = [f"{name} to go" for name in of.subjects if f"{name} to go" in subjects]
@@ -170,6 +162,7 @@ class SimulationFaults:
                 outages.append(Outage(warned, max(0.0, outage.at_s - outage.warning_s), outage.warning_s))
         rates = [FaultRate(named(r), r.every_s, r.seconds) for r in self.plan.rates]
         self._faults = FaultPlan(subjects, outages, rates, seed=self._seed)
+        run.background = [self._faults.run] if outages or rates else []
 
     def losses(self, run: ModelledRun) -> ObservedFaults | None:
         """The counted losses; None for an empty fault plan."""
@@ -181,39 +174,29 @@ class SimulationFaults:
         for occurrence in self._faults.happened:
             if occurrence.subject.endswith(" to go"):
                 continue
-            kind = _kind(occurrence.subject)
+            kind = occurrence.subject.partition("-")[0]  # `engine` of `engine-12`, `link` of `link-weights`
             if not occurrence.up:
                 outages[kind] += 1
                 since[occurrence.subject] = occurrence.t
             else:
                 down_s[kind] += occurrence.t - since.pop(occurrence.subject)
         for subject, t in since.items():
-            down_s[_kind(subject)] += max(0.0, run.ended - t)
+            down_s[subject.partition("-")[0]] += max(0.0, run.ended - t)
         engines = [placed.engine for placed in run.engines]
         return ObservedFaults(
             outages, down_s, sum(e.lost_tokens for e in engines), sum(e.lost_kv_tokens for e in engines)
         )
 
 
-class _DegradedLink:
-    """A link under concurrent faults: the lowest remaining share applies."""
+def _link_target(link: SharedLink, remaining: list[float], left: float) -> FaultTarget:
+    """A link that keeps the share `left`; under concurrent faults, the lowest of the `remaining` shares."""
 
-    def __init__(self, of: SharedLink) -> None:
-        self._link = of
-        self._remaining: list[float] = []
+    def down() -> None:
+        remaining.append(left)
+        link.rate = min(remaining)
 
-    def subject(self, left: float) -> FaultTarget:
-        def down() -> None:
-            self._remaining.append(left)
-            self._link.rate = min(self._remaining)
+    def up() -> None:
+        remaining.remove(left)
+        link.rate = min(remaining, default=1.0)
 
-        def up() -> None:
-            self._remaining.remove(left)
-            self._link.rate = min(self._remaining, default=1.0)
-
-        return FaultTarget(down, up)
-
-
-def _kind(subject: str) -> str:
-    """`engine_target` of `engine_target-12`, `link` of `link-weights`."""
-    return subject.split("-", 1)[0]
+    return FaultTarget(down, up)

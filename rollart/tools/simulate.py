@@ -163,7 +163,6 @@ def simulate(
                     nodes=nodes,
                     on_step=on_step,
                     lent_speed=world.lent_speed,
-                    background=simulation_faults.background_tasks,
                     hosts=hosts,
                     autoscalers=None
                     if nodes is None
