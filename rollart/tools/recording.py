@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 from rollart.errors import UsageError
 from rollart.ledger.intervals import ResourceState
@@ -87,12 +88,7 @@ def read_recording(directory: Path) -> RecordedRun:
         _function_profiles(calls),
         Counter(c.provider for c in calls).most_common(1)[0][0] if calls else "",
         _recorded_timings(
-            intervals,
-            done,
-            began,
-            [row.tokens for row in trained],
-            figures,
-            math.fsum(row.engine_seconds for row in rows) / len(rows),
+            intervals, done, began, [row.tokens for row in trained], fmean(row.engine_seconds for row in rows)
         ),
         figures,
         max(starts, 1),
@@ -103,7 +99,9 @@ def loop_figures(
     intervals: Sequence[Interval], began: float, ended: float, *, steps: int, waited_s: float, wall_s: float, usd: float
 ) -> RunTotals:
     """Figures of a training loop between two moments, in a run of `wall_s` seconds and `usd` dollars overall."""
-    inside = [i for i in (_clipped(i, began, ended) for i in intervals) if i is not None]
+    inside = [
+        replace(i, t0=max(i.t0, began), t1=min(i.t1, ended)) for i in intervals if max(i.t0, began) < min(i.t1, ended)
+    ]
     engines = [i for i in inside if i.role in ENGINE_ROLES]
     outside_usd = math.fsum(i.usd for i in intervals) - math.fsum(i.usd for i in inside)
     return RunTotals(
@@ -119,20 +117,8 @@ def loop_figures(
     )
 
 
-def engine_s_per_trajectory(directory: Path) -> float:
-    """Busy engine-seconds per finished training trajectory."""
-    with LedgerReader(directory) as reader:
-        rows = reader.finished()
-    return math.fsum(row.engine_seconds for row in rows) / len(rows)
-
-
 def _recorded_timings(
-    intervals: Sequence[Interval],
-    done: Sequence[RunEvent],
-    began: float,
-    tokens: Sequence[int],
-    figures: RunTotals,
-    engine_s: float,
+    intervals: Sequence[Interval], done: Sequence[RunEvent], began: float, tokens: Sequence[int], engine_s: float
 ) -> RecordedTimings:
     busy = [i for i in intervals if i.role == "trainer" and i.state == ResourceState.BUSY]
     sync = [i for i in intervals if i.role == "trainer" and i.state == ResourceState.SYNC]
@@ -170,27 +156,19 @@ def fit_trainer_speed(tokens: Sequence[int], seconds: Sequence[float]) -> Measur
 def _function_profiles(calls: Sequence[Invocation]) -> dict[str, Profile]:
     """Timing of each function as means over its calls: billed time per call, the remaining time of a warm call, and a
     cold start."""
-    found = {}
-    for name in sorted({c.function for c in calls}):
-        own = [c for c in calls if c.function == name and c.status == "ok"]
-        warm = [c for c in own if not c.cold_start_s]
+    served, found = [c for c in calls if c.status == "ok"], {}
+    for name in sorted({c.function for c in served}):
+        own = [c for c in served if c.function == name]
+        warm = [c.t1 - c.t0 for c in own if not c.cold_start_s]
         cold = [c.cold_start_s for c in own if c.cold_start_s]
-        if not own:
-            continue
-        billed = math.fsum(c.billed_s - c.start_billed_s for c in own) / len(own)
-        took = math.fsum(c.t1 - c.t0 for c in warm) / len(warm) if warm else billed
+        billed = fmean(c.billed_s - c.start_billed_s for c in own)
         found[name] = Profile(
-            cold_start_s=math.fsum(cold) / len(cold) if cold else 0.0,
+            cold_start_s=fmean(cold) if cold else 0.0,
             call_s=billed,
             item_s=0.0,
-            overhead_s=max(0.0, took - billed),
+            overhead_s=max(0.0, fmean(warm) - billed) if warm else 0.0,
         )
     return found
-
-
-def _clipped(i: Interval, t0: float, t1: float) -> Interval | None:
-    a, b = max(i.t0, t0), min(i.t1, t1)
-    return replace(i, t0=a, t1=b) if b > a else None
 
 
 def seconds_within(intervals: Iterable[Interval], t0: float, t1: float) -> float:

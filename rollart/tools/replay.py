@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from placement.roofline import Calibration, Constants
 from rollart.errors import UsageError, did_you_mean
@@ -18,7 +19,7 @@ from rollart.ledger.reader import LedgerReader
 from rollart.report.cost import cost_lines
 from rollart.report.profile import profiles_of
 from rollart.report.rows import collect
-from rollart.report.simulation import RunTotals, SimulationCheck
+from rollart.report.simulation import SimulationCheck
 from rollart.settings.planning import Specs, planning_problem
 from rollart.settings.resolve import (
     Resolved,
@@ -28,8 +29,8 @@ from rollart.settings.resolve import (
     resolve_saved,
     resolve_specs,
 )
-from rollart.tools.recording import RecordedRun, engine_s_per_trajectory, loop_figures, read_recording
-from rollart.tools.simulate import ReplayPlan, SimulationResult, simulate
+from rollart.tools.recording import RecordedRun, loop_figures, read_recording
+from rollart.tools.simulate import ReplayPlan, simulate
 
 RESOLVED_FILE = "resolved.yaml"
 """A run's resolved specs at its start."""
@@ -124,14 +125,10 @@ def check_replay(prepared: PreparedReplay) -> SimulationCheck:
     with tempfile.TemporaryDirectory(prefix="rollart-check-") as scratch:
         steps = recording.totals.steps
         done = simulate(resolved, Path(scratch), seed=resolved.run.seed, steps=steps, replay=replay)
-        return SimulationCheck(recording.totals, _simulated_figures(done))
-
-
-def _simulated_figures(done: SimulationResult) -> RunTotals:
-    with LedgerReader(done.directory) as reader:
-        intervals = reader.intervals()
-        usd = sum(line.usd for line in cost_lines(collect(reader, done.directory.name)))
-    return loop_figures(
+        with LedgerReader(done.directory) as reader:
+            intervals = reader.intervals()
+            usd = sum(line.usd for line in cost_lines(collect(reader, done.directory.name)))
+    figures = loop_figures(
         intervals,
         0.0,
         done.steps[-1].ended,
@@ -140,6 +137,7 @@ def _simulated_figures(done: SimulationResult) -> RunTotals:
         wall_s=done.seconds,
         usd=usd,
     )
+    return SimulationCheck(recording.totals, figures)
 
 
 def _with_problem(resolved: Resolved, directory: Path) -> Resolved:
@@ -170,7 +168,8 @@ def _fitted_pace(resolved: Resolved, recording: RecordedRun) -> float:
         with tempfile.TemporaryDirectory(prefix="rollart-replay-") as scratch:
             replay = ReplayPlan(recording, pace=pace)
             done = simulate(resolved, Path(scratch), seed=resolved.run.seed, steps=steps, replay=replay)
-            found = engine_s_per_trajectory(done.directory)
+            with LedgerReader(done.directory) as reader:
+                found = fmean(row.engine_seconds for row in reader.finished())
         missing = wanted / found if found > 0 and wanted > 0 else 1.0
         best = min(best, (abs(missing - 1.0), pace))
         if best[0] < PACE_TOLERANCE:

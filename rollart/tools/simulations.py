@@ -118,7 +118,12 @@ def _run_in_processes(
     by_task: dict[int, SimulationFigures] = {}
     spawn = multiprocessing.get_context("spawn")
     queue: Queue[TaskProgress | None] = spawn.Queue()
-    watcher = threading.Thread(target=_forward_progress, args=(queue, on_progress), name="progress", daemon=True)
+
+    def forward() -> None:
+        while (progress := queue.get()) is not None:
+            on_progress(progress)
+
+    watcher = threading.Thread(target=forward, name="progress", daemon=True)
     watcher.start()
     with ProcessPoolExecutor(count, spawn, initializer=_init_worker, initargs=(queue,)) as pool:
         try:
@@ -153,11 +158,6 @@ def _init_worker(queue: Queue[TaskProgress | None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     queue.cancel_join_thread()
     _progress_queue = queue
-
-
-def _forward_progress(queue: Queue[TaskProgress | None], on_progress: ProgressWatcher) -> None:
-    while (progress := queue.get()) is not None:
-        on_progress(progress)
 
 
 def _report_progress(progress: TaskProgress) -> None:
