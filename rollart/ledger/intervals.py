@@ -131,16 +131,12 @@ class EngineShares:
 
     def begin(self, request: str) -> None:
         """The request is in flight from now on. ValueError if it already is."""
-        entered = self._entered
-        if request in entered:
+        if request in self._entered:
             raise ValueError(f"request {request} is already in flight")
-        if entered:
-            self._advance()
-            entered[request] = self._grown
-            return
-        self._at = self._clock()
-        entered[request] = self._grown
-        self._settle()
+        self._advance()
+        self._entered[request] = self._grown
+        if len(self._entered) == 1:
+            self._settle()
 
     def end(self, request: str) -> float:
         """The request has ended; returns its share in engine seconds, or 0 if it was not in flight."""

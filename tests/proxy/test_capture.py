@@ -14,7 +14,7 @@ from rollart.adapters.proxy.capture import CapturedTurn, SessionCapture, TurnRel
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import BadRequest, Message, PromptInput, ToolCall
 from rollart.adapters.proxy.sessions import truncate_at_stops
-from rollart.adapters.proxy.tool_calls import PARSERS
+from rollart.adapters.proxy.tool_calls import parse_answer
 from rollart.model import Completion, FinishReason, SegmentKind, VersionSpan
 from rollart.quickstart.tokenizer import write_tokenizer
 from tests.proxy.scripted import CALL, END, TEMPLATE, spelling
@@ -48,7 +48,7 @@ def letters(form: ChatFormat, text: str, *, end: bool = True) -> Completion:
 
 def say(capture: SessionCapture, form: ChatFormat, prompt: PromptInput, text: str, *, end: bool = True) -> CapturedTurn:
     completion = letters(form, text, end=end)
-    content, calls = form.parse(text) if prompt.tools else (text, ())
+    content, calls = parse_answer(form.spelling, text) if prompt.tools else (text, ())
     return capture.keep(capture.plan(prompt), completion, Message("assistant", content, calls))
 
 
@@ -258,6 +258,6 @@ def test_it_renders_as_transformers_does(directory: Path, form: ChatFormat) -> N
 @pytest.mark.parametrize("odd", ['"\\ud83d"', "NaN", "1e999", "[" * 3000, "[" * 3000 + "]" * 3000])
 def test_what_only_python_takes_for_json_is_said_and_no_call(odd: str) -> None:
     said = f'{{"name": "f", "arguments": {{"x": {odd}}}}}'
-    assert PARSERS["json"](said) == (said, ())
+    assert parse_answer("json", said) == (said, ())
     called = f"<tool_call>{said}</tool_call>"
-    assert PARSERS["hermes"](called) == (called, ())
+    assert parse_answer("hermes", called) == (called, ())

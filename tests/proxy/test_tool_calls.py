@@ -19,7 +19,7 @@ from rollart.adapters.proxy.messages import (
     ToolCall,
     ToolCallStart,
 )
-from rollart.adapters.proxy.tool_calls import PARSERS, PartialJsonScanner, ToolCallParser, merge_events
+from rollart.adapters.proxy.tool_calls import PartialJsonScanner, ToolCallParser, merge_events, parse_answer
 
 json_values = st.recursive(
     st.none()
@@ -113,7 +113,7 @@ def test_however_it_is_cut_it_says_the_same(text: str, cuts: list[int], spelling
     for said in (whole, cut):
         _well_formed(said)
     assert _nothing_lost(text, merge_events(whole), reader)
-    content, calls = PARSERS[spelling](text)
+    content, calls = parse_answer(spelling, text)
     if all(call.whole for call in _calls(whole)):
         assert (content, calls) == ("".join(p for p in merge_events(whole) if isinstance(p, str)), tuple(_calls(whole)))
 
@@ -217,7 +217,7 @@ def test_a_call_that_breaks_off_keeps_what_was_given_out(said: str, content: str
     assert [p for p in parts if isinstance(p, str)] == ([rest] if rest else [])
     (call,) = [p for p in parts if isinstance(p, ToolCall)]
     assert (call.arguments, call.whole) == (arguments, False)
-    assert PARSERS["hermes"](text) == (text, ()), "it is captured as the text that it is"
+    assert parse_answer("hermes", text) == (text, ()), "it is captured as the text that it is"
 
 
 @pytest.mark.slow

@@ -33,7 +33,7 @@ from typing import Any
 
 from rollart.adapters.envs.lookup import attribute_at
 from rollart.adapters.envs.split import held_out_item, held_out_seed
-from rollart.adapters.proxy.tool_calls import PARSERS, AnswerParser
+from rollart.adapters.proxy.tool_calls import SPELLINGS, parse_answer
 from rollart.errors import one_line
 from rollart.model import Observation, Step
 
@@ -68,10 +68,9 @@ class VerifiersText:
     ) -> None:
         self._loaded = load_verifiers_environment(env, env_args or {})
         self._render = renderer(render)
-        if tools not in PARSERS:
-            raise ValueError(f"tools is {tools!r} (rule: one of {', '.join(PARSERS)})")
-        self._parse = PARSERS[tools]
-        self._success_at, self._max_tokens = success_at, max_tokens
+        if tools not in SPELLINGS:
+            raise ValueError(f"tools is {tools!r} (rule: one of {', '.join(SPELLINGS)})")
+        self._tools, self._success_at, self._max_tokens = tools, success_at, max_tokens
         self._row: Mapping[str, Any] = {}
         self._conversation: Conversation | None = None
         self._task: asyncio.Task[Any] | None = None
@@ -81,7 +80,7 @@ class VerifiersText:
         await self.close()
         self._row = self._loaded.row(random.Random(seed), held_out=held_out_seed(seed))
         conversation = self._conversation = Conversation()
-        client = _client_class()(conversation, self._parse)
+        client = _client_class()(conversation, self._tools)
         # The environment's own program: it runs from this reset until close, across the caller's calls.
         rollout = self._loaded.env.rollout(self._row, client, "policy", {})
         self._task = asyncio.get_running_loop().create_task(rollout, name="verifiers rollout")
@@ -360,9 +359,9 @@ def _client_class() -> Any:
     class Policy(Client):  # type: ignore[misc]
         """Answers with the policy's text."""
 
-        def __init__(self, conversation: Conversation, parse: AnswerParser) -> None:
+        def __init__(self, conversation: Conversation, spelling: str) -> None:
             super().__init__(conversation)
-            self._parse = parse
+            self._spelling = spelling
 
         def setup_client(self, config: Any) -> Any:
             raise AssertionError("made with its conversation")
@@ -377,7 +376,7 @@ def _client_class() -> Any:
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **kwargs: Any
         ) -> Any:
             text = await self.client.ask(ModelRequest(tuple(prompt), tuple(tools or ())))
-            return text, self._parse(text) if tools else (text, ())
+            return text, parse_answer(self._spelling, text) if tools else (text, ())
 
         async def raise_from_native_response(self, response: Any) -> None:
             return None

@@ -147,13 +147,15 @@ def _fraction(value: Any) -> float:
     return found
 
 
-def _integer(least: int) -> Callable[[Any], int]:
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= MAX_INTEGER:
-            raise ValueError(f"is {value!r} (rule: a whole number, at least {least})")
+def rule(permits: Callable[[Any], bool], text: str) -> PlainValidator:
+    """The validator of a value that must follow a rule; `text` names it."""
+
+    def check(value: Any) -> Any:
+        if not permits(value):
+            raise ValueError(f"is {value!r} (rule: {text})")
         return value
 
-    return check
+    return PlainValidator(check)
 
 
 def _stop_texts(value: Any) -> tuple[str, ...]:
@@ -222,8 +224,12 @@ def only(served: Any) -> AfterValidator:
 
 Number = Annotated[float, PlainValidator(_number)]
 Fraction = Annotated[float, PlainValidator(_fraction)]
-Count = Annotated[int, PlainValidator(_integer(1))]
-Seed = Annotated[int, PlainValidator(_integer(0))]
+Count = Annotated[
+    int, rule(lambda value: type(value) is int and 1 <= value <= MAX_INTEGER, "a whole number, at least 1")
+]
+Seed = Annotated[
+    int, rule(lambda value: type(value) is int and 0 <= value <= MAX_INTEGER, "a whole number, at least 0")
+]
 Flag = Annotated[bool, PlainValidator(bool)]
 Text = Annotated[str, PlainValidator(lambda value: str(value or ""))]
 Content = Annotated[str, PlainValidator(plain_text)]

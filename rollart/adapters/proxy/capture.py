@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import Message, PromptInput
+from rollart.adapters.proxy.tool_calls import parse_answer
 from rollart.model import Completion, FinishReason, Segment, SegmentKind
 
 REFERENCE_BYTES, INTEGER_BYTES, LOGPROB_BYTES = 8, 32, 32
@@ -190,7 +191,7 @@ class SessionCapture:
         if not text.startswith(before):
             raise _RendersDifferently("the template renders earlier answers differently once more messages follow")
         sampled_text, closing = self._split_answer(turn, before[len(turn.planned.text) :])
-        content, calls = self._form.parse(sampled_text) if prompt.tools else (sampled_text, ())
+        content, calls = parse_answer(self._form.spelling, sampled_text) if prompt.tools else (sampled_text, ())
         if (content.strip(), calls) != (turn.answer.content.strip(), turn.answer.calls):
             raise _RendersDifferently("the template renders the answer differently than it was sampled")
         return closing + text[len(before) :]

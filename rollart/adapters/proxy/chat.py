@@ -12,7 +12,6 @@ from typing import Any
 
 from rollart.adapters.proxy.messages import BadRequest, Message, OutputDelta, OutputEvent, OutputPart
 from rollart.adapters.proxy.tool_calls import (
-    PARSERS,
     ToolCallParser,
     merge_events,
     parser_name_for,
@@ -37,7 +36,7 @@ MAX_CHARACTER_TOKENS = 64
 class ChatFormat:
     """Renders with sandboxed Jinja, as transformers does, and encodes with `tokenizer.json`; needs no torch.
 
-    `template` replaces the directory's template; `tools` names one of `PARSERS`, by default the template's format.
+    `template` replaces the directory's template; `tools` names one of `SPELLINGS`, by default the template's format.
     SpecError for a directory without a tokenizer, or an invalid template.
     """
 
@@ -60,7 +59,6 @@ class ChatFormat:
             if config.get(name)
         }
         self.spelling = tools or parser_name_for(source or "")
-        self.parse = PARSERS[self.spelling]
         self.stop_ids = self._stop_ids(folder, config)
         self.stops = {i: self.text((i,)) for i in self.stop_ids}
         """Texts of the stop tokens, by id."""

@@ -4,15 +4,13 @@ that holds them bounds their number and size, and evicts those that have ended o
 from __future__ import annotations
 
 import asyncio
-import math
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol
 
-from pydantic import PlainValidator
-
-from rollart.adapters.proxy.api import RequestBody
+from rollart.adapters.proxy.api import RequestBody, rule
 from rollart.adapters.proxy.capture import CapturedTurn, PlannedTurn, SessionCapture
 from rollart.adapters.proxy.chat import ChatFormat, IncrementalDecoder
 from rollart.adapters.proxy.messages import (
@@ -58,27 +56,17 @@ class SessionPolicy(Protocol):
         """End the session and free its resources."""
 
 
-def _finite_number(value: Any) -> float:
-    try:
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-            return value
-    except OverflowError:  # an integer beyond the range of float
-        pass
-    raise ValueError(f"is {value!r} (rule: a number)")
-
-
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"is {value!r} (rule: true or false)")
-    return value
+def _is_finite(value: Any) -> bool:
+    """False for NaN too, and for an integer beyond the range of float."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 class SessionOutcome(RequestBody):
     """The harness's report about its session, the body of `POST /sessions/SESSION/end`: a reward, and whether the goal
     was reached; None if unknown."""
 
-    reward: Annotated[float | None, PlainValidator(_finite_number)] = None
-    success: Annotated[bool | None, PlainValidator(_boolean)] = None
+    reward: Annotated[float | None, rule(_is_finite, "a number")] = None
+    success: Annotated[bool | None, rule(lambda value: isinstance(value, bool), "true or false")] = None
 
 
 @dataclass(eq=False)
@@ -280,7 +268,13 @@ class SessionCache:
                 break
             if session.busy or self.sessions.get(session.name) is not session:
                 continue  # changed while another eviction was awaited
-            await self._evict(session, why)
+            self.remove(session.name)
+            self.evicted[session.name] = why
+            self.evicted.move_to_end(session.name)
+            if len(self.evicted) > MAX_EVICTED_NAMES:
+                self.evicted.popitem(last=False)
+            self.counts[why] += 1
+            await session.policy.release()
         reason = self._full_reason(1.0 if begins else GROWTH_RESERVE, begins)
         if reason is not None:
             self.counts["refused"] += 1
@@ -298,8 +292,7 @@ class SessionCache:
         lines += [f"rollart_proxy_tokens {self.tokens}", f"rollart_proxy_bytes {self.size}"]
         limits = (("sessions", self.limits.sessions), ("tokens", self.limits.tokens), ("bytes", self.limits.size))
         lines += [f'rollart_proxy_limit{{of="{resource}"}} {most}' for resource, most in limits]
-        given_up = (f'{{why="{why}"}}' for why in ("ended", "idle"))
-        lines += [f"rollart_proxy_given_up_total{label} {self.counts[label]}" for label in given_up]
+        lines += [f'rollart_proxy_given_up_total{{why="{why}"}} {self.counts[why]}' for why in ("ended", "idle")]
         lines += [f"rollart_proxy_refused_total {self.counts['refused']}"]
         return "\n".join(lines) + "\n"
 
@@ -311,12 +304,3 @@ class SessionCache:
             if held >= most * share:
                 return f"its sessions hold {held} {resource} (rule: below {int(most * share)})"
         return None
-
-    async def _evict(self, session: ProxySession, why: str) -> None:
-        self.remove(session.name)
-        self.evicted[session.name] = why
-        self.evicted.move_to_end(session.name)
-        if len(self.evicted) > MAX_EVICTED_NAMES:
-            self.evicted.popitem(last=False)
-        self.counts[f'{{why="{why}"}}'] += 1
-        await session.policy.release()

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from pydantic_core import from_json
@@ -26,8 +25,8 @@ from rollart.adapters.proxy.messages import (
     read_json,
 )
 
-AnswerParser = Callable[[str], tuple[str, tuple[ToolCall, ...]]]
-"""Text in, content and calls out."""
+SPELLINGS = ("hermes", "json", "none")
+"""The formats of tool calls; `ToolCallParser` describes them."""
 
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
 
@@ -65,10 +64,6 @@ def parse_answer(spelling: str, text: str) -> tuple[str, tuple[ToolCall, ...]]:
     parser.feed(text)
     parser.end()
     return parser.content, tuple(call for *_, call in parser.spans)
-
-
-PARSERS: Mapping[str, AnswerParser] = {name: partial(parse_answer, name) for name in ("hermes", "json", "none")}
-"""By spelling; `ToolCallParser` describes them."""
 
 
 def merge_events(events: Sequence[OutputEvent]) -> tuple[OutputPart, ...]:

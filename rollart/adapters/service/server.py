@@ -17,6 +17,7 @@ from aiohttp import web
 from rollart.adapters.service.packed import KIND, columns, decoded, encoded, plain
 from rollart.adapters.service.state import (
     ExperienceRequest,
+    ExperienceRow,
     RequestRefused,
     ServiceSetup,
     ServiceState,
@@ -127,18 +128,12 @@ class ServiceServer:
                 wanted, _seconds(body), lease_s=_number(body["lease_s"]), key=_name(body.get("key") or "")
             )
         packs = KIND in request.headers.get("Accept", "")
-        rows = [
-            [
-                {
-                    "id": row.id,
-                    "group": row.group,
-                    "version": row.version,
-                    "columns": {name: value if packs else plain(value) for name, value in row.values.items()},
-                }
-                for row in batch
-            ]
-            for batch in batches
-        ]
+
+        def row_body(row: ExperienceRow) -> dict[str, Any]:
+            values = row.values if packs else {name: plain(value) for name, value in row.values.items()}
+            return {"id": row.id, "group": row.group, "version": row.version, "columns": values}
+
+        rows = [[row_body(row) for row in batch] for batch in batches]
         answer = {"batches": rows, "version": state.version, "lease": lease}
         if packs:
             return web.Response(body=encoded(answer, [r for batch in rows for r in batch]), content_type=KIND)

@@ -397,7 +397,7 @@ class ServiceState:
             self._return_lease(lease.id)
 
     async def _flush(self) -> None:
-        if self._store.changed:
+        if self._store.pending:
             self._store.meta(counts=dict(self.counts))
         await self._store.flush()
         while self._store.written:

@@ -113,7 +113,8 @@ class ServiceStore:
 
     def _reset_queue(self, last_row: int) -> None:
         self._last = last_row
-        self._pending: list[tuple[str, tuple[Any, ...]]] = []
+        self.pending: list[tuple[str, tuple[Any, ...]]] = []
+        """Changes that no flush has begun to write."""
         self.written: deque[tuple[str, str, SegmentLocation]] = deque()
         """Large values that were written: row, column and location."""
         self._changes = self._flushed = 0
@@ -197,18 +198,13 @@ class ServiceStore:
             return _decode_value(self._segments.read(value.segment, value.offset))
         return value
 
-    @property
-    def changed(self) -> bool:
-        """True if there are changes to flush."""
-        return bool(self._pending)
-
     async def flush(self) -> None:
         """Wait until every change so far is on disk; the changes of several callers share a transaction. If a caller is
         cancelled, e.g. because its client disconnected, the write continues and the next caller waits for it."""
         target = self._changes
         while self._flushed < target and self._broken is None:
             if self._writing is None or self._writing.done():
-                batch, self._pending = self._pending, []
+                batch, self.pending = self.pending, []
                 loop = asyncio.get_running_loop()
                 self._writing = loop.run_in_executor(None, self._write_or_break, batch, self._changes)
             await asyncio.shield(self._writing)
@@ -221,7 +217,7 @@ class ServiceStore:
 
     def _queue(self, statement: str, *values: Any) -> None:
         self._changes += 1
-        self._pending.append((statement, values))
+        self.pending.append((statement, values))
 
     def _write_or_break(self, batch: Sequence[tuple[str, tuple[Any, ...]]], flushed: int) -> None:
         """Runs in a thread, one call at a time."""
