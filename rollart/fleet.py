@@ -13,15 +13,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from rollart.model import EngineId
 
-Strategy = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
-"""Distribution of a group's bundles: on few nodes, on many, all on one, each on its own; the first two are
-best-effort."""
-
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Resources on one node: amounts by resource, on a node with these labels (Ray's grammar). `about` is for
-    errors."""
+    """Resources on one node that are reserved and released together: amounts by resource, on a node with these labels
+    (Ray's grammar). The name is unique in a runtime; `about` is for errors."""
 
     name: str
     resources: Mapping[str, float]
@@ -31,15 +27,6 @@ class Bundle:
     def __str__(self) -> str:
         about = f" ({self.about})" if self.about else ""
         return f"{self.name}{about}: {dict(self.resources)} on a node with {dict(self.labels)}"
-
-
-@dataclass(frozen=True, slots=True)
-class BundleGroup:
-    """Bundles that are reserved and released together. Names of groups and of bundles are unique in a runtime."""
-
-    name: str
-    bundles: tuple[Bundle, ...]
-    strategy: Strategy = "PACK"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rollart.fleet import ActorSpec, BundleGroup, FleetMove, FleetObservation, Node, Proposal, Routes, RuntimeEvent
+from rollart.fleet import ActorSpec, Bundle, FleetMove, FleetObservation, Node, Proposal, Routes, RuntimeEvent
 from rollart.model import (
     Completion,
     CompletionChunk,
@@ -397,15 +397,15 @@ class Runtime(Protocol):
     async def spawn(self, spec: ActorSpec) -> Handle:
         """Start an actor. `UsageError` at once when no node could ever hold it."""
 
-    async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
-        """Reserve room for all of these groups, or for none; `ActorSpec.bundle` names it. `UsageError` at once when the
-        nodes could never hold it, or after `wait_s`, naming the missing resources. When a node dies, its bundles are
-        reserved elsewhere."""
+    async def reserve(self, gang: Sequence[Bundle], *, wait_s: float) -> None:
+        """Reserve room for all of these bundles, or for none; `ActorSpec.bundle` names one. `UsageError` at once when
+        the nodes could never hold it, or after `wait_s`, naming the missing resources. When a node dies, its bundles
+        are reserved elsewhere."""
 
-    async def release(self, group: str) -> None:
-        """Release a group's reservation, once no actor is in it. An unknown name is fine."""
+    async def release(self, bundle: str) -> None:
+        """Release a bundle's reservation, once no actor is in it. An unknown name is fine."""
 
-    def reserved(self, group: str) -> bool: ...
+    def reserved(self, bundle: str) -> bool: ...
 
     def nodes(self) -> Sequence[Node]:
         """`free` of each node excludes reservations and actors outside of reservations."""

@@ -22,7 +22,6 @@ from rollart.errors import PartDied, SpecError, UsageError
 from rollart.fleet import (
     ActorSpec,
     Bundle,
-    BundleGroup,
     EngineKind,
     EngineRole,
     FleetObservation,
@@ -245,20 +244,17 @@ async def open_cluster(
         yield runtime, fitted
 
 
-def plan_bundles(resolved: Resolved) -> list[BundleGroup]:
-    """The bundles of the plan's parts, one group each; all are reserved before the first part starts. Attached servers
-    need none."""
-    attached = attached_urls(resolved)
-    groups = []
+def plan_bundles(resolved: Resolved) -> list[Bundle]:
+    """The bundles of the plan's parts; all are reserved before the first part starts. Attached servers need none."""
+    attached, bundles = attached_urls(resolved), list[Bundle]()
     for a in resolved.plan.assignments:
         if a.name in attached:
             continue
         parts = [(a.name, a)]
         if a.role is Role.TRAINER:  # it may take several hosts
             parts = [(share.name, replace(a, devices=share.devices)) for share in trainer_host_parts(resolved)]
-        for name, part in parts:
-            groups.append(BundleGroup(name, (Bundle(name, *part_resources(resolved, part), about=f"pool '{a.pool}'"),)))
-    return groups
+        bundles += [Bundle(name, *part_resources(resolved, part), about=f"pool '{a.pool}'") for name, part in parts]
+    return bundles
 
 
 async def place_actor(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> Handle:
@@ -277,7 +273,7 @@ async def place_actor(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> 
     elif not runtime.reserved(spec.name):
         pools = [f"'{p.name}'" for p in resolved.cluster.pools if node_selector(resolved, p) == dict(spec.labels)]
         bundle = Bundle(spec.name, spec.resources, spec.labels, about=f"pool {' or '.join(pools)}")
-        await runtime.reserve([BundleGroup(spec.name, (bundle,))], wait_s=limit)
+        await runtime.reserve([bundle], wait_s=limit)
     try:
         async with asyncio.timeout(limit):
             handle = await runtime.spawn(spec if light else replace(spec, bundle=spec.name))

@@ -16,7 +16,7 @@ import pytest
 
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.errors import NoPlace, PartDied, UsageError
-from rollart.fleet import ActorSpec, Bundle, BundleGroup, Node, Strategy
+from rollart.fleet import ActorSpec, Bundle, Node
 from rollart.ports import Runtime
 from rollart.sim import loop as virtual
 from tests.contracts.ray_fixture import RayCluster, ray_cluster_of
@@ -235,17 +235,13 @@ def test_events_report_starts_and_deaths(on: Run) -> None:
     on(scenario)
 
 
-def group(name: str, resources: dict[str, float], labels: dict[str, str], **more: Any) -> BundleGroup:
-    return BundleGroup(name, (Bundle(name, resources, labels, **more),))
-
-
 H20 = {"gpu": "H20", "zone": "b"}
 
 
 def test_a_gang_is_held_and_its_actors_run_in_it(on: Run) -> None:
     async def scenario(runtime: Runtime) -> None:
         before = {n.id: dict(n.free) for n in runtime.nodes()}
-        gang = [group("a", {"GPU": 1.0, "CPU": 1.0}, {"gpu": "H800"}), group("b", {"GPU": 2.0}, H20)]
+        gang = [Bundle("a", {"GPU": 1.0, "CPU": 1.0}, {"gpu": "H800"}), Bundle("b", {"GPU": 2.0}, H20)]
         await runtime.reserve(gang, wait_s=60.0)
         held = {n.id: dict(n.free) for n in runtime.nodes()}
         assert (held["n0"], held["n1"]["GPU"]) == ({"CPU": 1.0, "GPU": 0.0}, 0.0)
@@ -267,19 +263,19 @@ def test_a_gang_is_held_and_its_actors_run_in_it(on: Run) -> None:
         await runtime.release("b")
         assert [runtime.reserved(name) for name in ("a", "b")] == [True, False]
         assert next(n for n in runtime.nodes() if n.id == "n1").free == before["n1"]
-        await runtime.reserve([group("b", {"GPU": 1.0}, H20)], wait_s=60.0)
+        await runtime.reserve([Bundle("b", {"GPU": 1.0}, H20)], wait_s=60.0)
 
     on(scenario)
 
 
 def test_a_gang_that_waits_holds_nothing(on: Run) -> None:
     async def scenario(runtime: Runtime) -> None:
-        await runtime.reserve([group("busy", {"GPU": 1.0}, H20)], wait_s=60.0)
-        gang = [group("a", {"GPU": 1.0}, {"gpu": "H800"}), group("b", {"GPU": 2.0}, H20)]
+        await runtime.reserve([Bundle("busy", {"GPU": 1.0}, H20)], wait_s=60.0)
+        gang = [Bundle("a", {"GPU": 1.0}, {"gpu": "H800"}), Bundle("b", {"GPU": 2.0}, H20)]
         async with asyncio.timeout(120), asyncio.TaskGroup() as tasks:
             waiting = tasks.create_task(runtime.reserve(gang, wait_s=100.0))
             await asyncio.sleep(0.01)
-            await runtime.reserve([group("between", {"GPU": 1.0}, {"gpu": "H800"})], wait_s=60.0)
+            await runtime.reserve([Bundle("between", {"GPU": 1.0}, {"gpu": "H800"})], wait_s=60.0)
             await runtime.release("between")
             assert not waiting.done()
             await runtime.release("busy")
@@ -290,7 +286,7 @@ def test_a_gang_that_waits_holds_nothing(on: Run) -> None:
 
 def test_a_reservation_that_is_given_up_holds_nothing(on: Run) -> None:
     async def scenario(runtime: Runtime) -> None:
-        gang = [group("a", {"GPU": 1.0}, {"gpu": "H800"}), group("b", {"GPU": 2.0}, H20)]
+        gang = [Bundle("a", {"GPU": 1.0}, {"gpu": "H800"}), Bundle("b", {"GPU": 2.0}, H20)]
         for seconds in (0.0, 0.001, 0.01, 0.03):
             given_up = asyncio.ensure_future(runtime.reserve(gang, wait_s=60.0))
             await asyncio.sleep(seconds)
@@ -309,7 +305,7 @@ def test_two_gangs_that_want_the_same_come_one_after_the_other(on: Run) -> None:
         order: list[str] = []
 
         async def take(name: str) -> None:
-            gang = [group(f"{name}{i}", {"GPU": 1.0}, H20) for i in range(2)]
+            gang = [Bundle(f"{name}{i}", {"GPU": 1.0}, H20) for i in range(2)]
             await runtime.reserve(gang, wait_s=100.0)
             order.append(name)
             for one in gang:
@@ -326,31 +322,18 @@ def test_two_gangs_that_want_the_same_come_one_after_the_other(on: Run) -> None:
 def test_a_gang_without_room_names_the_missing_bundles(on: Run) -> None:
     async def scenario(runtime: Runtime) -> None:
         with pytest.raises(UsageError, match=r"wide \(pool 'h20'\).*no node could ever hold it"):
-            await runtime.reserve([group("wide", {"GPU": 3.0}, H20, about="pool 'h20'")], wait_s=60.0)
+            await runtime.reserve([Bundle("wide", {"GPU": 3.0}, H20, about="pool 'h20'")], wait_s=60.0)
         with pytest.raises(UsageError, match=r"could never hold all of it at once.*\(pool 'h20'\)"):
             await runtime.reserve(
-                [group(f"g{i}", {"GPU": 1.0}, H20, about="pool 'h20'") for i in range(3)], wait_s=60.0
+                [Bundle(f"g{i}", {"GPU": 1.0}, H20, about="pool 'h20'") for i in range(3)], wait_s=60.0
             )
-        await runtime.reserve([group("a", {"GPU": 2.0}, H20)], wait_s=60.0)
+        await runtime.reserve([Bundle("a", {"GPU": 2.0}, H20)], wait_s=60.0)
         with pytest.raises(UsageError, match="already"):
-            await runtime.reserve([group("a", {"GPU": 1.0}, H20)], wait_s=60.0)
-        both = [group("b", {"GPU": 1.0}, H20), group("c", {"GPU": 1.0}, {"gpu": "H800"})]
+            await runtime.reserve([Bundle("a", {"GPU": 1.0}, H20)], wait_s=60.0)
+        both = [Bundle("b", {"GPU": 1.0}, H20), Bundle("c", {"GPU": 1.0}, {"gpu": "H800"})]
         with pytest.raises(UsageError, match=r"after 0.1 s .*no room for b: [^;]*$"):
             await runtime.reserve(both, wait_s=0.1)
         assert [runtime.reserved(name) for name in "abc"] == [True, False, False]
-
-    on(scenario)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "nodes_used"), [("STRICT_SPREAD", 2), ("SPREAD", 2), ("STRICT_PACK", 1), ("PACK", 1)]
-)
-def test_bundles_of_a_group_follow_its_strategy(on: Run, strategy: Strategy, nodes_used: int) -> None:
-    async def scenario(runtime: Runtime) -> None:
-        bundles = tuple(Bundle(f"b{i}", {"CPU": 1.0}, {"zone": "in(a,b)"}) for i in range(2))
-        await runtime.reserve([BundleGroup("all", bundles, strategy)], wait_s=60.0)
-        handles = [await runtime.spawn(spec(b.name, bundle=b.name)) for b in bundles]
-        assert len({handle.node for handle in handles}) == nodes_used
 
     on(scenario)
 
@@ -370,8 +353,7 @@ def test_an_autoscaler_gets_the_request_until_it_is_withdrawn(ray_cluster: RayCl
         runtime = ray_cluster.runtime()
         await runtime.start()
         try:
-            light = Bundle("light", {}, H20)
-            wanted = [group("a", {"GPU": 2.0}, H20), BundleGroup("b", (light,)), group("c", {"CPU": 8.0}, {})]
+            wanted = [Bundle("a", {"GPU": 2.0}, H20), Bundle("b", {}, H20), Bundle("c", {"CPU": 8.0}, {})]
             await runtime.ask(wanted)
             heard = [await requested()]
             await runtime.ask(())
@@ -389,11 +371,12 @@ def test_reservations_of_a_killed_controller_are_released(ray_cluster: RayCluste
 import asyncio, os, signal
 from pathlib import Path
 from tests.contracts.ray_fixture import RayCluster
-from tests.contracts.test_runtime import H20, group
+from rollart.fleet import Bundle
+from tests.contracts.test_runtime import H20
 async def main():
     runtime = RayCluster(Path({str(ray_cluster.directory)!r}), {ray_cluster.address!r}).runtime()
     await runtime.start()
-    await runtime.reserve([group("theirs", {{"GPU": 2.0}}, H20)], wait_s=60.0)
+    await runtime.reserve([Bundle("theirs", {{"GPU": 2.0}}, H20)], wait_s=60.0)
     print("holds", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 asyncio.run(main())
@@ -405,7 +388,7 @@ asyncio.run(main())
         runtime = ray_cluster.runtime()
         await runtime.start()
         try:
-            await runtime.reserve([group("ours", {"GPU": 2.0}, H20)], wait_s=60.0)
+            await runtime.reserve([Bundle("ours", {"GPU": 2.0}, H20)], wait_s=60.0)
         finally:
             await runtime.close()
 
@@ -420,8 +403,8 @@ def test_the_death_of_a_ray_node_moves_its_actors(ray_cluster: RayCluster) -> No
         runtime = ray_cluster.runtime()
         await runtime.start()
         try:
-            await runtime.reserve([group("full", {"CPU": 2.0}, H20)], wait_s=60.0)
-            await runtime.reserve([group("held", {"CPU": 1.0}, {"gpu": "H20"})], wait_s=60.0)
+            await runtime.reserve([Bundle("full", {"CPU": 2.0}, H20)], wait_s=60.0)
+            await runtime.reserve([Bundle("held", {"CPU": 1.0}, {"gpu": "H20"})], wait_s=60.0)
             await runtime.release("full")
             inside = await runtime.spawn(spec("d", resources={"CPU": 1.0}, bundle="held"))
             assert inside.node == "n2", "where there was room"

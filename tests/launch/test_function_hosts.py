@@ -80,10 +80,8 @@ def test_cores_that_the_plan_gave_to_rewards_go_to_hosts_first_and_are_paid_by_t
     run = with_rewards(resolved(*on_ray), 2)
     assert initial_function_hosts(run) == ("reward-0", "reward-1")
     assert planned_function_hosts(run) == {"reward-0", "reward-1"}
-    assert [group.name for group in plan_bundles(run) if group.name.startswith("reward")] == ["reward-0", "reward-1"]
-    assert {bundle.name: dict(bundle.resources) for group in plan_bundles(run) for bundle in group.bundles}[
-        "reward-1"
-    ] == {"CPU": 2.0}
+    assert [bundle.name for bundle in plan_bundles(run) if bundle.name.startswith("reward")] == ["reward-0", "reward-1"]
+    assert {bundle.name: dict(bundle.resources) for bundle in plan_bundles(run)}["reward-1"] == {"CPU": 2.0}
     assert room(run, "reward-1") == ({"CPU": 2.0}, {"pool": "here"})
     three = with_rewards(resolved(*on_ray, "functions.local.hosts=3"), 2)
     assert [room(three, name)[0] for name in initial_function_hosts(three)] == [{"CPU": 2.0}, {"CPU": 2.0}, {}]

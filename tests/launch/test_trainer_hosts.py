@@ -54,7 +54,7 @@ def test_each_host_is_told_its_ranks_and_asks_for_its_devices(tmp_path: Path) ->
     assert first.args[2] == [*config, "--rank", "0", "--here", "4"]
     assert second.args[2] == [*config, "--rank", "4", "--here", "4"]
     assert first.args[3] != second.args[3], "a log each"
-    groups = {g.name: dict(g.bundles[0].resources) for g in plan_bundles(run) if g.name.startswith("trainer")}
+    groups = {g.name: dict(g.resources) for g in plan_bundles(run) if g.name.startswith("trainer")}
     assert groups == {"trainer-0": {"GPU": 4.0}, "trainer-0-host-1": {"GPU": 4.0}}, "reserved before any of them starts"
 
 

@@ -9,60 +9,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.adapters.clusters.runtime import PlacementSearch, matches, place_bundles
-from rollart.fleet import Bundle, BundleGroup, Node, Strategy
+from rollart.fleet import Bundle, Node
 
 Nodes = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3)), min_size=1, max_size=4)
-Groups = st.lists(
-    st.tuples(
-        st.sampled_from(["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]),
-        st.lists(st.tuples(st.sampled_from(["a", "b", "!a", "in(a,b)"]), st.integers(1, 3)), min_size=1, max_size=3),
-    ),
-    min_size=1,
-    max_size=2,
-)
+Bundles = st.lists(st.tuples(st.sampled_from(["a", "b", "!a", "in(a,b)"]), st.integers(1, 3)), min_size=1, max_size=6)
 
 
 @settings(max_examples=60, deadline=None)
-@given(Nodes, Groups)
-def test_a_gang_fits_if_there_is_a_way(
-    rooms: list[tuple[str, int]], asked: list[tuple[Strategy, list[tuple[str, int]]]]
-) -> None:
+@given(Nodes, Bundles)
+def test_a_gang_fits_if_there_is_a_way(rooms: list[tuple[str, int]], asked: list[tuple[str, int]]) -> None:
     nodes = [
         Node(f"n{i}", {"gpu": kind, "ray.io/node-id": f"{i}"}, {"GPU": float(room)}, {"GPU": float(room)})
         for i, (kind, room) in enumerate(rooms)
     ]
-    gang = [
-        BundleGroup(
-            f"g{g}",
-            tuple(Bundle(f"g{g}b{b}", {"GPU": float(n)}, {"gpu": label}) for b, (label, n) in enumerate(bundles)),
-            strategy,
-        )
-        for g, (strategy, bundles) in enumerate(asked)
-    ]
-    bundles = [b for group in gang for b in group.bundles]
-    ways = itertools.product(nodes, repeat=len(bundles))
-    there = any(holds(gang, dict(zip((b.name for b in bundles), way, strict=True)), nodes) for way in ways)
+    gang = [Bundle(f"b{i}", {"GPU": float(n)}, {"gpu": label}) for i, (label, n) in enumerate(asked)]
+    ways = itertools.product(nodes, repeat=len(gang))
+    there = any(holds(gang, dict(zip((b.name for b in gang), way, strict=True)), nodes) for way in ways)
     found = place_bundles(gang, nodes)
     assert (found is not None) == there
     assert found is None or holds(gang, dict(found), nodes)
 
 
-def holds(gang: Sequence[BundleGroup], where: dict[str, Node], nodes: Sequence[Node]) -> bool:
-    for group in gang:
-        used = [where[b.name].id for b in group.bundles]
-        if group.strategy == "STRICT_PACK" and len(set(used)) > 1:
-            return False
-        if group.strategy == "STRICT_SPREAD" and len(set(used)) < len(used):
-            return False
-    bundles = [b for group in gang for b in group.bundles]
-    taken = {n.id: sum(b.resources["GPU"] for b in bundles if where[b.name].id == n.id) for n in nodes}
+def holds(gang: Sequence[Bundle], where: dict[str, Node], nodes: Sequence[Node]) -> bool:
+    taken = {n.id: sum(b.resources["GPU"] for b in gang if where[b.name].id == n.id) for n in nodes}
     fine = all(taken[n.id] <= n.free["GPU"] for n in nodes)
-    return fine and all(matches(b.labels, where[b.name].labels) for b in bundles)
+    return fine and all(matches(b.labels, where[b.name].labels) for b in gang)
 
 
 def test_nodes_that_are_alike_are_tried_once() -> None:
     nodes = [Node(f"n{i}", {"gpu": "x", "ray.io/node-id": f"{i}"}, {"GPU": 8.0}, {"GPU": 8.0}) for i in range(40)]
-    gang = [BundleGroup(f"g{i}", (Bundle(f"g{i}", {"GPU": 5.0}, {"gpu": "x"}),)) for i in range(41)]
+    gang = [Bundle(f"g{i}", {"GPU": 5.0}, {"gpu": "x"}) for i in range(41)]
     search = PlacementSearch(gang, nodes)
     assert search.find() is None
     assert search.steps <= 2 * len(gang)

@@ -14,15 +14,15 @@ from rollart.adapters.clusters.runtime import (
     EventLog,
     InlineActor,
     add_resources,
-    bundle_node,
     check_feasible,
     feasible_nodes,
     insufficient_capacity,
     place_bundles,
     refuse_reserved,
+    reserved_bundle,
 )
 from rollart.errors import PartDied, UsageError
-from rollart.fleet import ActorSpec, BundleGroup, Node, RuntimeEvent
+from rollart.fleet import ActorSpec, Bundle, Node, RuntimeEvent
 from rollart.ports import Handle
 
 
@@ -32,8 +32,8 @@ class LocalRuntime:
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._nodes = {n.id: Node(n.id, dict(n.labels), dict(n.total), dict(n.total)) for n in nodes}
-        self._bundles: dict[str, Node] = {}
-        self._groups: dict[str, BundleGroup] = {}
+        self._bundles: dict[str, Bundle] = {}
+        self._bundle_nodes: dict[str, Node] = {}
         self._actors: dict[str, _LocalHandle] = {}
         self._events = EventLog()
         self._changed = asyncio.Event()
@@ -49,15 +49,15 @@ class LocalRuntime:
         if spec.name in self._actors:
             raise UsageError(f"an actor named {spec.name!r} runs already")
         if spec.bundle:
-            node = bundle_node(spec, self._bundles)
+            node = self._bundle_nodes[reserved_bundle(spec, self._bundles).name]
         else:
             node = feasible_nodes(spec, spec.labels, self.nodes())[0]
         handle = self._actors[spec.name] = _LocalHandle(self, spec, node.id)
         self.emit(RuntimeEvent("actor_started", spec.name, node.id))
         return handle
 
-    async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
-        refuse_reserved(gang, self._groups, self._bundles)
+    async def reserve(self, gang: Sequence[Bundle], *, wait_s: float) -> None:
+        refuse_reserved(gang, self._bundles)
         nodes = list(self._nodes.values())
         check_feasible(gang, nodes)
         try:
@@ -66,31 +66,23 @@ class LocalRuntime:
                     changed = self._changed
                     await changed.wait()
         except TimeoutError:
-            raise insufficient_capacity(
-                [b for g in gang for b in g.bundles if place_bundles([g], nodes) is None] or gang[0].bundles, wait_s
-            ) from None
-        for group in gang:
-            self._groups[group.name] = group
-            for bundle in group.bundles:
-                add_resources(found[bundle.name].free, bundle.resources, -1.0)
-                total = dict(bundle.resources)
-                self._bundles[bundle.name] = Node(found[bundle.name].id, dict(bundle.labels), total, dict(total))
+            lacking = [bundle for bundle in gang if place_bundles([bundle], nodes) is None]
+            raise insufficient_capacity(lacking or gang[:1], wait_s) from None
+        for bundle in gang:
+            add_resources(found[bundle.name].free, bundle.resources, -1.0)
+            self._bundles[bundle.name], self._bundle_nodes[bundle.name] = bundle, found[bundle.name]
 
-    async def release(self, group: str) -> None:
-        reservation = self._groups.get(group)
-        if reservation is None:
+    async def release(self, bundle: str) -> None:
+        if bundle not in self._bundles:
             return
-        for bundle in reservation.bundles:
-            if any(handle.spec.bundle == bundle.name for handle in self._actors.values()):
-                raise UsageError(f"an actor is still in bundle {bundle.name!r}", remedy="kill it first")
-        del self._groups[group]
-        for bundle in reservation.bundles:
-            add_resources(self._nodes[self._bundles.pop(bundle.name).id].free, bundle.resources, 1.0)
+        if any(handle.spec.bundle == bundle for handle in self._actors.values()):
+            raise UsageError(f"an actor is still in bundle {bundle!r}", remedy="kill it first")
+        add_resources(self._bundle_nodes.pop(bundle).free, self._bundles.pop(bundle).resources, 1.0)
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def reserved(self, group: str) -> bool:
-        return group in self._groups
+    def reserved(self, bundle: str) -> bool:
+        return bundle in self._bundles
 
     def events(self) -> AsyncIterator[RuntimeEvent]:
         """Every event since the runtime's start, for as long as it runs."""
@@ -100,8 +92,8 @@ class LocalRuntime:
         async with asyncio.TaskGroup() as tasks:  # concurrently, so that parts that hang do not add up
             for handle in list(self._actors.values()):
                 tasks.create_task(handle.kill(), name=f"stop {handle.name}")
-        for group in list(self._groups):
-            await self.release(group)
+        for bundle in list(self._bundles):
+            await self.release(bundle)
         self._events.close()
 
     def emit(self, event: RuntimeEvent) -> None:

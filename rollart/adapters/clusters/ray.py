@@ -5,7 +5,7 @@ here that is a `UsageError` at once. Ray silently queues calls beyond an actor's
 caller. Ray attaches to any cluster that it finds: here the address is always explicit. Nothing per token or per request
 crosses Ray.
 
-Room is reserved as a placement group per group of bundles, for all groups of a gang at once. A placement group is all
+Room is reserved as a placement group per bundle, for all bundles of a gang at once. A placement group is all
 or nothing, and can only be removed whole, with everything that runs in it; the parts of a run start and end one by one.
 So each part has a placement group of its own, and a gang holds some of its groups for a limited time only: if the
 others find no room by then, the groups that have room are removed again. Two gangs that each hold half of the resources
@@ -42,15 +42,15 @@ from rollart.adapters.clusters.ray_link import (
 from rollart.adapters.clusters.runtime import (
     EventLog,
     add_resources,
-    bundle_node,
     check_feasible,
     feasible_nodes,
     insufficient_capacity,
     matches,
     refuse_reserved,
+    reserved_bundle,
 )
 from rollart.errors import NoPlace, PartDied, ProviderError, UsageError, first_line
-from rollart.fleet import ActorSpec, Bundle, BundleGroup, Node, RuntimeEvent
+from rollart.fleet import ActorSpec, Bundle, Node, RuntimeEvent
 from rollart.ports import Handle
 
 STOP_S = 8.0
@@ -142,17 +142,17 @@ class RayRuntime:
         self.emit(RuntimeEvent("actor_started", spec.name, handle.node))
         return handle
 
-    async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float) -> None:
+    async def reserve(self, gang: Sequence[Bundle], *, wait_s: float) -> None:
         await self.poll_nodes()
         await self.groups.reserve(gang, wait_s=wait_s, nodes=self.nodes)
 
-    async def ask(self, gang: Sequence[BundleGroup]) -> None:
+    async def ask(self, gang: Sequence[Bundle]) -> None:
         """Announce the resources that will be requested to the cluster's autoscaler, if there is one: it adds nodes for
         them, so nothing waits for a node that was never seen. () withdraws the request. The last request of any run on
         the cluster counts."""
         from ray.autoscaler.sdk import request_resources
 
-        wanted = [bundle for group in gang for bundle in group.bundles if any(bundle.resources.values())]
+        wanted = [bundle for bundle in gang if any(bundle.resources.values())]
         resources = [dict(bundle.resources) for bundle in wanted]
         labels = [dict(bundle.labels) for bundle in wanted]
         if not isinstance(self.link, RayClientLink):  # Ray's client lacks this function
@@ -160,14 +160,13 @@ class RayRuntime:
                 async with asyncio.timeout(ASK_S):
                     await self.link.run_blocking(request_resources, None, resources, labels)
 
-    async def release(self, group: str) -> None:
-        for handle in self._actors.values():
-            if self.groups.holds(group, handle.spec.bundle):
-                raise UsageError(f"an actor is still in bundle {handle.spec.bundle!r}", remedy="kill it first")
-        await self.groups.release(group)
+    async def release(self, bundle: str) -> None:
+        if self.reserved(bundle) and any(handle.spec.bundle == bundle for handle in self._actors.values()):
+            raise UsageError(f"an actor is still in bundle {bundle!r}", remedy="kill it first")
+        await self.groups.release(bundle)
 
-    def reserved(self, group: str) -> bool:
-        return group in self.groups
+    def reserved(self, bundle: str) -> bool:
+        return bundle in self.groups.bundles
 
     def events(self) -> AsyncIterator[RuntimeEvent]:
         """Every event since the runtime's start, for as long as it runs."""
@@ -207,7 +206,7 @@ class RayRuntime:
     async def feasible(self, spec: ActorSpec) -> None:
         """`UsageError` if no current node, or the actor's bundle, could ever hold it."""
         await self.poll_nodes()
-        labels = bundle_node(spec, self.groups.bundles).labels if spec.bundle else spec.labels
+        labels = reserved_bundle(spec, self.groups.bundles).labels if spec.bundle else spec.labels
         feasible_nodes(spec, labels, self.nodes())
 
     def least_loaded_node(self, handle: RayHandle) -> tuple[str, str]:
@@ -443,8 +442,8 @@ class RayHandle:
 
 
 class RayGroups:
-    """Owns the placement groups of one connection. `reserve` waits until all groups of a gang have room, unblocked by a
-    release or by a node that joins."""
+    """Owns the placement groups of one connection, one per bundle. `reserve` waits until all bundles of a gang have
+    room, unblocked by a release or by a node that joins."""
 
     def __init__(
         self, account: Callable[[str, Mapping[str, float], float], None], run_blocking: Callable[..., Awaitable[Any]]
@@ -454,29 +453,23 @@ class RayGroups:
         self._account = account
         self._run_blocking = run_blocking
         self._held: dict[str, _PlacementGroup] = {}
-        self.bundles: dict[str, Node] = {}
-        """Reserved resources by bundle. The node is recorded in the group, since it may change."""
         self._random = random.Random(os.getpid())
 
-    def __contains__(self, group: str) -> bool:
-        return group in self._held
-
-    def holds(self, group: str, bundle: str) -> bool:
-        held = self._held.get(group)
-        return held is not None and any(b.name == bundle for b in held.group.bundles)
+    @property
+    def bundles(self) -> dict[str, Bundle]:
+        """The reserved bundles by name."""
+        return {name: held.bundle for name, held in self._held.items()}
 
     def strategy(self, bundle: str) -> Any:
         """Ray's scheduling strategy that places an actor in the bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        for held in self._held.values():
-            for index, candidate in enumerate(held.group.bundles):
-                if candidate.name == bundle:
-                    return PlacementGroupSchedulingStrategy(held.ray, placement_group_bundle_index=index)
-        raise UsageError(f"no bundle of the name {bundle!r} is reserved")
+        if bundle not in self._held:
+            raise UsageError(f"no bundle of the name {bundle!r} is reserved")
+        return PlacementGroupSchedulingStrategy(self._held[bundle].ray, placement_group_bundle_index=0)
 
-    async def reserve(self, gang: Sequence[BundleGroup], *, wait_s: float, nodes: Callable[[], Sequence[Node]]) -> None:
-        refuse_reserved(gang, self._held, self.bundles)
+    async def reserve(self, gang: Sequence[Bundle], *, wait_s: float, nodes: Callable[[], Sequence[Node]]) -> None:
+        refuse_reserved(gang, self._held)
         check_feasible(gang, nodes())
         loop = asyncio.get_running_loop()
         end, hold = loop.time() + wait_s, HOLD_S[0]
@@ -490,44 +483,39 @@ class RayGroups:
             await asyncio.sleep(self._random.uniform(0.1, 1.0))
             hold = min(2.0 * hold * self._random.uniform(0.75, 1.25), HOLD_S[1])
 
-    async def release(self, group: str) -> None:
-        held = self._held.pop(group, None)
+    async def release(self, bundle: str) -> None:
+        held = self._held.pop(bundle, None)
         if held is None:
             return
-        for bundle, node in zip(held.group.bundles, held.where, strict=True):
-            del self.bundles[bundle.name]
-            if node is not None:
-                self._account(node, bundle.resources, 1.0)
+        if held.node is not None:
+            self._account(held.node, held.bundle.resources, 1.0)
         await self._remove([held])
 
     async def close(self) -> None:
-        for group in list(self._held):
-            await self.release(group)
+        for bundle in list(self._held):
+            await self.release(bundle)
 
     async def follow(self, alive: Container[str]) -> None:
         """Record the new nodes of bundles whose nodes died: Ray moves them by itself, as soon as there is room.
         `alive`: Ray's ids of the live nodes; a node that joins under a dead node's name is a new one."""
-        moved = [h for h in self._held.values() if any(node is None or node not in alive for node in h.where)]
+        moved = [held for held in self._held.values() if held.node is None or held.node not in alive]
         table = await self._run_blocking(_group_table) if moved else {}
         for held in moved:
-            nodes_by_bundle = _bundle_nodes(table, held)
-            for index, bundle in enumerate(held.group.bundles):
-                before, now = held.where[index], nodes_by_bundle[index]
-                if before in alive or now is None or now not in alive:
-                    continue
-                held.where[index] = now
-                if held.group.name in self._held:  # not released meanwhile
-                    self._account(now, bundle.resources, -1.0)
+            node = _bundle_node(table, held)
+            if node is not None and node in alive:
+                held.node = node
+                if held.bundle.name in self._held:  # not released meanwhile
+                    self._account(node, held.bundle.resources, -1.0)
 
-    async def _try(self, gang: Sequence[BundleGroup], hold_s: float) -> list[Bundle]:
-        """Hold the whole gang, or nothing; the bundles of groups that found no room within `hold_s`."""
+    async def _try(self, gang: Sequence[Bundle], hold_s: float) -> list[Bundle]:
+        """Hold the whole gang, or nothing; the bundles that found no room within `hold_s`."""
         loop = asyncio.get_running_loop()
         until, interval = loop.time() + hold_s, GROUP_POLL_INTERVAL_S[0]
         requested: list[_PlacementGroup] = []
         try:
             # The largest first: Ray assigns room in this order.
-            for group in sorted(gang, key=lambda g: -max(sum(b.resources.values()) for b in g.bundles)):
-                requested.append(_PlacementGroup(group))
+            for bundle in sorted(gang, key=lambda bundle: -sum(bundle.resources.values())):
+                requested.append(_PlacementGroup(bundle))
                 await self._run_blocking(_create_group, requested[-1])
             while True:
                 table = await self._run_blocking(_group_table)
@@ -535,17 +523,14 @@ class RayGroups:
                 if not pending:
                     break
                 if loop.time() >= until:
-                    return [bundle for held in pending for bundle in held.group.bundles]
+                    return [held.bundle for held in pending]
                 await asyncio.sleep(interval)
                 interval = min(1.5 * interval, GROUP_POLL_INTERVAL_S[1])
             for held in requested:
-                held.where = _bundle_nodes(table, held)
-                self._held[held.group.name] = held
-                for bundle, node in zip(held.group.bundles, held.where, strict=True):
-                    total = dict(bundle.resources)
-                    self.bundles[bundle.name] = Node("", dict(bundle.labels), total, dict(total))
-                    if node is not None:
-                        self._account(node, bundle.resources, -1.0)
+                held.node = _bundle_node(table, held)
+                self._held[held.bundle.name] = held
+                if held.node is not None:
+                    self._account(held.node, held.bundle.resources, -1.0)
             requested = []
             return []
         finally:
@@ -589,12 +574,12 @@ def _death_errors() -> tuple[type[Exception], ...]:
 
 @dataclass(slots=True)
 class _PlacementGroup:
-    """A group that is requested from Ray, and then held; `where` has Ray's id of each bundle's node, None while it has
+    """A bundle's group that is requested from Ray, and then held; `node` is Ray's id of its node, None while it has
     none."""
 
-    group: BundleGroup
+    bundle: Bundle
     ray: Any = None
-    where: list[str | None] = field(default_factory=list)
+    node: str | None = None
     abandoned: bool = False
     """Abandoned while it is created: `_create_group` removes it."""
 
@@ -607,21 +592,17 @@ def _group_table() -> Mapping[str, Any]:
     return found
 
 
-def _bundle_nodes(table: Mapping[str, Any], held: _PlacementGroup) -> list[str | None]:
-    """Ray's id of each bundle's node."""
+def _bundle_node(table: Mapping[str, Any], held: _PlacementGroup) -> str | None:
+    """Ray's id of the bundle's node."""
     row = table.get(held.ray.id.hex(), {})
     nodes = row.get("bundles_to_node_id", {}) if row.get("state") == "CREATED" else {}
-    return [nodes.get(index) or None for index in range(len(held.group.bundles))]
+    return nodes.get(0) or None
 
 
 def _create_group(held: _PlacementGroup) -> None:
     from ray.util.placement_group import placement_group
 
-    held.ray = placement_group(
-        [dict(bundle.resources) for bundle in held.group.bundles],
-        strategy=held.group.strategy,
-        bundle_label_selector=[dict(bundle.labels) for bundle in held.group.bundles],
-    )
+    held.ray = placement_group([dict(held.bundle.resources)], bundle_label_selector=[dict(held.bundle.labels)])
     if held.abandoned:
         _remove_group(held)
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Container, Iterator, Mapping, Sequenc
 from typing import Any
 
 from rollart.errors import UsageError
-from rollart.fleet import ActorSpec, Bundle, BundleGroup, Node, RuntimeEvent
+from rollart.fleet import ActorSpec, Bundle, Node, RuntimeEvent
 
 MAX_SEARCH_STEPS = 20_000
 """Bundles tried in one search: packing is hard in theory, but gangs are small and uniform in practice."""
@@ -44,16 +44,16 @@ def feasible_nodes(spec: ActorSpec, labels: Mapping[str, str], nodes: Sequence[N
     return found
 
 
-def place_bundles(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> Mapping[str, Node] | None:
+def place_bundles(gang: Sequence[Bundle], nodes: Sequence[Node]) -> Mapping[str, Node] | None:
     """A node with enough free resources for each bundle, by bundle; None if there is no such assignment, or none was
     found in `MAX_SEARCH_STEPS` tries. Large bundles first; ties by the order of `nodes`."""
     return PlacementSearch(gang, nodes).find()
 
 
-def check_feasible(gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
+def check_feasible(gang: Sequence[Bundle], nodes: Sequence[Node]) -> None:
     """`UsageError` if the gang would not fit on these nodes even if they were empty."""
     empty = [Node(n.id, n.labels, n.total, dict(n.total)) for n in nodes]
-    for bundle in (bundle for group in gang for bundle in group.bundles):
+    for bundle in gang:
         if not any(matches(bundle.labels, n.labels) and _has_capacity(n.total, bundle) for n in empty):
             raise UsageError(f"{bundle}: no node could ever hold it", remedy=_described(nodes))
     search = PlacementSearch(gang, empty)
@@ -73,22 +73,22 @@ def insufficient_capacity(missing: Sequence[Bundle], wait_s: float) -> UsageErro
     )
 
 
-def refuse_reserved(gang: Sequence[BundleGroup], groups: Container[str], bundles: Container[str]) -> None:
-    """`UsageError` if a group, or one of its bundles, is reserved already."""
-    for group in gang:
-        if group.name in groups or any(b.name in bundles for b in group.bundles):
-            raise UsageError(f"room for {group.name!r} is reserved already")
+def refuse_reserved(gang: Sequence[Bundle], bundles: Container[str]) -> None:
+    """`UsageError` if a bundle is reserved already."""
+    for bundle in gang:
+        if bundle.name in bundles:
+            raise UsageError(f"room for {bundle.name!r} is reserved already")
 
 
-def bundle_node(spec: ActorSpec, bundles: Mapping[str, Node]) -> Node:
+def reserved_bundle(spec: ActorSpec, bundles: Mapping[str, Bundle]) -> Bundle:
     """The bundle that the actor runs in. `UsageError` if there is none, or if it is too small for the actor."""
     found = bundles.get(spec.bundle)
     if found is None:
         raise UsageError(f"{spec.name} asks for the bundle {spec.bundle!r}, and none of that name is reserved")
-    if any(found.total.get(name, 0.0) < amount - SLACK for name, amount in spec.resources.items()):
+    if any(found.resources.get(name, 0.0) < amount - SLACK for name, amount in spec.resources.items()):
         raise UsageError(
             f"{spec.name} asks for {dict(spec.resources)} in bundle {spec.bundle!r}, which could never hold it",
-            remedy=f"the bundle has {dict(found.total)}",
+            remedy=f"the bundle has {dict(found.resources)}",
         )
     return found
 
@@ -170,12 +170,11 @@ def _described(nodes: Sequence[Node]) -> str:
 class PlacementSearch:
     """Depth-first search over bundles from the largest on. `stuck` is the first bundle that the search never placed."""
 
-    def __init__(self, gang: Sequence[BundleGroup], nodes: Sequence[Node]) -> None:
+    def __init__(self, gang: Sequence[Bundle], nodes: Sequence[Node]) -> None:
         self.steps = 0
         self._nodes = nodes
         self._room = {n.id: dict(n.free) for n in nodes}
-        self._strategy = {b.name: (g.name, g.strategy) for g in gang for b in g.bundles}
-        self._order = sorted((b for group in gang for b in group.bundles), key=lambda b: -sum(b.resources.values()))
+        self._order = sorted(gang, key=lambda b: -sum(b.resources.values()))
         self._selector_labels = {label for bundle in self._order for label in bundle.labels}
         self._found: dict[str, Node] = {}
         self._depth = -1
@@ -206,17 +205,10 @@ class PlacementSearch:
         return dict(self._found) if len(self._found) == len(self._order) else None
 
     def _candidates(self, bundle: Bundle) -> Iterator[Node]:
-        group, strategy = self._strategy[bundle.name]
-        used = {n.id for name, n in self._found.items() if self._strategy[name][0] == group}
-        fitting = [
-            n for n in self._nodes if matches(bundle.labels, n.labels) and _has_capacity(self._room[n.id], bundle)
-        ]
-        if strategy == "STRICT_PACK" and used:
-            fitting = [n for n in fitting if n.id in used]
-        elif strategy == "STRICT_SPREAD":
-            fitting = [n for n in fitting if n.id not in used]
         equivalents: set[tuple[object, ...]] = set()
-        for node in sorted(fitting, key=lambda n: (n.id in used) == (strategy == "SPREAD")):
+        for node in self._nodes:
+            if not matches(bundle.labels, node.labels) or not _has_capacity(self._room[node.id], bundle):
+                continue
             # Nodes with equal labels and free resources that the search has not used are interchangeable. Labels that
             # no bundle selects by, such as Ray's node id, would make equal nodes look different.
             labels = [(label, value) for label, value in node.labels.items() if label in self._selector_labels]
