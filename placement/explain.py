@@ -194,7 +194,7 @@ def gain(placement: Placement, baseline: Placement) -> float:
     some of it was given up for dollars) or rate per dollar, or as much for a cost that is lower by a factor of 1.1."""
     ours, theirs = placement.worth, baseline.worth
     if theirs <= 0:
-        return 1.0 if ours <= 0 else float("inf")
+        return 1.0 if ours <= 0 else math.inf
     return ours / theirs
 
 

@@ -35,13 +35,18 @@ RefusalReason = tuple[str, str, str]
 
 @dataclass(frozen=True, slots=True)
 class InstanceKind:
-    """Instances of one role on `tp` devices of one pool: at most `most` of them; `kv_gb` of KV memory each."""
+    """Instances of one role on `tp` devices of one pool: at most `most` of them, each as fast as `model`."""
 
     pool: int
     role: Role
     tp: int
     most: int
-    kv_gb: float
+    model: Roofline
+
+    @property
+    def kv_gb(self) -> float:
+        """KV memory of one instance."""
+        return self.model.kv_capacity_bytes / 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +88,9 @@ class Paths:
 @dataclass(frozen=True, slots=True)
 class Tableau:
     """`weights` are the domains' shares of the rate, 1 in sum. `reasons` explain why a pool, or a domain on a pool, has
-    no path. `instances` are the models behind `units`, and `notes` their assumptions."""
+    no path. `notes` are the assumptions behind `units`."""
 
     units: tuple[InstanceKind, ...]
-    instances: tuple[Roofline, ...]
     channels: tuple[Link, ...]
     paths: Paths
     weights: Floats
@@ -113,16 +117,14 @@ def tableau(problem: Problem) -> Tableau:
     """Every unit, channel and path that the problem and its restriction allow."""
     reasons: list[RefusalReason] = []
     notes: list[str] = []
-    units, models = _instance_kinds(problem, reasons)
     weights = np.array([d.weight for d in problem.domains])
-    builder = _Builder(problem, units, models, reasons)
-    if problem.fixed is None and len(units) > MANY:
+    builder = _Builder(problem, _instance_kinds(problem, reasons), reasons)
+    if problem.fixed is None and len(builder.units) > MANY:
         builder.keep_worthwhile()
         notes.append(f"many pools: at most {SIZES} sizes of instance per pool and role are considered")
     blocks = [Paths.of(0), *builder.aggregated(), *builder.divided()]
     return Tableau(
         units=tuple(builder.units),
-        instances=tuple(builder.models),
         channels=tuple(problem.kv_channels().values()),
         paths=Paths(*(np.concatenate([getattr(block, name) for block in blocks]) for name in Paths.__slots__)),
         weights=weights / weights.sum(),
@@ -131,13 +133,12 @@ def tableau(problem: Problem) -> Tableau:
     )
 
 
-def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[list[InstanceKind], list[Roofline]]:
+def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> list[InstanceKind]:
     roles = {Role.ENGINE} if problem.restriction in AGGREGATED_ONLY else set(ROLLOUT_ROLES)
     if problem.restriction is Restriction.PD_ONLY:
         roles -= {Role.ENGINE}
     offered = [r for r in ROLLOUT_ROLES if r in roles & problem.roles]
     units: list[InstanceKind] = []
-    models: list[Roofline] = []
     shape = problem.performance.shape
 
     @functools.cache
@@ -166,20 +167,15 @@ def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> tuple[lis
                 reasons.append((pool.name, "", f"{pool.name}, {tp} per instance: {model}"))
                 continue
             most = pool.count // host * (host // tp) + pool.count % host // tp
-            for role in offered:
-                units.append(InstanceKind(index, role, tp, most, model.kv_capacity_bytes / 1e9))
-                models.append(model)
-    return units, models
+            units += [InstanceKind(index, role, tp, most, model) for role in offered]
+    return units
 
 
 class _Builder:
     """Builds blocks of paths. Caches the cost of an instance type for a domain, since pools share device types."""
 
-    def __init__(
-        self, problem: Problem, units: list[InstanceKind], models: list[Roofline], reasons: list[RefusalReason]
-    ) -> None:
-        self.units, self.models = units, models
-        self._problem, self._reasons = problem, reasons
+    def __init__(self, problem: Problem, units: list[InstanceKind], reasons: list[RefusalReason]) -> None:
+        self.units, self._problem, self._reasons = units, problem, reasons
         self._links = problem.kv_channels()
         self._order = {key: i for i, key in enumerate(self._links)}
         self._turns = [representative_turns(d, problem.performance.shape) for d in problem.domains]
@@ -208,7 +204,7 @@ class _Builder:
             merit = {u: self._merit(u) for u in group}
             best = max(group, key=lambda u: merit[u][0])
             kept |= {best, *sorted(set(group) - {best}, key=lambda u: (-merit[u][1], u))[: SIZES - 1]}
-        self.units, self.models = [self.units[u] for u in sorted(kept)], [self.models[u] for u in sorted(kept)]
+        self.units = [self.units[u] for u in sorted(kept)]
 
     def aggregated(self) -> Iterator[Paths]:
         """Paths that prefill and decode on one unit."""
@@ -270,11 +266,12 @@ class _Builder:
 
     def _prefilling(self, u: int) -> tuple[Floats, Floats]:
         """By domain: seconds and GB·s of prefill; NaN where its KV does not fit."""
-        cost = [self._cost(j, u) if self._fits(j, u) else None for j in range(len(self._turns))]
-        return (
-            np.array([math.nan if c is None else float(c.load[0]) for c in cost]),
-            np.array([math.nan if c is None else float(c.kv_seconds[0]) for c in cost]),
-        )
+        load, kv_seconds = np.full((2, len(self._turns)), math.nan)
+        for j in range(len(self._turns)):
+            if self._fits(j, u):
+                cost = self._cost(j, u)
+                load[j], kv_seconds[j] = cost.load[0], cost.kv_seconds[0]
+        return load, kv_seconds
 
     def _decoding(self, u: int) -> tuple[Ints, PhaseCost]:
         """All domains' batch sizes one after the other: the domain of each, and the costs."""
@@ -353,17 +350,16 @@ class _Builder:
 
     def _cost(self, j: int, u: int, *, drop: bool = False) -> PhaseCost:
         """The cost of a domain on a unit. Pools of one device type share their models."""
-        unit, model, turns = self.units[u], self.models[u], self._turns[j]
-        key = (j, unit.role, drop, id(model))
+        unit, turns = self.units[u], self._turns[j]
+        key = (j, unit.role, drop, id(unit.model))
         if key not in self._costs:
+            batch = _batch_sizes(min(unit.kv_gb / turns.kv_running, float(self._problem.max_batch)))
             if unit.role is Role.PREFILL:
-                self._costs[key] = prefill_cost(model, turns)
+                self._costs[key] = prefill_cost(unit.model, turns)
+            elif unit.role is Role.ENGINE:
+                self._costs[key] = aggregated_cost(unit.model, turns, batch, recompute=drop)
             else:
-                batch = _batch_sizes(min(unit.kv_gb / turns.kv_running, float(self._problem.max_batch)))
-                whole = unit.role is Role.ENGINE
-                self._costs[key] = (
-                    aggregated_cost(model, turns, batch, recompute=drop) if whole else decode_cost(model, turns, batch)
-                )
+                self._costs[key] = decode_cost(unit.model, turns, batch)
         return self._costs[key]
 
 

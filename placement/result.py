@@ -41,7 +41,7 @@ def build_placement(p: PlacementProgram, x: Floats, bound: float, first: FirstSt
         first = FirstStage(rate, cost)
     value = abs(plan_value(p, x)) if first is None else first.rate
     gap = abs(bound - value) / max(abs(bound), 1e-300)
-    models = [p.tableau.instances[u] for u, column in enumerate(p.units) if x[column] > 0.5]
+    models = [unit.model for unit, column in zip(p.tableau.units, p.units, strict=True) if x[column] > 0.5]
     notes = [*p.tableau.notes, *(n for m in models for n in m.notes), *p.notes]
     if gap > WIDE_GAP:
         notes.insert(

@@ -143,12 +143,12 @@ def gigabytes(problem: Problem, tokens: float) -> float:
 def cost_of(problem: Problem, table: Tableau, k: int) -> Cost:
     paths = table.paths
     domain, mode = problem.domains[paths.domain[k]], MODES[paths.mode[k]]
-    last, batch = table.instances[paths.unit[k]], float(paths.batch[k])
+    last, batch = table.units[paths.unit[k]].model, float(paths.batch[k])
     if paths.first[k] < 0:
         return aggregated(problem, domain, last, batch, mode is KvMode.RECOMPUTE)
     ends = {problem.pools[table.units[u].pool].name for u in (paths.first[k], paths.unit[k])}
     link = next(x for x in problem.links if {x.a, x.b} == ends)
-    return divided(problem, domain, table.instances[paths.first[k]], last, batch, link, mode is KvMode.PULL)
+    return divided(problem, domain, table.units[paths.first[k]].model, last, batch, link, mode is KvMode.PULL)
 
 
 def performance(r: random.Random) -> tuple[RooflinePerformance, list[Device]]:
