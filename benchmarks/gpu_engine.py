@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -344,7 +344,7 @@ def calibration(bench: Bench, out: Path | None) -> dict[str, Any]:
         pairs.append({"kind": row.kind, "of": case, "measured_ms": 1e3 * row.seconds, "predicted_ms": 1e3 * predicted})
         say(f"  {row.kind:8} {case:26} measured {1e3 * row.seconds:9.3f} ms, predicted {1e3 * predicted:9.3f} ms")
     return {
-        "constants": fitted.calibration.constants.to_dict(),
+        "constants": asdict(fitted.calibration.constants),
         "error_held_out": fitted.calibration.error,
         "error": fitted.train_error,
         "notes": list(fitted.calibration.notes),

@@ -15,15 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from placement.architecture import DecoderShape
-from placement.roofline import (
-    SHARES,
-    Calibration,
-    Constants,
-    Precision,
-    Roofline,
-    band_of,
-    prior,
-)
+from placement.roofline import SHARES, Calibration, Constants, Precision, Roofline, band_of, prior
 from placement.types import Device, finite_number, require_at_least, require_positive
 
 Vector = NDArray[np.float64]

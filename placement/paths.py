@@ -320,18 +320,15 @@ class _Builder:
     def _moved_gb(self, mode: KvMode) -> tuple[Floats, Floats]:
         """By domain, GB over the link, and the sum by turn of these GB × GB of the prompt's KV: later turns move more,
         and hold more meanwhile."""
-        moved = [(t, t.kv_prompt - t.kv_cached + self._returned(j, mode)) for j, t in enumerate(self._turns)]
-        gb = np.array([float(t.weight @ each) for t, each in moved])
-        return gb, np.array([float(t.weight @ (each * t.kv_prompt)) for t, each in moved])
-
-    def _returned(self, j: int, mode: KvMode) -> Floats:
-        """GB that decode hands back to prefill before a turn: the outputs since, or the whole context."""
-        turns = self._turns[j]
-        shape, follows = self._problem.performance.shape, turns.later > 0
-        if mode is KvMode.PULL:
-            return np.where(follows, turns.kv_cached - turns.kv_prefix, 0.0)
-        known = np.array([shape.kv_bytes(max(c - turns.output, 0.0)) / 1e9 for c in turns.cached])
-        return np.where(follows, turns.kv_cached - known, 0.0)
+        gb, shape = np.empty((2, len(self._turns))), self._problem.performance.shape
+        for j, t in enumerate(self._turns):
+            # Decode hands back to prefill before a turn: the outputs since, or the whole context.
+            known: Floats | float = t.kv_prefix
+            if mode is KvMode.KEEP:
+                known = np.array([shape.kv_bytes(max(c - t.output, 0.0)) / 1e9 for c in t.cached])
+            moved = t.kv_prompt - t.kv_cached + np.where(t.later > 0, t.kv_cached - known, 0.0)
+            gb[:, j] = t.weight @ moved, t.weight @ (moved * t.kv_prompt)
+        return gb[0], gb[1]
 
     def _may(self, j: int, u: int) -> bool:
         """True if a domain may decode on a unit, by affinity and by the memory of its longest turn."""

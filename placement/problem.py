@@ -13,16 +13,7 @@ from dataclasses import dataclass, field, fields
 
 from placement.publish import Publishing
 from placement.roofline import RooflinePerformance
-from placement.types import (
-    Deployment,
-    Link,
-    Objective,
-    Pool,
-    Role,
-    finite_number,
-    require_at_least,
-    require_positive,
-)
+from placement.types import Deployment, Link, Objective, Pool, Role, finite_number, require_at_least, require_positive
 
 Z90 = 1.2816
 """Standard deviations from the median of a normal distribution to its 90th percentile."""

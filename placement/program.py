@@ -156,8 +156,7 @@ class PlacementProgram:
 
     def vector(self, objective: Weights) -> Floats:
         out = np.zeros(self.matrix.width)
-        for j, v in objective.items():
-            out[j] += v
+        out[list(objective)] = list(objective.values())
         return out
 
     def rate_of(self, x: Floats) -> float:
@@ -479,9 +478,8 @@ def _add_environments(p: PlacementProgram) -> None:
     p.environment_cores = sum(float(w) * d.turns.mean * d.environment.core_s for d, w in shares)
     if Role.ENVIRONMENT not in problem.roles or p.environment_cores <= 0:
         return
-    for g, pool in enumerate(problem.pools):
-        if pool.device.is_cpu:
-            p.environments[g] = m.column(high=float(pool.count), whole=True)
+    cpus = ((g, pool) for g, pool in enumerate(problem.pools) if pool.device.is_cpu)
+    p.environments = {g: m.column(high=float(pool.count), whole=True) for g, pool in cpus}
     if not p.environments:
         p.notes.append("environments are not placed: there is no CPU pool")
         return

@@ -17,7 +17,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 from placement.types import Link, Pool, require_positive
 
@@ -64,8 +64,7 @@ class PublishSpeeds:
 
     def stated(self) -> dict[str, float]:
         """The measured speeds, by name."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {name: value for name, value in values.items() if value is not None}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 PRESETS: Mapping[str, PublishSpeeds] = {

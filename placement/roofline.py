@@ -74,9 +74,6 @@ class Constants:
         for name in EFFECTIVE:
             require_positive(f"constants: {name}", getattr(self, name), optional=True)
 
-    def to_dict(self) -> dict[str, float | None]:
-        return asdict(self)
-
     @staticmethod
     def from_dict(data: Mapping[str, object]) -> Constants:
         """ValueError for names that are not constants and for values that are not numbers."""

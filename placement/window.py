@@ -62,7 +62,7 @@ def domain_windows(found: Placement, problem: Problem) -> tuple[DomainWindow, ..
     """The slots of every domain under a plan; empty without training, a window or a bound. Waiting for other
     domains' parts of the batch is not counted."""
     train, window, bound = problem.train, problem.window, problem.trajectories_in_flight
-    trainer = next((d for d in found.deployments if d.role is Role.TRAINER), None)
+    trainer = next(iter(found.of(Role.TRAINER)), None)
     if train is None or window is None or trainer is None or not math.isfinite(bound) or found.rate <= 0:
         return ()
     train_s = trainer.utilisation * train.batch / found.rate

@@ -107,15 +107,11 @@ def print_report(report: Report, output: str, page: Callable[[Report], str] | No
     if output == "html" and page is not None:
         click.echo(page(report), nl=False)
     else:
-        click.echo(render(report, output, width=_width(), colour=colour()), nl=False)
+        width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 110
+        click.echo(render(report, output, width=width, colour=colour()), nl=False)
 
 
-def _width() -> int:
-    """Columns for tables: the terminal's, or a fixed number for files and pipes."""
-    return os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 110
-
-
-def create_output_file(path: Path) -> Path:
+def create_output_file(path: Path) -> None:
     """Create a file that will be written, with its directory. UsageError if that is not possible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,10 +120,9 @@ def create_output_file(path: Path) -> Path:
         path.touch()
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror or error}", remedy="name a file that you may write") from None
-    return path
 
 
-def create_ledger_directory(directory: Path) -> Path:
+def create_ledger_directory(directory: Path) -> None:
     """Create the directory of a ledger that will be written. UsageError if that is not possible, or if the directory is
     not empty: a ledger holds one run."""
     try:
@@ -136,4 +131,3 @@ def create_ledger_directory(directory: Path) -> Path:
         raise UsageError(f"{directory}: {error.strerror or error}", remedy="name a directory of your own") from None
     if any(directory.iterdir()):
         raise UsageError(f"{directory} holds something already (rule: one run each)", remedy="name another directory")
-    return directory

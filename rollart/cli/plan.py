@@ -21,7 +21,7 @@ from rollart.cli.plan_tables import SERVING, comparison_report, plan_report
 from rollart.errors import SpecError, UsageError
 from rollart.report.profile import measured_profiles
 from rollart.report.simulation import FIGURES, SimulationFigures, interval
-from rollart.report.tables import Report, Row, Table, as_number, as_text, table
+from rollart.report.tables import Row, Table, as_number, as_text, table
 from rollart.settings.planning import Specs, profiles_of
 from rollart.settings.resolve import Resolved, forecast, read_specs
 from rollart.settings.rules import quotas
@@ -54,24 +54,18 @@ def plan(
         specs = read_specs(run_file, cluster, overrides, measure=measured_profiles)
         if play:
             specs = replace(specs, measured=played_profiles(specs))
-        if simulate:
-            resolved, extra = _forecast(specs)
+        resolved, extra = _forecast(specs)
+        if changes:
+            report = comparison_report(resolved, _forecast(apply_changes(specs, changes))[0], changes)
+        elif simulate:
             # First, so that it fails early.
-            table, notes = simulation_tables(resolved, seeds=seeds or SEEDS, steps=steps or STEPS)
+            simulated, notes = simulation_tables(resolved, seeds=seeds or SEEDS, steps=steps or STEPS)
             report = plan_report(resolved, fast=fast, extra=extra)
-            tables = (report.tables[0], table, *report.tables[1:])
+            tables = (report.tables[0], simulated, *report.tables[1:])
             report = replace(report, tables=tables, notes=(*report.notes, *notes))
         else:
-            report = _report(specs, changes, fast=fast)
+            report = plan_report(resolved, fast=fast, extra=extra)
     print_report(report, output)
-
-
-def _report(specs: Specs, changes: Sequence[str], *, fast: bool) -> Report:
-    before, extra = _forecast(specs)
-    if not changes:
-        return plan_report(before, fast=fast, extra=extra)
-    after, _ = _forecast(apply_changes(specs, changes))
-    return comparison_report(before, after, changes)
 
 
 def _forecast(specs: Specs) -> tuple[Resolved, Sequence[Table]]:
@@ -137,7 +131,7 @@ def played_profiles(specs: Specs) -> tuple[DomainProfile, ...]:
     return (*specs.measured, *(p for p in found if p.name not in known))
 
 
-def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Table, tuple[str, ...]]:
+def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Table, list[str]]:
     """Simulate the run's own schedule; the table and its notes. SpecError if the plan cannot be simulated."""
     found = resolved.plan.placement
     if found is not None and resolved.problem is None:
@@ -152,7 +146,11 @@ def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Ta
     )
     assert found is not None, "a plan without a placement cannot be simulated"
     publish_s = max((path.seconds for path in publish_paths(resolved).values()), default=None)
-    return comparison_table(found, resolved.run.batch.trajectories, publish_s, findings), _notes(findings, name)
+    one = findings[0]
+    notes = [f"simulated: {name}, {one.steps} steps, {one.skipped} left out, seeds: {len(findings)}"]
+    longest = next((cause for cause in one.waits if not cause.startswith("unused:")), None)
+    notes += [] if longest is None else [f"longest wait there: {longest.replace('_', ' ')}"]
+    return comparison_table(found, resolved.run.batch.trajectories, publish_s, findings), notes
 
 
 @table("simulated", "Beside a simulation")
@@ -194,10 +192,3 @@ def _planned(plan: Placement, batch: int) -> Mapping[str, float]:
     if devices:
         found["engine_busy"] = math.fsum(d.devices * d.utilisation for d in serving) / devices
     return found
-
-
-def _notes(findings: Sequence[SimulationFigures], schedule: str) -> tuple[str, ...]:
-    one = findings[0]
-    summary = f"simulated: {schedule}, {one.steps} steps, {one.skipped} left out, seeds: {len(findings)}"
-    longest = next((cause for cause in one.waits if not cause.startswith("unused:")), None)
-    return (summary,) if longest is None else (summary, f"longest wait there: {longest.replace('_', ' ')}")

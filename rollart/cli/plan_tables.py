@@ -51,7 +51,11 @@ def plan_report(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table
             notes += _trainer_options(resolved, problem, found)
         notes += _out_of_reach(held, found) + _guessed(resolved) + _tail(resolved, fast=fast)
         if problem is not None:
-            others = {} if fast else _others(problem)
+            others: Mapping[str, Placement | Infeasible] = {}
+            if not fast and problem.fixed is None:
+                others = baselines(problem)
+            elif not fast:
+                others = {"computed": solve(replace(problem, fixed=None))}
             tables += [_baselines(others, found)] if others else []
             why = explain(problem, found, resolve=not fast and problem.fixed is None)
             binds = why.binds
@@ -71,8 +75,8 @@ def comparison_report(old: Resolved, new: Resolved, changes: Sequence[str]) -> R
     """Two plans side by side, and the moves from one to the other."""
     tables = [
         Table.of("totals", f"What if {' '.join(changes)}", _both(old, new)),
-        Table.of("instances", "Instances", _instances(old, new)),
-        Table.of("pools", "Devices in use", _devices(old, new)),
+        Table.of("instances", "Instances", _side_by_side(*map(_instances, (old, new)))),
+        Table.of("pools", "Devices in use", _side_by_side(*map(_devices_used, (old, new)))),
     ]
     moves = _moves(old, new)
     tables += [moves] if moves.rows else []
@@ -314,13 +318,6 @@ def _flows(found: Placement) -> Iterator[Row]:
         }
 
 
-def _others(problem: Problem) -> dict[str, Placement | Infeasible]:
-    """Simpler plans on the same model. Where the engines are given, the placer's computed plan."""
-    if problem.fixed is None:
-        return baselines(problem)
-    return {"computed": solve(replace(problem, fixed=None))}
-
-
 @table("baselines", "Beside simpler plans")
 def _baselines(others: Mapping[str, Placement | Infeasible], found: Placement) -> Iterator[Row]:
     """This plan beside simpler ones. `ratio`: the gain of this plan by its objective."""
@@ -432,20 +429,15 @@ def _percent(share: float) -> str:
     return f"{100 * share:+.1f} %"
 
 
-def _instances(old: Resolved, new: Resolved) -> Iterator[Row]:
-    counts = [
-        Counter(
-            f"{a.role} on {a.pool}, {len(a.devices)} device{'s' if len(a.devices) > 1 else ''} each"
-            for a in resolved.plan.assignments
-        )
-        for resolved in (old, new)
-    ]
-    yield from _side_by_side(*counts)
+def _instances(resolved: Resolved) -> dict[str, int]:
+    return Counter(
+        f"{a.role} on {a.pool}, {len(a.devices)} device{'s' if len(a.devices) > 1 else ''} each"
+        for a in resolved.plan.assignments
+    )
 
 
-def _devices(old: Resolved, new: Resolved) -> Iterator[Row]:
-    used = [{p.name: p.count - r.plan.idle[p.name] for p in pools_of(r.cluster, r.prices)} for r in (old, new)]
-    yield from _side_by_side(*used)
+def _devices_used(resolved: Resolved) -> dict[str, int]:
+    return {p.name: p.count - resolved.plan.idle[p.name] for p in pools_of(resolved.cluster, resolved.prices)}
 
 
 def _side_by_side(a: dict[str, int], b: dict[str, int]) -> Iterator[Row]:

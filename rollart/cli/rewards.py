@@ -33,7 +33,6 @@ from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.prices import PriceList
 from rollart.tools.prices import effective_prices
 from serverless.deploy import template
-from serverless.deploy.package import Package
 from serverless.meter import MeterSink
 from serverless.providers.base import DeployedFunction, Deployer, DeploymentChange
 from serverless.rehearse import Rehearsal, read_cases, rehearse
@@ -102,8 +101,13 @@ def invoke(
 ) -> None:
     event = call_event(sys.stdin.read() if item is None else item)
     name, functions = canonical_provider(provider), cluster_functions(cluster)
-    package = None if _is_name(source) else _single(source)
-    function = source if package is None else package.spec.name
+    path, package, function = Path(source), None, source
+    if not re.fullmatch(r"[A-Za-z][\w-]*", source) or path.is_file() or (path / "__init__.py").exists():
+        packages = packages_in(source)
+        if len(packages) != 1:
+            raise UsageError(f"{source} has {len(packages)} rewards", remedy=f"name one: {source}:NAME")
+        spec = packages[0].spec.model_copy(update={"warm": 0})  # it is called once
+        package, function = replace(packages[0], spec=spec), spec.name
 
     async def main() -> Any:
         async with backend(name, functions, root=root) as target:
@@ -160,10 +164,8 @@ def scale(
 ) -> None:
     if warm is None and concurrency is None:
         raise UsageError("nothing to scale", remedy="give --warm, --concurrency or both")
-    show_deployed(
-        [_with(provider, cluster, root, lambda target: target.scale(function, warm=warm, concurrency=concurrency))],
-        output,
-    )
+    scaled = _with(provider, cluster, root, lambda target: target.scale(function, warm=warm, concurrency=concurrency))
+    show_deployed([scaled], output)
 
 
 def rollback(function: str, version: str, provider: str, cluster: Path | None, root: Path, output: str) -> None:
@@ -183,10 +185,7 @@ def delete(function: str, provider: str, cluster: Path | None, root: Path, yes: 
                 raise UsageError(f"'{function}' is not deleted: nobody answers", remedy="give --yes") from None
             raise
 
-    async def main(target: Deployer) -> None:
-        await target.delete(function)
-
-    _with(provider, cluster, root, main)
+    _with(provider, cluster, root, lambda target: target.delete(function))
     if as_json:
         click.echo(json.dumps({"schema_version": 1, "deleted": function, "provider": canonical_provider(provider)}))
     click.echo(f"{function} is deleted on {provider}", err=True)
@@ -258,22 +257,6 @@ def _with(
 
     with translated_errors():
         return asyncio.run(main())
-
-
-def _is_name(source: str) -> bool:
-    """True if this is the name of a function, not a file or a package directory."""
-    path = Path(source)
-    return re.fullmatch(r"[A-Za-z][\w-]*", source) is not None and not (
-        path.is_file() or (path / "__init__.py").exists()
-    )
-
-
-def _single(source: str) -> Package:
-    """The only reward of FILE, without warm workers: it is called once."""
-    packages = packages_in(source)
-    if len(packages) != 1:
-        raise UsageError(f"{source} has {len(packages)} rewards", remedy=f"name one: {source}:NAME")
-    return replace(packages[0], spec=packages[0].spec.model_copy(update={"warm": 0}))
 
 
 _ITEM = ("id", "messages", "prompt", "completion", "reference_answer", "metadata")

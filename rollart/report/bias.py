@@ -90,18 +90,17 @@ def read_attempts(reader: LedgerReader) -> tuple[list[TrajectoryAttempt], Prompt
     found = []
     for n, attempt in enumerate(attempts):
         prompt, member = _named(attempt)
-        prompt_scores = scores[prompt]
         found.append(
             TrajectoryAttempt(
                 attempt.domain,
                 prompt,
-                _fate(attempt, groups.get(_group(attempt))),
+                _fate(attempt, groups.get(attempt.trajectory.rpartition(".")[0])),
                 settled=prompt in last and last[prompt].state != LIVE,
                 first=standing[prompt, member] == n,
                 cut=attempt.outcome != FINISHED,
                 length=attempt.action_tokens,
                 turns=attempt.turns,
-                difficulty=math.fsum(prompt_scores) / len(prompt_scores) if prompt_scores else None,
+                difficulty=_mean(scores[prompt]),
                 reward=attempt.score,
                 delayed=prompt in late,
             )
@@ -233,10 +232,6 @@ def _group_fate(group: GroupRow) -> str:
     if group.state == DROPPED:
         return group.reason or str(AbortReason.GROUP_DROPPED)
     return TRAINED if group.state == CONSUMED else OPEN
-
-
-def _group(attempt: AttemptRow) -> str:
-    return attempt.trajectory.rpartition(".")[0]
 
 
 def _prompt(group: str) -> str:

@@ -135,7 +135,11 @@ def bar_chart(title: str, groups: Sequence[BarGroup], *, unit: str = PLAIN) -> M
             parts.append(_bar(group, bar, plot, y, thick, unit))
             y += thick + gap
         y += 0.0 if beside else 5.0
-    return _svg(title, [*_axis(plot, y, unit), *parts], WIDTH, y + 22.0, "chart")
+    axis: list[MarkupElement] = []
+    for tick in nice_ticks(plot.most):
+        anchor = "middle" if tick else "start"
+        axis += _axis_mark(plot.x(tick), y, figure(tick, unit), 15.0, base=not tick, anchor=anchor)
+    return _svg(title, [*axis, *parts], WIDTH, y + 22.0, "chart")
 
 
 def timeline_chart(found: Timeline, *, until: float | None = None) -> MarkupElement:
@@ -207,17 +211,8 @@ def _axis_mark(x: float, y: float, text: str, below: float, *, base: bool, ancho
 def _label(text: str, x: float, y: float, room: float, *, end: bool) -> MarkupElement:
     """A text, cut to the width `room`."""
     most = max(4, int(room / LETTER))
-    anchor = "end" if end else None
-    if len(text) <= most:
-        return element("text", text, x=x, y=y, class_="label", text_anchor=anchor)
-    shown = text[: most - 1] + "…"
-    return element("text", element("title", text), shown, x=x, y=y, class_="label", text_anchor=anchor)
-
-
-def _axis(plot: _Plot, y: float, unit: str) -> Iterable[MarkupElement]:
-    for tick in nice_ticks(plot.most):
-        anchor = "middle" if tick else "start"
-        yield from _axis_mark(plot.x(tick), y, figure(tick, unit), 15.0, base=not tick, anchor=anchor)
+    shown = [text] if len(text) <= most else [element("title", text), text[: most - 1] + "…"]
+    return element("text", *shown, x=x, y=y, class_="label", text_anchor="end" if end else None)
 
 
 def _time_axis(end: float, x1: float, y: float) -> Iterable[MarkupElement]:

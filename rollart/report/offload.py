@@ -219,10 +219,6 @@ class _OffloadCase:
         life = sum(states.values())
         return (life, states[WorkerState.BUSY] / life) if life else (None, None)
 
-    def waited(self, quantile: float) -> float:
-        """The run's own waits for a free worker, at a quantile."""
-        return CallReplay(tuple(row.queued_s for row in self.recorded), 0, 0, 0, 0, 0, 0).wait(quantile)
-
 
 TICK_S = 1.0
 """Interval of the replayed autoscalers' decisions, in seconds (Knative: 2)."""
@@ -233,9 +229,13 @@ def _serving_options(cases: Iterable[_OffloadCase]) -> Iterator[Row]:
     for case in cases:
         life, used = case.metered()
         starts = sum(row.cold_start_s > 0 for row in case.recorded)
-        waits = 1e3 * case.waited(0.5), 1e3 * case.waited(0.99)
+        waits = _waits(CallReplay(tuple(row.queued_s for row in case.recorded), 0, 0, 0, 0, 0, 0))
         yield _served(case, "as billed", None, life, used, waits, starts, case.functions_usd)
-        for workers, why in _choices(case):
+        # One, the fewest that are fast enough, and the fewest without any wait.
+        chosen = {case.peak: "dedicated, no wait", case.fewest: "dedicated, enough"}
+        if case.fewest > 1:
+            chosen[1] = "dedicated, one"
+        for workers, why in sorted(chosen.items()):
             one, worker_s, usd = case.dedicated(workers)
             share = ratio(one.busy_s, worker_s)
             yield _served(case, why, workers, worker_s, share, _waits(one), 0, usd)
@@ -273,15 +273,6 @@ def _served(
         "cold_starts": as_count(cold_starts, people=False),
         "usd": as_usd(usd),
     }
-
-
-def _choices(case: _OffloadCase) -> list[tuple[int, str]]:
-    """Numbers of dedicated workers with a line in the table: one, the fewest that are fast enough, and the fewest
-    without any wait."""
-    chosen = {case.peak: "dedicated, no wait", case.fewest: "dedicated, enough"}
-    if case.fewest > 1:
-        chosen[1] = "dedicated, one"
-    return sorted(chosen.items())
 
 
 def _waits(one: CallReplay) -> tuple[float, float]:

@@ -3,7 +3,7 @@ from the report's own tables."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -96,14 +96,17 @@ def simulation_page(report: Report, timelines: Sequence[Timeline]) -> str:
         str(row[0]): {name: _pair(row[3:], n) for n, name in enumerate(schedules)} for row in tables["figures"].rows
     }
     paints = {name: series_paint(n) for n, name in enumerate(schedules)}
+    waits = tables["waits"]
+    # Without unused devices: thousands of idle cores would dominate the chart.
+    used = replace(waits, rows=tuple(row for row in waits.rows if not str(row[0]).startswith("unused:")))
     compared = element(
         "div",
         _step(figures),
         _one("Throughput", "trained trajectories per second", figures["trajectories_per_s"], paints),
         _one("Cost", "USD per 1,000 trained trajectories", figures["usd_per_1k"], paints),
-        _grouped("Staleness", "share of trained samples, by versions of lag", tables["lags"], paints, _lag, PERCENT),
-        _grouped("Idle and waste by cause", "USD per 1,000 trained trajectories", tables["waste"], paints, _cause),
-        _grouped("Waiting by cause", "device-hours of what the plan uses", _used(tables["waits"]), paints, _cause),
+        _grouped("Staleness", "share of trained samples, by versions of lag", tables["lags"], paints, "lag ", PERCENT),
+        _grouped("Idle and waste by cause", "USD per 1,000 trained trajectories", tables["waste"], paints),
+        _grouped("Waiting by cause", "device-hours of what the plan uses", used, paints),
         class_="cards",
     )
     parts = [
@@ -141,25 +144,20 @@ def _one(title: str, unit: str, figures: Means, paints: Mapping[str, str]) -> Ma
 
 
 def _grouped(
-    title: str, unit: str, table: Table, paints: Mapping[str, str], name: Callable[[Cell], str], kind: str = PLAIN
+    title: str, unit: str, table: Table, paints: Mapping[str, str], prefix: str = "", kind: str = PLAIN
 ) -> MarkupElement:
-    """One group for each row, one bar for each schedule."""
+    """One group for each row, named by its first cell, and one bar for each schedule."""
     groups = []
     for row in table.rows:
         own = []
         for n, (schedule, paint) in enumerate(paints.items()):
             value, half = _pair(row[1:], n)
             own.append(Bar.single(schedule, value, paint, half))
-        groups.append(BarGroup(name(row[0]), tuple(own)))
+        groups.append(BarGroup(prefix + str(row[0]).replace("_", " "), tuple(own)))
     if not groups:
         return card(title, element("p", "nothing", class_="muted"), under=unit)
     shown: list[Child] = [legend(paints.items()) if len(paints) > 1 else None, bar_chart(title, groups, unit=kind)]
     return card(title, *shown, under=unit)
-
-
-def _used(table: Table) -> Table:
-    """The table without unused devices: thousands of idle cores would dominate the chart."""
-    return replace(table, rows=tuple(row for row in table.rows if not str(row[0]).startswith("unused:")))
 
 
 def _timelines(found: Sequence[Timeline]) -> Sequence[MarkupElement]:
@@ -202,11 +200,3 @@ def _with_interval(row: Sequence[Cell], n: int, half: bool, table: Table) -> Cel
 def _pair(cells: Sequence[Cell], n: int) -> tuple[float, float | None]:
     value, half = cells[2 * n], cells[2 * n + 1]
     return float(value or 0.0), None if half is None else float(half)
-
-
-def _lag(cell: Cell) -> str:
-    return f"lag {cell}"
-
-
-def _cause(cell: Cell) -> str:
-    return str(cell).replace("_", " ")

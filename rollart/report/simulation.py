@@ -92,6 +92,11 @@ class SimulationFigures:
     timeline: Timeline | None = None
     """The timeline, if it was requested."""
 
+    @property
+    def mean_lag(self) -> float:
+        count = sum(self.lags.values())
+        return sum(lag * n for lag, n in self.lags.items()) / count if count else 0.0
+
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
@@ -167,7 +172,7 @@ FIGURES = (
     Figure("engine_busy", "engines busy", "share", lambda f: f.engine_busy),
     Figure("usd_per_1k", "per 1,000 trajectories", "USD", lambda f: f.usd_per_1k),
     Figure("wasted", "idle and waste", "share", lambda f: f.wasted),
-    Figure("mean_lag", "mean lag", "versions", lambda f: _lag(f)),
+    Figure("mean_lag", "mean lag", "versions", lambda f: f.mean_lag),
 )
 
 
@@ -282,11 +287,6 @@ def _per_1k(found: SimulationFigures) -> Mapping[str, float]:
     total = math.fsum(found.waste.values())
     scale = found.usd_per_1k * found.wasted / total if total else 0.0
     return {cause: usd * scale for cause, usd in found.waste.items()}
-
-
-def _lag(found: SimulationFigures) -> float:
-    count = sum(found.lags.values())
-    return sum(lag * n for lag, n in found.lags.items()) / count if count else 0.0
 
 
 def interval(values: Sequence[float]) -> tuple[float, float | None]:
@@ -407,13 +407,12 @@ def check_report(run: str, check: SimulationCheck, notes: Sequence[str] = ()) ->
         ("publish, a step", lambda o: o.publish_s / o.steps),
         ("engines busy, a step", lambda o: o.engine_busy_s / o.steps),
     )
-    outside_s, outside_usd = a.wall_s - a.loop_s, a.usd - a.loop_usd
-    rows: list[Row] = [_compared(what, "s", of(a), of(b)) for what, of in per]
-    rows += [
+    rows: list[Row] = [
+        *(_compared(what, "s", of(a), of(b)) for what, of in per),
         _compared("training loop", "s", a.loop_s, b.loop_s),
         _compared("training loop", "USD", a.loop_usd, b.loop_usd),
-        _compared("before and after it", "s", outside_s, None),
-        _compared("before and after it", "USD", outside_usd, None),
+        _compared("before and after it", "s", a.wall_s - a.loop_s, None),
+        _compared("before and after it", "USD", a.usd - a.loop_usd, None),
         _compared("wall time", "s", a.wall_s, check.wall_s),
         _compared("dollars", "USD", a.usd, check.usd),
     ]

@@ -120,13 +120,10 @@ class _Stack:
     """Bins by state."""
 
     def __init__(self, seconds: float, bins: int) -> None:
-        self._size = (seconds, bins)
-        self.states: dict[str, Bins] = {}
+        self.states: dict[str, Bins] = defaultdict(lambda: Bins(seconds, bins))
 
     def add(self, state: str, t0: float, t1: float, amount: float = 1.0) -> None:
         if t1 > t0:
-            if state not in self.states:
-                self.states[state] = Bins(*self._size)
             self.states[state].add(t0, t1, amount)
 
     def band(self, name: str, kind: str, members: int, order: Sequence[str], whole: float | None = None) -> Band:
@@ -210,19 +207,18 @@ def _bands(title: str, kind: str, found: Timeline) -> Table:
 def _devices(
     seconds: float, spans: Iterable[tuple[str, str, float, float, str, float]], pools: Mapping[str, str], bins: int
 ) -> list[Band]:
-    stacks: dict[tuple[str, str, str], _Stack] = {}
-    units: dict[tuple[str, str, str], float] = {}
+    stacks: dict[tuple[str, str, str], _Stack] = defaultdict(lambda: _Stack(seconds, bins))
+    units: dict[tuple[str, str, str], float] = defaultdict(float)
     for role, resource, t0, t1, state, amount in spans:
         key = (role, pools.get(resource, ""), resource)
-        if key not in stacks:
-            stacks[key] = _Stack(seconds, bins)
         stacks[key].add(state, t0, t1, amount)
-        units[key] = max(units.get(key, 0.0), amount)
+        units[key] = max(units[key], amount)
     groups: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
     for key in sorted(stacks, key=_natural):
         groups[key[:2]].append(key)
     found = []
-    for (role, pool), keys in sorted(groups.items(), key=lambda g: (_rank(g[0][0]), g[0])):
+    rank = {role: n for n, role in enumerate(ROLES)}
+    for (role, pool), keys in sorted(groups.items(), key=lambda g: (rank.get(g[0][0], rank["unused"]), g[0])):
         on = f" on {pool}" if pool else ""
         if len(stacks) <= MOST_ROWS or len(keys) <= FEW:
             found += [stacks[k].band(f"{k[2]}{on}", DEVICES, 1, tuple(ResourceState), units[k]) for k in keys]
@@ -281,10 +277,6 @@ def _faults(seconds: float, events: Iterable[tuple[float, str]], bins: int) -> I
         most = max(math.fsum(column) for column in zip(*amounts.values(), strict=True))
         total = round(math.fsum(math.fsum(own) for own in amounts.values()))
         yield Band("faults and drops", FAULTS, total, most, amounts)
-
-
-def _rank(role: str) -> int:
-    return ROLES.index(role) if role in ROLES else ROLES.index("unused")
 
 
 def _natural(key: tuple[str, str, str]) -> tuple[Any, ...]:
