@@ -29,7 +29,7 @@ The nearest known name to a wrong one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 
@@ -186,6 +186,15 @@ def first_line(error: BaseException, most: int | None = None) -> str:
     """The first line of a third-party error's text, at most `most` characters; its type if it has no text."""
     lines = str(error).strip().splitlines()
     return lines[0].strip()[:most] if lines else type(error).__name__
+
+
+def leaf_errors(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    """The errors inside task groups, in order."""
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from leaf_errors(error)
+        else:
+            yield error
 
 
 MAX_SUGGESTED = 12

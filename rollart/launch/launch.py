@@ -7,7 +7,7 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +21,7 @@ from rollart.errors import (
     RunFailed,
     StorageFailed,
     VersionDamaged,
+    leaf_errors,
 )
 from rollart.launch.clusters import follow_nodes, record_cluster_events
 from rollart.launch.hosts import host_count_keepers, watch_memory
@@ -273,7 +274,7 @@ def _interrupted(directory: Path) -> Interrupted:
 
 def _user_error(group: BaseExceptionGroup[BaseException], directory: Path) -> BaseException:
     """The error to show: the first `RollartError`, else the first error that is not a cancellation."""
-    leaves = list(_leaves(group))
+    leaves = list(leaf_errors(group))
     for error in leaves:
         if isinstance(error, RollartError):
             return error
@@ -286,11 +287,3 @@ def _user_error(group: BaseExceptionGroup[BaseException], directory: Path) -> Ba
                 remedy="look at the disk and at the run's directory, then rollart launch --resume",
             )
     return leaves[0]
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error

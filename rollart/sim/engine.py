@@ -113,11 +113,6 @@ class ModelledEngine:
         self._empty()
 
     @property
-    def busy_s(self) -> float:
-        """Seconds of computation."""
-        return self.prefill_s + self.decode_s
-
-    @property
     def kv_used(self) -> float:
         """Tokens of KV held now, for any purpose."""
         self._catch_up()

@@ -49,9 +49,7 @@ class SimulatedDomain:
     solved: float | None = None
     """Mean share of trajectories with reward 1 instead of 0; None: each trajectory has its script's reward, and nothing
     is drawn."""
-    resets: int = 0
     failed_resets: int = 0
-    steps: int = 0
     _members: dict[int, int] = field(default_factory=dict)
     _bursts: list[float] = field(default_factory=list)
     """Start times of bursts, as far as drawn."""
@@ -133,7 +131,6 @@ class ModelledEnvironment:
         if not self._live:
             self._live = True
             host.active += 1
-        world.resets += 1
         fails, stalled = world.reset_trouble(seed, member, host, asyncio.get_running_loop().time())
         if stalled:
             await asyncio.sleep(stalled)
@@ -144,7 +141,6 @@ class ModelledEnvironment:
 
     async def step(self, action: str) -> Step:
         script, turn = self._script, self._turn
-        self._world.steps += 1
         await self._spend(script.step_s[turn])
         self._turn = turn + 1
         if self._turn < script.turns:

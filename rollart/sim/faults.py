@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
-from typing import Protocol
 
-from rollart.ports import Engine
+from rollart.sim.engine import ModelledEngine
 from rollart.sim.environments import SimulatedHost
 from rollart.sim.workload import entity_generator
 
@@ -27,21 +27,13 @@ class FaultTarget:
     up: Callable[[], None]
 
 
-class FailableEngine(Engine, Protocol):
-    """An engine in a simulated process: with `fail` every call to it fails."""
-
-    fail: bool
-
-    def restart(self, version: int) -> None: ...
-
-
-def engine_target(part: FailableEngine, version: Callable[[], int] | None) -> FaultTarget:
-    """An engine that dies; it comes back with the result of `version`. None: supervision restarts it."""
+def engine_target(part: ModelledEngine, version: Callable[[], int]) -> FaultTarget:
+    """An engine that dies; it comes back with the result of `version`."""
 
     def down() -> None:
         part.fail = True
 
-    return FaultTarget(down, (lambda: None) if version is None else (lambda: part.restart(version())))
+    return FaultTarget(down, lambda: part.restart(version()))
 
 
 def host_target(of: SimulatedHost) -> FaultTarget:
@@ -88,7 +80,7 @@ class FaultPlan:
     rates: Sequence[FaultRate] = ()
     seed: int = 0
     happened: list[FaultTransition] = field(default_factory=list)
-    _reasons: dict[str, int] = field(default_factory=dict)
+    _reasons: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         groups = [*(o.subjects for o in self.outages), *(s for r in self.rates for s in r.subjects)]
@@ -110,10 +102,6 @@ class FaultPlan:
             for name in names:
                 self._change(name, up=up, now=loop.time())
 
-    def down(self) -> set[str]:
-        """Subjects that are down now."""
-        return {name for name, reasons in self._reasons.items() if reasons}
-
     def _failures(self, names: Sequence[str], rate: FaultRate) -> Iterator[tuple[float, Sequence[str], bool]]:
         """Failures and recoveries of one subject, from its own generator."""
         rng = entity_generator(self.seed, "faults", *names)
@@ -124,9 +112,8 @@ class FaultPlan:
                 yield at, names, up
 
     def _change(self, name: str, *, up: bool, now: float) -> None:
-        before = self._reasons.get(name, 0)
-        after = self._reasons[name] = before + (-1 if up else 1)
-        if (before == 0) == (after == 0):
-            return
-        self.happened.append(FaultTransition(now, name, up))
-        (self.subjects[name].up if up else self.subjects[name].down)()
+        """Called when a reason to be down begins or ends."""
+        self._reasons[name] += -1 if up else 1
+        if self._reasons[name] == (0 if up else 1):
+            self.happened.append(FaultTransition(now, name, up))
+            (self.subjects[name].up if up else self.subjects[name].down)()

@@ -46,16 +46,13 @@ PUSH = LinkProfile(PRESETS["rollart"].push_gb_per_s or math.inf)
 """Weights from a trainer into the store: 0.41 to 0.48 GB/s were measured on the 200 Gb/s link (RA-16); tuned once."""
 
 
+@dataclass(slots=True, eq=False)
 class LinkTransfer:
     """A transfer in flight."""
 
-    __slots__ = ("done", "end", "over", "streams")
-
-    def __init__(self, streams: int, end: float, done: Callable[[], None]) -> None:
-        self.streams = streams
-        self.end = end
-        self.done = done
-        self.over = False
+    streams: int
+    done: Callable[[], None]
+    over: bool = False
 
 
 class SharedLink:
@@ -76,11 +73,6 @@ class SharedLink:
         self._rate = 1.0
         self._timer: asyncio.TimerHandle | None = None
         self.moved_gb = self.busy_s = 0.0
-
-    @property
-    def flows(self) -> int:
-        """Number of transfers in flight."""
-        return sum(not f.over for _, _, f in self._ends)
 
     @property
     def rate(self) -> float:
@@ -121,9 +113,9 @@ class SharedLink:
     def cancel(self, flow: LinkTransfer) -> None:
         if not flow.over:
             self._catch_up()
-            if not flow.over:
-                self._leave(flow)
-                self._plan()
+        if not flow.over:
+            self._leave(flow)
+            self._plan()
 
     def _join(self, gb: float, streams: int, done: Callable[[], None]) -> LinkTransfer:
         if streams < 1:
@@ -131,8 +123,8 @@ class SharedLink:
         self._catch_up()
         self._streams += streams
         self._sent += 1
-        flow = LinkTransfer(streams, self._service + gb / streams, done)
-        heappush(self._ends, (flow.end, self._sent, flow))
+        flow = LinkTransfer(streams, done)
+        heappush(self._ends, (self._service + gb / streams, self._sent, flow))
         self._plan()
         return flow
 

@@ -119,10 +119,6 @@ class ModelledTrainer:
         self._devices = asyncio.Lock()
         self._passing: _PacedWork | None = None
         self.help = 0.0
-        self.busy_s = 0.0
-        self.trained_tokens = 0
-        """Real tokens with loss."""
-        self.steps = 0
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
         seconds = self.speed.step_s([mass_of(s.token_ids) for s in samples]) + self._references_s(samples)
@@ -217,11 +213,8 @@ class ModelledTrainer:
 
     def _stepped(self, samples: Sequence[TrainSample], seconds: float) -> TrainReport:
         """Count a step from the current version."""
-        tokens = sum(map(sampled_mass, samples))
-        self.trained_tokens += tokens
-        self.steps += 1
         self._version += 1
-        return TrainReport(tokens, seconds, {})
+        return TrainReport(sum(map(sampled_mass, samples)), seconds, {})
 
     def _drifted(self, samples: Sequence[TrainSample], distance: Callable[[int], int]) -> list[tuple[float, ...]]:
         """Log-probabilities under a policy that is `distance` versions from the one that sampled a token."""
@@ -250,7 +243,6 @@ class ModelledTrainer:
         async with self._devices:
             if self._dead:
                 raise TrainerError("the trainer is down")
-            began = loop.time()
             over = self._under_way = loop.create_future()
             work = _PacedWork(over, seconds)
             work.start(1.0 + self.help if shared else 1.0)
@@ -260,7 +252,6 @@ class ModelledTrainer:
             finally:
                 work.stop()
                 self._passing = None
-                self.busy_s += loop.time() - began
 
 
 class _PacedWork:

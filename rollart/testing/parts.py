@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from rollart.errors import EngineError, PartDied, RunFailed, TrainerError, TrainerRefused
 from rollart.fleet import EngineKind, EnginePlacement
@@ -35,10 +36,17 @@ from rollart.model import (
     WeightsRef,
 )
 from rollart.ports import Engine, Recorder
-from rollart.sim.faults import FailableEngine
 from rollart.sim.trainers import group_mean_advantages
 from rollart.supervise.fleet import ReservedEngine
 from serverless.types import FaultKind
+
+
+class FailableEngine(Engine, Protocol):
+    """An engine in a simulated process: with `fail` every call to it fails."""
+
+    fail: bool
+
+    def restart(self, version: int) -> None: ...
 
 
 class WordTokenizer:

@@ -19,7 +19,7 @@ from multiprocessing.queues import Queue
 from pathlib import Path
 from types import FrameType
 
-from rollart.errors import RollartError, RunFailed
+from rollart.errors import RollartError, RunFailed, leaf_errors
 from rollart.ledger.reader import LedgerReader
 from rollart.report.rows import collect
 from rollart.report.simulation import INFRA_FAULT, SimulationFigures, StepTimes, fault_cost, simulation_figures
@@ -214,16 +214,10 @@ def _run_task(
             with_timeline=task.timeline,
         )
     except BaseExceptionGroup as group:
-        raise _first_error(group) from None
-
-
-def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first product error of the group, which survives pickling between processes."""
-    ours = group.subgroup(RollartError)
-    error: BaseException = group if ours is None else ours
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if not isinstance(error, RollartError):
-        return RunFailed(f"the simulation failed: {error!r}")
-    error.remedy = error.remedy.replace("then rollart launch --resume", "then simulate again")
-    return error
+        errors = list(leaf_errors(group))
+        error = next((error for error in errors if isinstance(error, RollartError)), None)
+        if error is None:
+            raise RunFailed(f"the simulation failed: {errors[0]!r}") from None
+        # Only this error is raised: groups do not survive pickling between processes.
+        error.remedy = error.remedy.replace("then rollart launch --resume", "then simulate again")
+        raise error from None

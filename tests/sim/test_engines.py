@@ -80,7 +80,7 @@ def test_a_full_batch_takes_the_roofline_s_time_and_prefills_slow_it_down() -> N
             await asyncio.sleep(0.5)
             for i in range(late):
                 tasks.create_task(e.generate(turn(f"l{i}", 8000, 1)))
-        return now(), e.busy_s
+        return now(), e.prefill_s + e.decode_s
 
     seconds, busy = run(main(0))
     model = roofline()
@@ -145,7 +145,7 @@ def test_memory_is_never_exceeded_and_all_is_answered(data: st.DataObject) -> No
         assert (stats.running, stats.waiting) == (0, 0)
         flat = [c for found in answers.values() for c in found]
         assert stats.generated_tokens == sum(sum(c.token_ids) for c in flat)
-        assert e.busy_s <= now() + 1e-9
+        assert e.prefill_s + e.decode_s <= now() + 1e-9
         for i, found in answers.items():
             for c in found:
                 assert c.finish is FinishReason.ABORT or sum(c.token_ids) == sizes[i][1]
@@ -265,9 +265,9 @@ def test_a_dead_engine_breaks_what_is_in_flight_and_comes_back_empty() -> None:
         with pytest.raises(EngineError):
             await e.generate(turn("b", 1, 1))
         await asyncio.sleep(10.0)
-        busy = e.busy_s
+        busy = e.prefill_s + e.decode_s
         e.restart(4)
-        assert e.busy_s == busy < 1.0
+        assert busy == e.prefill_s + e.decode_s < 1.0
         c = await e.generate(turn("a", 2000, 500, session="s"))
         assert (c.cached_tokens, c.spans[0].version) == (0, 4)
 

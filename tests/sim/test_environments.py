@@ -159,7 +159,7 @@ def test_a_step_takes_the_flops_of_its_tokens() -> None:
         assert now() == report.seconds == pytest.approx(3.0 + 2 * flops / (32 * 989.5e12 * 0.4))
         # 6 FLOPs per parameter and token, and attention besides.
         assert 0.9 < (report.seconds - 3.0) * 32 * 989.5e12 * 0.4 / (2 * 6 * 8.19e9 * 12_000) < 1.4
-        assert report.trained_tokens == trainer.trained_tokens == 5000
+        assert report.trained_tokens == 5000
         began = now()
         assert (await trainer.publish(4)).version == 4
         assert now() - began == pytest.approx(1.5)
@@ -192,9 +192,9 @@ def test_a_trainer_that_dies_breaks_its_step_and_comes_back_restored() -> None:
         with pytest.raises(TrainerError):
             await trainer.publish(1)
         await trainer.restore(WeightsRef(0, ""))
-        await trainer.train([sample("a", 10, 10)], 0)
+        report = await trainer.train([sample("a", 10, 10)], 0)
         assert now() > 55.0
-        assert trainer.trained_tokens == 10
+        assert report.trained_tokens == 10
 
     run(main())
 
@@ -216,11 +216,11 @@ def test_outages_happen_when_they_are_due_and_overlap_without_harm() -> None:
             await asyncio.sleep(12.0)
             assert e.fail
             await asyncio.sleep(20.0)
-            assert (e.fail, way.rate, plan.down()) == (True, 0.0, {"e", "way"})
+            assert (e.fail, way.rate) == (True, 0.0)
             await asyncio.sleep(20.0)
             assert (e.fail, e.version, way.rate) == (False, 5, 1.0)
             await e.generate(turn("a", 10, 10))
-        assert plan.down() == {"way"}
+        assert way.rate == 0.0
         assert [(h.t, h.subject, h.up) for h in plan.happened] == [
             (10.0, "e", False),
             (15.0, "way", False),
