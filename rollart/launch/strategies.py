@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
 from placement.roofline import RooflinePerformance
 from placement.types import Pool
@@ -22,13 +23,13 @@ from rollart.launch.start_limits import engine_start_limits
 from rollart.ledger.intervals import ResourceState
 from rollart.policy.schedules import Admission
 from rollart.settings.resolve import Resolved
-from rollart.settings.rollout import FairnessSpec, FilterSpec, ParallelismSpec, TailBatchingSpec
+from rollart.settings.rollout import FairnessSpec, FilterSpec, ParallelismSpec, RedundancySpec, TailBatchingSpec
 from rollart.settings.run import RunSpec
 from rollart.strategies.fairness import DomainShareTracker, FairAdmission, FairnessSettings
 from rollart.strategies.filtering import GroupFilter, additional_prompts
 from rollart.strategies.lending import DeviceLender, LendingSettings
-from rollart.strategies.prefetch import Prefetcher, PrefetchSettings
-from rollart.strategies.redundancy import Redundancy, RedundancyController, SelectionBiasReport
+from rollart.strategies.prefetch import Prefetcher
+from rollart.strategies.redundancy import RedundancyController, SelectionBiasReport
 from rollart.strategies.rolling_update import Delayed, OnDivergence, Staggered, UpdatePolicy, VersionProbe
 from rollart.strategies.tail_batching import TailBatchAdmission
 from rollart.strategies.tp_change import Resharder, ReshardSettings, TensorParallelRule
@@ -46,13 +47,14 @@ DELAYED_UPDATE_S = 120.0
 class StrategySettings:
     """The options of a run's rollout; with the defaults there are none. A call makes them for one run."""
 
-    redundancy: Redundancy = field(default_factory=Redundancy)
+    redundancy: RedundancySpec = field(default_factory=RedundancySpec)
     tail: TailBatchingSpec | None = None
     """Tail batching, under a schedule of one batch at a time."""
     filter: FilterSpec = field(default_factory=FilterSpec)
     fairness: FairnessSettings | None = None
     """Shares of domains instead of quotas."""
-    prefetch: PrefetchSettings | None = None
+    prefetch: int | Literal["auto"] = 0
+    """Environments to reset ahead per domain; auto: computed from measured durations."""
     lending: LendingSettings | None = None
     """Engines lend their devices to training while a rollout ends, if the trainer can borrow devices."""
     reshard: ReshardSettings | None = None
@@ -60,7 +62,7 @@ class StrategySettings:
 
     def __call__(self, run: RolloutContext) -> RolloutOptions:
         shares = None if self.fairness is None else _share_tracker(self.fairness, run)
-        prefetcher = None if self.prefetch is None else _prefetcher(self.prefetch, run)
+        prefetcher = None if self.prefetch == 0 else _prefetcher(self.prefetch, run)
         admission: Callable[..., PromptAdmission] = PromptAdmission
         if self.tail is not None:
             admission = partial(TailBatchAdmission, tail=self.tail)
@@ -78,9 +80,10 @@ class StrategySettings:
     def _speculation(self, run: RolloutContext) -> Iterator[RolloutStrategy]:
         """Redundancy and filtering, and the report on the trajectories that are lost by them or by tail batching."""
         additional = self.filter.max_additional_running_prompts
-        if self.redundancy.any or additional:
+        redundant = self.redundancy.groups > 1 or self.redundancy.size > 1
+        if redundant or additional:
             yield RedundancyController(run.domains, self.redundancy, additional_prompts(run.domains, additional))
-        if self.redundancy.any or self.tail is not None or self.filter.zero_variance:
+        if redundant or self.tail is not None or self.filter.zero_variance:
             yield SelectionBiasReport(run.recorder)
         if self.filter.zero_variance:
             yield GroupFilter(run.domains, self.filter, run.recorder)
@@ -116,15 +119,10 @@ def _share_tracker(settings: FairnessSettings, run: RolloutContext) -> DomainSha
     )
 
 
-def _prefetcher(settings: PrefetchSettings, run: RolloutContext) -> Prefetcher:
+def _prefetcher(depth: int | Literal["auto"], run: RolloutContext) -> Prefetcher:
     waits = run.waits
     return Prefetcher(
-        run.domains,
-        run.leases,
-        run.recorder,
-        settings=settings,
-        reset_s=waits.env_reset_s,
-        close_s=waits.env_close_s,
+        run.domains, run.leases, run.recorder, depth=depth, reset_s=waits.env_reset_s, close_s=waits.env_close_s
     )
 
 
@@ -132,13 +130,11 @@ def strategy_settings(resolved: Resolved, reshard: ReshardSettings | None) -> St
     """The options that the run spec asks for; `reshard` depends on the kind of engines."""
     rollout = resolved.run.rollout
     return StrategySettings(
-        redundancy=Redundancy(**rollout.redundancy.model_dump()),
+        redundancy=rollout.redundancy,
         tail=rollout.tail_batching,
         filter=rollout.filter,
         fairness=fairness_settings(resolved.run),
-        prefetch=None
-        if rollout.prefetch == 0
-        else PrefetchSettings(None if rollout.prefetch == "auto" else rollout.prefetch),
+        prefetch=rollout.prefetch,
         lending=lending_settings(resolved),
         reshard=reshard,
     )

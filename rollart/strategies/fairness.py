@@ -68,37 +68,26 @@ class Apportionment:
 class DriftQuota:
     """Shares that follow each domain's cost and the policy's drift on it.
 
-    The target weight of a domain is weight * (drift / cost) ** `sensitivity`, both relative to their means over
+    The target weight of a domain is weight * (drift / cost) ** sensitivity, both relative to their means over
     domains: domains that teach more per second or dollar get more. Averages run over `memory` steps; a step moves no
     share by more than `max_step`. A step moves part of the distance between two points within floors and caps, so every
     point between them keeps floors and caps too. Domains without observations count as average.
     """
 
     domains: tuple[DomainShare, ...]
-    sensitivity: float = 1.0
-    memory: float = 10.0
-    max_step: float = 0.05
+    settings: FollowSpec
     shares: dict[str, float] = field(default_factory=dict)
     """The current fractions. Save them with `seen` to resume."""
     seen: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Averaged (cost, drift) of each domain that was observed."""
 
     def __post_init__(self) -> None:
-        if self.memory < 1 or not 0 < self.max_step <= 1 or self.sensitivity < 0:
-            raise ValueError(
-                f"memory {self.memory} must be at least 1, max_step {self.max_step} within (0, 1], "
-                f"sensitivity {self.sensitivity} not negative"
-            )
         self.shares = self.shares or bounded_shares(self.domains)
 
     def observe(self, domain: str, *, cost: float, drift: float) -> None:
         """Record one step of a domain: `cost` per sample (seconds or dollars, > 0), and `drift` >= 0 of the policy on
         it (for example the mean absolute advantage, or KL between versions)."""
-        if domain not in {d.domain for d in self.domains}:
-            raise ValueError(f"domain {domain} has no share")
-        if not (cost > 0 and drift >= 0 and math.isfinite(cost) and math.isfinite(drift)):
-            raise ValueError(f"domain {domain}: cost {cost} must be positive and drift {drift} not negative")
-        keep = 1.0 - 1.0 / self.memory
+        keep = 1.0 - 1.0 / self.settings.memory
         old = self.seen.get(domain)
         self.seen[domain] = (
             (cost, drift) if old is None else (keep * old[0] + (1 - keep) * cost, keep * old[1] + (1 - keep) * drift)
@@ -108,7 +97,7 @@ class DriftQuota:
         """The shares of the next step, for `Apportionment.step`."""
         target = bounded_shares(self.domains, self._weights())
         far = max(abs(target[d.domain] - self.shares[d.domain]) for d in self.domains)
-        part = 1.0 if far <= self.max_step else self.max_step / far
+        part = 1.0 if far <= self.settings.max_step else self.settings.max_step / far
         self.shares = {n: s + part * (target[n] - s) for n, s in self.shares.items()}
         return dict(self.shares)
 
@@ -122,7 +111,7 @@ class DriftQuota:
         for name, (c, g) in self.seen.items():
             # A domain without drift keeps a thousandth: it may drift again. Its floor is the caller's decision.
             moved = max(g / drift, 1e-3) if drift > 0 else 1.0
-            factors[name] = (moved * cost / c) ** self.sensitivity
+            factors[name] = (moved * cost / c) ** self.settings.sensitivity
         return {n: w * factors.get(n, 1.0) for n, w in base.items()}
 
 
@@ -152,8 +141,6 @@ class FairBatches:
     """Largest |served - due| after any batch so far."""
 
     def __post_init__(self) -> None:
-        if self.units < 1 or self.slack < 0:
-            raise ValueError(f"units {self.units} must be positive and slack {self.slack} not negative")
         self.shares = self.shares or bounded_shares(self.domains)
         for d in self.domains:
             self.due.setdefault(d.domain, 0.0)
@@ -162,7 +149,7 @@ class FairBatches:
 
     def planned(self, batches: int = 1) -> dict[str, int]:
         """Groups per domain of the next `batches`, if each takes its exact part."""
-        plan = Apportionment(self.domains, self._debt())
+        plan = Apportionment(self.domains, self.debt())
         total = dict.fromkeys(self.due, 0)
         for _ in range(batches):
             for name, count in plan.step(self.units, self.shares).items():
@@ -171,7 +158,7 @@ class FairBatches:
 
     def bounds(self) -> dict[str, tuple[int, int]]:
         """(low, high) of each domain in the next batch; its exact part lies between them."""
-        base, debt = self.planned(), self._debt()
+        base, debt = self.planned(), self.debt()
         found = {}
         for d in self.domains:
             owed = debt[d.domain] + self.shares[d.domain] * self.units
@@ -269,7 +256,7 @@ class FairBatches:
 
     def debt(self) -> dict[str, float]:
         """Groups that each domain is owed (negative: it has had too many)."""
-        return self._debt()
+        return {n: self.due[n] - self.served[n] for n in self.due}
 
     def _serve(self, counts: Mapping[str, int], sign: int) -> None:
         for name in self.due:
@@ -277,9 +264,6 @@ class FairBatches:
             self.served[name] += sign * counts.get(name, 0)
             if sign > 0:
                 self.worst[name] = max(self.worst[name], abs(self.due[name] - self.served[name]))
-
-    def _debt(self) -> dict[str, float]:
-        return {n: self.due[n] - self.served[n] for n in self.due}
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,13 +321,7 @@ class DomainShareTracker(RolloutStrategy):
         units = sum(d.quota for d in self.domains) // self._size
         self._fair = FairBatches(self.settings.domains, units, self.settings.slack)
         follow = self.settings.follow
-        self._quota = (
-            None
-            if follow is None
-            else DriftQuota(
-                self.settings.domains, sensitivity=follow.sensitivity, memory=follow.memory, max_step=follow.max_step
-            )
-        )
+        self._quota = None if follow is None else DriftQuota(self.settings.domains, follow)
 
     def quotas(self, ready: Mapping[str, int]) -> dict[str, int] | None:
         """Samples of each domain in a batch drawn from the `ready` samples; None while the batch waits."""

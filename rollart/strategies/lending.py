@@ -37,17 +37,11 @@ they will need, which is the margin: a wrong decision to lend costs preemptions,
 
 @dataclass(frozen=True, slots=True)
 class RolloutInstance:
-    """One rollout engine: a whole TP group. `bundle` names instances that training can only take together (those on the
-    GPUs of one data-parallel replica); '' for an independent instance. `kv_bytes` is its room for KV cache."""
+    """One rollout engine: a whole TP group. `kv_bytes` is its room for KV cache."""
 
     id: str
     devices: int
     kv_bytes: float
-    bundle: str = ""
-
-    def __post_init__(self) -> None:
-        if self.devices < 1 or self.kv_bytes <= 0:
-            raise ValueError(f"{self}: at least one device, and room for KV")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +75,7 @@ class LendingRefusalReason(enum.Enum):
     CHECKED = "checked"
     """This interval of progress was checked already."""
     WHOLE = "whole"
-    """No half exists without splitting a TP group or a bundle."""
+    """No half exists without splitting a TP group."""
     KV = "kv"
     """The remaining requests would not fit on the remaining instances."""
 
@@ -121,7 +115,7 @@ def plan_lending(
     `requests` are unfinished; `lengths` are generated tokens of finished responses per domain, ascending.
 
     Considered from 20 % to 50 % done, once per 5 %. The loan is half of the devices, or the next smaller set that
-    splits no TP group and no bundle; among several sets, the one with the fewest tokens to prefill again, then the
+    splits no TP group; among several sets, the one with the fewest tokens to prefill again, then the
     first in the given order. Instances are lent only if every remaining instance has room, times `headroom`, for the
     projected peak KV of its requests. A request of a domain without longer finished responses is assumed to reach its
     limit.
@@ -145,7 +139,7 @@ def plan_lending(
         return LendingRefusal(
             LendingRefusalReason.WHOLE,
             interval,
-            f"no half of {len(instances)} instances leaves TP groups and bundles whole",
+            f"no half of {len(instances)} instances leaves TP groups whole",
         )
     staying = [x for x in instances if x.id not in lent]
     placed, migrations = _placed(requests, staying, lengths, quantile)
@@ -169,29 +163,24 @@ def peak_kv_tokens(requests: Iterable[tuple[float, float]]) -> float:
 
 
 def _half(instances: Sequence[RolloutInstance], held: Mapping[str, int]) -> frozenset[str]:
-    """Subset sum over bundles: the most devices up to half, then the fewest held tokens, then the given order."""
-    bundles: dict[tuple[bool, str], list[RolloutInstance]] = defaultdict(list)
-    for x in instances:
-        bundles[(True, x.bundle) if x.bundle else (False, x.id)].append(x)
+    """Subset sum: the most devices up to half, then the fewest held tokens, then the given order."""
     room = sum(x.devices for x in instances) // 2
     cost: dict[int, int] = {0: 0}
     choices: list[dict[int, int]] = []
-    members = list(bundles.values())
-    for bundle in members:
-        size, tokens = sum(x.devices for x in bundle), sum(held.get(x.id, 0) for x in bundle)
+    for x in instances:
         chosen: dict[int, int] = {}
         for reached, so_far in sorted(cost.items(), reverse=True):
-            to = reached + size
-            if to <= room and (to not in cost or so_far + tokens < cost[to]):
-                cost[to] = so_far + tokens
+            to, tokens = reached + x.devices, so_far + held.get(x.id, 0)
+            if to <= room and (to not in cost or tokens < cost[to]):
+                cost[to] = tokens
                 chosen[to] = reached
         choices.append(chosen)
-    at = max(cost)
+    devices = max(cost)
     lent: set[str] = set()
-    for bundle, chosen in zip(reversed(members), reversed(choices), strict=True):
-        if at in chosen:
-            lent.update(x.id for x in bundle)
-            at = chosen[at]
+    for x, chosen in zip(reversed(instances), reversed(choices), strict=True):
+        if devices in chosen:
+            lent.add(x.id)
+            devices = chosen[devices]
     return frozenset(lent)
 
 

@@ -11,6 +11,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from rollart.control.domain import Domain
 from rollart.control.groups import GroupRun, PendingPrompt
@@ -32,9 +33,9 @@ SEEN = 64
 
 @dataclass(slots=True)
 class PrefetchDepth:
-    """The prefetch depth of one domain: `fixed` environments, or computed from measurements (None)."""
+    """The prefetch depth of one domain: a number of environments, or computed from measurements (auto)."""
 
-    fixed: int | None
+    fixed: int | Literal["auto"]
     quota: int
     resets_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
     period_s: float | None = None
@@ -53,7 +54,7 @@ class PrefetchDepth:
 
     def wanted(self) -> int:
         """Environments to keep reset, or in reset, for prompts that are not admitted yet."""
-        if self.fixed is not None:
+        if self.fixed != "auto":
             return self.fixed
         return environments_to_prefetch(self.quota, self.period_s, self.resets_s)
 
@@ -72,13 +73,6 @@ def environments_to_prefetch(quota: int, period_s: float | None, resets_s: Seque
 
 
 PREFETCH_REQUEST = PlacementRequest(PlacementPriority.AHEAD)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchSettings:
-    """`fixed`: prefetched environments per domain; None: as many as `PrefetchDepth` computes."""
-
-    fixed: int | None = None
 
 
 @dataclass(slots=True)
@@ -135,12 +129,12 @@ class Prefetcher(RolloutStrategy):
         leases: Leases,
         recorder: Recorder,
         *,
-        settings: PrefetchSettings,
+        depth: int | Literal["auto"],
         reset_s: float,
         close_s: float,
     ) -> None:
         self._domains = domains
-        self.rules = {d.name: PrefetchDepth(settings.fixed, d.quota) for d in domains}
+        self.rules = {d.name: PrefetchDepth(depth, d.quota) for d in domains}
         self._leases = leases
         self._recorder = recorder
         self._reset_s, self._close_s = reset_s, close_s

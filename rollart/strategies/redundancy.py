@@ -24,6 +24,7 @@ from rollart.control.trajectory import TrajectoryState
 from rollart.ledger.events import CANCELLED_AGAINST_KEPT
 from rollart.model import AbortReason, Group, TrainSample
 from rollart.ports import Recorder, RunEvent
+from rollart.settings.rollout import RedundancySpec
 
 NOTABLE = 0.33
 """Cliff's delta from which a difference causes a warning: 'medium' in the usual reading (0.147, 0.33, 0.474)."""
@@ -68,47 +69,32 @@ class RedundantLaunch:
     members: int
 
 
-@dataclass(frozen=True, slots=True)
-class Redundancy:
-    """The redundancy that a run requests: `groups` and `size` are factors on a domain's groups per batch and on a
-    group's members. With `health` they are upper limits, and the redundancy follows the observed share of bad ends."""
+def redundant_launch(
+    wanted: RedundancySpec, groups: int, group_size: int, *, bad: float, seen: float
+) -> RedundantLaunch:
+    """How much to launch beyond `groups` x `group_size` now, given the share of bad ends and the number of ends
+    behind it.
 
-    groups: float = 1.0
-    size: float = 1.0
-    health: bool = False
-
-    def __post_init__(self) -> None:
-        if self.groups < 1 or self.size < 1:
-            raise ValueError(f"factors must be at least 1, got {self.groups} for groups, {self.size} for size")
-
-    @property
-    def any(self) -> bool:
-        return self.groups > 1 or self.size > 1
-
-    def extra(self, groups: int, group_size: int, *, bad: float, seen: float) -> RedundantLaunch:
-        """How much to launch beyond `groups` x `group_size` now, given the share of bad ends and the number of ends
-        behind it.
-
-        With `health`: the smallest extra number with P[Binomial(n + extra, 1 - bad) >= n] >= confidence: per group for
-        members, then over groups with the remaining risk of a group. Members of different hosts fail at different
-        rates; taking their mean is on the safe side (Hoeffding 1956). With both kinds, members come first, for half of
-        the factors' product.
-        """
-        most = RedundantLaunch(_times(groups, self.groups) - groups, _times(group_size, self.size) - group_size)
-        if not self.health:
-            return most
-        if seen < MIN_ENDS or bad <= NEGLIGIBLE:
-            return RedundantLaunch(0, 0)
-        room = int((self.groups * self.size - 1.0) * groups * group_size + 1e-9)
-        members = extra = 0
-        if self.size > 1:
-            limit = (room // 2 if self.groups > 1 else room) // groups
-            members = _smallest(group_size, 1.0 - bad, limit)
-            room -= members * groups
-        if self.groups > 1:
-            whole = _at_least(group_size, group_size + members, 1.0 - bad)
-            extra = _smallest(groups, whole, room // (group_size + members))
-        return RedundantLaunch(min(extra, most.groups), min(members, most.members))
+    With `health`: the smallest extra number with P[Binomial(n + extra, 1 - bad) >= n] >= confidence: per group for
+    members, then over groups with the remaining risk of a group. Members of different hosts fail at different
+    rates; taking their mean is on the safe side (Hoeffding 1956). With both kinds, members come first, for half of
+    the factors' product.
+    """
+    most = RedundantLaunch(_times(groups, wanted.groups) - groups, _times(group_size, wanted.size) - group_size)
+    if not wanted.health:
+        return most
+    if seen < MIN_ENDS or bad <= NEGLIGIBLE:
+        return RedundantLaunch(0, 0)
+    room = int((wanted.groups * wanted.size - 1.0) * groups * group_size + 1e-9)
+    members = extra = 0
+    if wanted.size > 1:
+        limit = (room // 2 if wanted.groups > 1 else room) // groups
+        members = _smallest(group_size, 1.0 - bad, limit)
+        room -= members * groups
+    if wanted.groups > 1:
+        whole = _at_least(group_size, group_size + members, 1.0 - bad)
+        extra = _smallest(groups, whole, room // (group_size + members))
+    return RedundantLaunch(min(extra, most.groups), min(members, most.members))
 
 
 def _times(count: int, factor: float) -> int:
@@ -189,7 +175,7 @@ class RedundancyController(RolloutStrategy):
     """
 
     def __init__(
-        self, domains: Sequence[Domain], settings: Redundancy, additional: Mapping[str, int] | None = None
+        self, domains: Sequence[Domain], settings: RedundancySpec, additional: Mapping[str, int] | None = None
     ) -> None:
         """`additional`: extra groups per domain that always run, whatever the health."""
         self._settings = settings
@@ -219,7 +205,9 @@ class RedundancyController(RolloutStrategy):
 
     def _sized(self, domain: Domain) -> RedundantLaunch:
         bad, seen = self._health.rate(domain.name)
-        extra = self._settings.extra(domain.quota // domain.group_size, domain.group_size, bad=bad, seen=seen)
+        extra = redundant_launch(
+            self._settings, domain.quota // domain.group_size, domain.group_size, bad=bad, seen=seen
+        )
         return dataclasses.replace(extra, groups=extra.groups + self._additional.get(domain.name, 0))
 
 
@@ -257,15 +245,9 @@ class SelectionBiasReport(RolloutStrategy):
         self._changed = False
         now = asyncio.get_running_loop().time()
         for f in bias_report(self._kept, self._cancelled):
-            fields: dict[str, str | int | float | bool | None] = {
-                "version": version,
-                "kept": f.kept,
-                "cancelled": f.cancelled,
-                "kept_count": f.kept_count,
-                "cancelled_count": f.cancelled_count,
-                "delta": f.delta,
-                "notable": f.notable,
-            }
+            figures = dataclasses.asdict(f)
+            del figures["name"]
+            fields = {"version": version, **figures, "notable": f.notable}
             self._recorder.event(RunEvent(now, self._kind, f.name, fields))
 
     def _cancel(self, trajectory: TrajectorySnapshot) -> None:

@@ -10,7 +10,7 @@ which takes a few dozen trajectories.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollart.fleet import EngineKind
@@ -31,15 +31,10 @@ class DispatchGroup:
     tokens: float
     most_batch: int
 
-    def __post_init__(self) -> None:
-        if self.trajectories < 0 or self.tokens < 0 or self.most_batch < 1:
-            raise ValueError(f"{self}: nothing negative, and a batch of at least 1")
-
 
 @dataclass(frozen=True, slots=True)
 class InstanceSplit:
-    """Instances and batch size of each group, and the seconds until both are done. A group without trajectories has no
-    instance and batch 0."""
+    """Instances and batch size of each group, and the seconds until both are done."""
 
     long_instances: int
     long_batch: int
@@ -55,21 +50,13 @@ def split_instances(
     x ceil(M / bs)` for the M trajectories of each of its instances.
 
     `token_s(bs)` is the seconds per generated token of one trajectory in a batch of bs. Ties go to the smaller sum of
-    both groups' times, then to fewer instances for the long group. ValueError where there is no instance for each
-    group.
+    both groups' times, then to fewer instances for the long group. There are at least two instances, and each group
+    has a trajectory.
     """
-    need = (long.trajectories > 0) + (rest.trajectories > 0)
-    if instances < max(need, 1):
-        raise ValueError(f"{instances} instances for {need} groups: at least one for each")
     times_long = _times(long, instances, token_s)
     times_rest = _times(rest, instances, token_s)
-    if need < 2:
-        some = instances if long.trajectories else 0
-        divisions: Iterable[int] = (some,)
-    else:
-        divisions = range(1, instances)
     best: tuple[float, float, int] | None = None
-    for n in divisions:
+    for n in range(1, instances):
         a, b = times_long[n][0], times_rest[instances - n][0]
         if best is None or (max(a, b), a + b, n) < best:
             best = (max(a, b), a + b, n)
@@ -92,8 +79,6 @@ class BatchSpeed:
     _xy: float = 0.0
 
     def saw(self, batch: int, token_s: float) -> None:
-        if batch < 1 or not 0 <= token_s < math.inf:
-            raise ValueError(f"{token_s} seconds per token in a batch of {batch} (rule: finite, and at least one)")
         m = self.memory
         self._n, self._x, self._y = m * self._n + 1, m * self._x + batch, m * self._y + token_s
         self._xx, self._xy = m * self._xx + batch * batch, m * self._xy + batch * token_s
@@ -102,9 +87,6 @@ class BatchSpeed:
         return self._n > 0
 
     def token_s(self, batch: int) -> float:
-        """ValueError without observations."""
-        if not self._n:
-            raise ValueError("no speed of an engine that generated nothing")
         mean, y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean * mean
         slope = (self._xy / self._n - mean * y) / spread if spread > 1e-9 * mean * mean else 0.0
@@ -114,8 +96,6 @@ class BatchSpeed:
 
 def _times(group: DispatchGroup, instances: int, token_s: Callable[[int], float]) -> list[tuple[float, int]]:
     """For each number of instances 0..N: the least seconds, and the smallest batch size that attains them."""
-    if group.trajectories == 0:
-        return [(0.0, 0)] * (instances + 1)
     most = min(group.most_batch, group.trajectories)
     per_token = [token_s(batch) for batch in range(1, most + 1)]
     times = [(math.inf, 0)]

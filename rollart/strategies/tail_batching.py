@@ -63,10 +63,6 @@ class TailBatching:
     def __init__(
         self, domains: Sequence[DomainQuota], *, eta_prompts: float = 1.25, eta_responses: float = 1.25
     ) -> None:
-        if not domains or len({d.domain for d in domains}) != len(domains):
-            raise ValueError("tail batching needs at least one domain, each named once")
-        if eta_prompts < 1 or eta_responses < 1:
-            raise ValueError(f"eta must be at least 1, got {eta_prompts} for prompts, {eta_responses} for responses")
         self._prompts = {d.domain: d.quota // d.group_size for d in domains}
         self._responses = {d.domain: d.group_size for d in domains}
         self._eta = (eta_prompts, eta_responses)
@@ -88,10 +84,8 @@ class TailBatching:
         return {d: max(n - len(self.waiting[d]), 0) for d, n in self._fresh_wanted().items()}
 
     def next_round(self, fresh: Mapping[str, Sequence[str]]) -> TailRound | None:
-        """Start a round. None once no prompt is waiting or deferred. ValueError while a round is running, or if a fresh
-        prompt is active already: a prompt that recurs in a later epoch needs a new id."""
-        if self.active:
-            raise ValueError(f"round {self._number} is not over: {len(self.active)} prompts are active")
+        """Start a round, while none is running. None once no prompt is waiting or deferred. A prompt that recurs in a
+        later epoch has a new id."""
         self._accept(fresh)
         wanted = self._fresh_wanted()
         speculate = not self._due_long() and all(len(self.waiting[d]) >= n for d, n in wanted.items())
@@ -142,15 +136,8 @@ class TailBatching:
         return sum(map(len, self.deferred.values())) >= self._batch
 
     def _accept(self, fresh: Mapping[str, Sequence[str]]) -> None:
-        known = {*self.active, *(p for queues in (self.waiting, self.deferred) for q in queues.values() for p in q)}
         for domain, prompts in fresh.items():
-            for prompt in prompts:
-                if prompt in known:
-                    raise ValueError(
-                        f"prompt {prompt} is under way already: give each epoch's prompts ids of their own"
-                    )
-                known.add(prompt)
-                self.waiting[domain].append(prompt)
+            self.waiting[domain].extend(prompts)
 
     def _pick(self, domain: str, count: int, *, fresh_only: bool) -> list[str]:
         picked: list[str] = []

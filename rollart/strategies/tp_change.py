@@ -8,7 +8,6 @@ draining and starting. Units: engine-seconds, of engines of the current size.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -43,15 +42,6 @@ class TensorParallelRule:
     noise: int = 1
     """Preemptions per step below which an increase is ignored."""
 
-    def __post_init__(self) -> None:
-        doubled = all(b == 2 * a for a, b in itertools.pairwise(self.sizes))
-        if not self.sizes or self.sizes[0] < 1 or not doubled:
-            raise ValueError(f"sizes {self.sizes}: at least one, each twice the one before")
-        if any(self.devices % size for size in self.sizes):
-            raise ValueError(f"sizes {self.sizes} on {self.devices} devices: a TP group does not leave its host")
-        if self.rise < 1 or not 1 <= self.quiet_steps <= self.most_quiet_steps or self.noise < 1:
-            raise ValueError(f"{self}: rise >= 1, 1 <= quiet_steps <= most_quiet_steps, noise >= 1")
-
 
 @dataclass(frozen=True, slots=True)
 class TensorParallelState:
@@ -76,10 +66,6 @@ def next_tensor_parallelism(
     there is more KV per sequence); `quiet_steps` consecutive steps without preemption halve it (more engines, less
     communication). A constant number of preemptions changes nothing.
     """
-    if state.tp not in rule.sizes:
-        raise ValueError(f"tp {state.tp} is none of {rule.sizes}")
-    if preemptions < 0:
-        raise ValueError(f"{preemptions} preemptions: not negative")
     patience = state.patience or rule.quiet_steps
     quiet = 0 if preemptions else state.quiet + 1
     since = None if state.since_halved is None else state.since_halved + 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from rollart.control.admission import SchedulerSettings
 from rollart.control.buffer import BatchDeadline, SampleColumn
@@ -26,13 +26,11 @@ from rollart.policy.schedules import resolve
 from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenizer
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.kv_admission import ConcurrencySettings
-from rollart.settings.rollout import FilterSpec, TailBatchingSpec
+from rollart.settings.rollout import FilterSpec, RedundancySpec, TailBatchingSpec
 from rollart.sim.environments import ModelledHosts
 from rollart.sim.run import MemoryWeights
 from rollart.strategies.fairness import FairnessSettings
 from rollart.strategies.lending import LendingSettings
-from rollart.strategies.prefetch import PrefetchSettings
-from rollart.strategies.redundancy import Redundancy
 from rollart.strategies.rolling_update import RollingUpdater, UpdatePolicy
 from rollart.strategies.token_budget import BatchTruncation
 from rollart.strategies.tp_change import ReshardSettings
@@ -76,11 +74,11 @@ class SimulatedRun:
     overlap: bool = False
     pace_s: float = 1e9
     updates: UpdatePolicy | None = None
-    redundancy: Redundancy = field(default_factory=Redundancy)
+    redundancy: RedundancySpec = field(default_factory=RedundancySpec)
     tail: TailBatchingSpec | None = None
     filter: FilterSpec = field(default_factory=FilterSpec)
     fairness: FairnessSettings | None = None
-    prefetch: PrefetchSettings | None = None
+    prefetch: int | Literal["auto"] = 0
     waits: WaitLimits = field(default_factory=WaitLimits)
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     router: RoutingPolicy = field(default_factory=RoutingPolicy)

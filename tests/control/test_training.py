@@ -11,8 +11,8 @@ from rollart.control.buffer import BatchDeadline
 from rollart.control.training import MAX_REFUSED_BATCHES
 from rollart.errors import TrainerRefused
 from rollart.model import TrainReport, TrainSample
+from rollart.settings.rollout import RedundancySpec
 from rollart.sim import loop
-from rollart.strategies.redundancy import Redundancy
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedTrainer
 from rollart.testing.run import SimulatedRun, make_simulated_run
@@ -110,7 +110,7 @@ def test_a_close_during_the_schedulers_own_await_ends_it(schedule: str) -> None:
             steps=2,
             schedule=schedule,
             alpha=int(schedule == "rollart"),
-            redundancy=Redundancy(groups=2.0),
+            redundancy=RedundancySpec(groups=2.0),
             engine_s=lambda r: r.expovariate(1.0),
             journal=journal,
             recorder=journal,

@@ -15,10 +15,9 @@ from rollart.control.buffer import MAX_ROWS_PER_CALL, BatchDeadline, SampleColum
 from rollart.control.training import StepDone
 from rollart.errors import TrainerError
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.settings.rollout import FilterSpec, TailBatchingSpec
+from rollart.settings.rollout import FilterSpec, RedundancySpec, TailBatchingSpec
 from rollart.sim import loop
 from rollart.sim.trainers import group_mean_advantages
-from rollart.strategies.redundancy import Redundancy
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.run import SimulatedRun, make_simulated_run
 
@@ -30,7 +29,7 @@ def worlds(draw: st.DrawFn, *, faults: bool = True) -> SimulatedRun:
     policy: dict[str, Any] = {}
     kind = draw(st.sampled_from(["none", "redundancy", "tail", "filter", "due"]))
     if kind == "redundancy":
-        policy = {"redundancy": Redundancy(1.5, 1.5)}
+        policy = {"redundancy": RedundancySpec(groups=1.5, size=1.5)}
     elif kind == "tail" and schedule in ("sync", "sync_plus"):
         policy = {"tail": TailBatchingSpec(eta_prompts=1.5, eta_responses=1.5)}
     elif kind == "filter":

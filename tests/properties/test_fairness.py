@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from rollart.ledger.events import DOMAIN_SHARE
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.settings.rollout import FilterSpec, FollowSpec
+from rollart.settings.rollout import FilterSpec, FollowSpec, RedundancySpec
 from rollart.shares import DomainShare, bounded_shares
 from rollart.sim import loop
 from rollart.strategies.fairness import FairnessSettings
-from rollart.strategies.redundancy import Redundancy
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedEnvironment
 from rollart.testing.run import SimulatedRun, make_simulated_run
@@ -63,7 +62,7 @@ def worlds(draw: st.DrawFn) -> SimulatedRun:
         fail_steps=draw(st.sampled_from([frozenset(), frozenset({1})])),
         max_attempts=draw(st.integers(1, 3)),
         schedule=schedule,
-        redundancy=Redundancy(draw(st.sampled_from([1.0, 1.5])), draw(st.sampled_from([1.0, 1.5]))),
+        redundancy=RedundancySpec(groups=draw(st.sampled_from([1.0, 1.5])), size=draw(st.sampled_from([1.0, 1.5]))),
         filter=FilterSpec(
             zero_variance=filtering,
             max_additional_running_prompts=draw(st.integers(0, 2)) if filtering else 0,

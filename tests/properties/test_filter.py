@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from rollart.errors import RunFailed
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.ports import RELAUNCH_MARK
-from rollart.settings.rollout import FilterSpec, TailBatchingSpec
+from rollart.settings.rollout import FilterSpec, RedundancySpec, TailBatchingSpec
 from rollart.sim import loop
-from rollart.strategies.redundancy import Redundancy
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_rollout import Killed
@@ -34,7 +33,9 @@ def worlds(draw: st.DrawFn, *, tail: bool = False, keep: bool | None = None) -> 
         {"tail": TailBatchingSpec(eta_prompts=1.5, eta_responses=draw(st.sampled_from([1.0, 1.5])))} if tail else {}
     )
     if not tail:
-        policy["redundancy"] = Redundancy(draw(st.sampled_from([1.0, 1.5])), draw(st.sampled_from([1.0, 1.5])))
+        policy["redundancy"] = RedundancySpec(
+            groups=draw(st.sampled_from([1.0, 1.5])), size=draw(st.sampled_from([1.0, 1.5]))
+        )
     return make_simulated_run(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 3)),

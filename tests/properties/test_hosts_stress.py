@@ -14,7 +14,6 @@ from rollart.model import Observation, Step
 from rollart.sim import loop
 from rollart.sim.environments import ModelledHosts, SimulatedHost
 from rollart.sim.faults import FaultPlan, FaultRate, host_target
-from rollart.strategies.prefetch import PrefetchSettings
 from rollart.supervise.supervisor import HostLimits
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedEnvironment
@@ -57,8 +56,8 @@ class Ended(SimulatedEnvironment):
         return step
 
 
-@pytest.mark.parametrize(("schedule", "prefetch"), [("rollart", 24), ("sync", None), ("areal", None)])
-def test_thousands_of_trajectories_on_hosts_that_die(schedule: str, prefetch: int | None) -> None:
+@pytest.mark.parametrize(("schedule", "prefetch"), [("rollart", 24), ("sync", 0), ("areal", 0)])
+def test_thousands_of_trajectories_on_hosts_that_die(schedule: str, prefetch: int) -> None:
     recorder, ends = Watched(), Counter[int]()
     run = make_simulated_run(
         quotas={"d": (64, 4)},
@@ -82,7 +81,7 @@ def test_thousands_of_trajectories_on_hosts_that_die(schedule: str, prefetch: in
     recorder.hosts = run.hosts = ModelledHosts(machines, {"d": environment}, limits, start_s=2.0)
     run.domains = [replace(run.domains[0], environment=run.hosts.environment("d"))]
     run.waits = replace(run.waits, env_reset_s=200.0, env_step_s=200.0)
-    run.prefetch = None if prefetch is None else PrefetchSettings(prefetch)
+    run.prefetch = prefetch
     run.max_attempts = 1000
     dying = FaultPlan(
         {m.name: host_target(m) for m in machines},

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from rollart.control.buffer import BatchDeadline
 from rollart.control.pacing import PacedGroup, groups_to_wait_for, may_join
+from rollart.settings.rollout import RedundancySpec
 from rollart.sim import loop
-from rollart.strategies.redundancy import Redundancy
 from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_invariants import worlds
 
@@ -55,7 +55,7 @@ def test_batches_of_other_sizes_lose_nothing_either(alpha: int, kind: str, fault
         max_attempts=4,
         token_budget=30 if kind == "tokens" else None,
         due=BatchDeadline(3.0, 0.5) if kind == "deadline" else None,
-        redundancy=Redundancy(groups=1.5) if kind == "redundancy" else Redundancy(),
+        redundancy=RedundancySpec(groups=1.5) if kind == "redundancy" else RedundancySpec(),
     )
     world.trainer.streams = fuzz % 2 == 1
     loop.run(world.run(), seed=fuzz)

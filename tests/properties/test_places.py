@@ -18,12 +18,12 @@ from rollart.control.control_plane import ControlSettings
 from rollart.model import Observation, Step
 from rollart.policy.host_slots import PlacementPriority
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
+from rollart.settings.rollout import RedundancySpec
 from rollart.settings.run import EvaluationSpec
 from rollart.sim import loop
 from rollart.sim.environments import ModelledHosts, SimulatedHost
 from rollart.sim.faults import FaultPlan, FaultRate, host_target
-from rollart.strategies.prefetch import Prefetcher, PrefetchSettings
-from rollart.strategies.redundancy import Redundancy
+from rollart.strategies.prefetch import Prefetcher
 from rollart.supervise.supervisor import HostLimits
 from rollart.testing.parts import SimulatedEnvironment
 from rollart.testing.run import SimulatedRun, make_simulated_run
@@ -97,7 +97,7 @@ def runs(draw: st.DrawFn, *, deaths: bool) -> Small:
         engine_s=lambda r: r.expovariate(1.0),
         train_s=lambda r: r.expovariate(0.5),
         schedule=schedule,
-        redundancy=Redundancy(1.5, 1.5) if draw(st.booleans()) else Redundancy(),
+        redundancy=RedundancySpec(groups=1.5, size=1.5) if draw(st.booleans()) else RedundancySpec(),
     )
 
     def factory(where: SimulatedHost) -> Counted:
@@ -112,7 +112,7 @@ def runs(draw: st.DrawFn, *, deaths: bool) -> Small:
     run.domains = [replace(d, environment=hosts.environment(d.name)) for d in run.domains]
     run.hosts = hosts
     run.waits = replace(run.waits, env_reset_s=STEP_S, env_step_s=STEP_S)
-    run.prefetch = draw(st.sampled_from([None, *map(PrefetchSettings, (None, 1, 3, 9))]))
+    run.prefetch = draw(st.sampled_from([0, "auto", 1, 3, 9]))
     run.max_attempts = 1000
     evaluation = EvaluationSpec(episodes=draw(st.integers(0, 3)))
     plain = run.settings
@@ -183,7 +183,7 @@ def few(places: int, ahead: int, **quotas: tuple[int, int]) -> tuple[Small, dict
     limits = HostLimits(per_host=places, health_s=float("inf"), start_s=1e6)
     run.hosts = ModelledHosts([SimulatedHost("environment-0")], {d.name: factory for d in run.domains}, limits)
     run.domains = [replace(d, environment=run.hosts.environment(d.name)) for d in run.domains]
-    run.prefetch = PrefetchSettings(ahead)
+    run.prefetch = ahead
     small = Small(run, run.hosts, census, None)
     small.play(0)
     over(small)

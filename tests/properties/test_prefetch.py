@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given, settings
@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from rollart.control.domain import training_seed
 from rollart.model import Observation, Step, TrajectoryId
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
-from rollart.settings.rollout import TailBatchingSpec
+from rollart.settings.rollout import RedundancySpec, TailBatchingSpec
 from rollart.sim import loop
-from rollart.strategies.prefetch import Prefetcher, PrefetchSettings
-from rollart.strategies.redundancy import Redundancy
+from rollart.strategies.prefetch import Prefetcher
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedEnvironment
 from rollart.testing.run import SimulatedRun, make_simulated_run
@@ -66,7 +65,9 @@ def worlds(draw: st.DrawFn, schedules: tuple[str, ...] = tuple(SCHEDULES), *, fa
     sizes = draw(st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=2))
     seed = draw(st.integers(0, 10_000))
     tail = faults and schedule in ("sync", "sync_plus") and draw(st.booleans())
-    redundant = Redundancy(1.5, 1.5) if faults and not tail and draw(st.booleans()) else Redundancy()
+    redundant = (
+        RedundancySpec(groups=1.5, size=1.5) if faults and not tail and draw(st.booleans()) else RedundancySpec()
+    )
     world = make_simulated_run(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 2)),
@@ -106,7 +107,7 @@ def watched(world: SimulatedRun) -> list[tuple[int, int]]:
             ahead: Prefetcher = world.control.strategy(Prefetcher)  # type: ignore[assignment]
             for domain in world.domains:
                 seen.append((ahead.held(domain.name), max(ahead.wanted(domain.name), 4 * domain.quota)))
-                if (fixed := ahead.rules[domain.name].fixed) is not None:
+                if (fixed := ahead.rules[domain.name].fixed) != "auto":
                     assert ahead.held(domain.name) <= fixed
             super().charge(charge)
 
@@ -116,12 +117,12 @@ def watched(world: SimulatedRun) -> list[tuple[int, int]]:
 
 @pytest.mark.slow
 @settings(max_examples=120, deadline=None)
-@given(worlds(), st.one_of(st.none(), st.integers(0, 9)), st.integers(0, 2**32))
+@given(worlds(), st.one_of(st.just("auto"), st.integers(1, 9)), st.integers(0, 2**32))
 def test_no_more_than_asked_for_and_each_is_closed_and_of_its_seed(
-    world: SimulatedRun, fixed: int | None, fuzz: int
+    world: SimulatedRun, fixed: int | Literal["auto"], fuzz: int
 ) -> None:
     seen = watched(world)
-    world.prefetch = PrefetchSettings(fixed)
+    world.prefetch = fixed
     world.max_attempts = 50
     loop.run(world.run(), seed=fuzz)
     census: Census = world.census  # type: ignore[attr-defined]
@@ -148,7 +149,7 @@ def test_the_same_is_trained_with_and_without(world: SimulatedRun, ahead: int) -
     found: dict[int, list[list[tuple[TrajectoryId, tuple[int, ...]]]]] = {}
     for n in (0, ahead):
         again = replace(world, trainer=replace(world.trainer, batches=[]), published=[])
-        again.prefetch = PrefetchSettings(n) if n else None
+        again.prefetch = n
         again.journal = again.recorder = MemoryRecorder()
         fresh = make_simulated_run(engines=len(world.engines), engine_s=lambda r: r.expovariate(1.0))
         again.engines = fresh.engines

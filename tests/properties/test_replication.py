@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.serving.kv_admission import ConcurrencySettings, TrajectoryDispatch
-from rollart.settings.rollout import ConcurrencySpec, TailBatchingSpec
+from rollart.settings.rollout import ConcurrencySpec, RedundancySpec, TailBatchingSpec
 from rollart.sim import loop
-from rollart.strategies.redundancy import Redundancy
 from rollart.strategies.skew_aware import SkewAwareDispatcher
 from rollart.testing.run import SimulatedRun, make_simulated_run
 from tests.properties.test_filter import died
@@ -27,7 +26,7 @@ def worlds(draw: st.DrawFn, *, faults: bool = False) -> SimulatedRun:
     schedule = draw(st.sampled_from(tuple(SCHEDULES)))
     sizes = draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=2))
     policy: dict[str, Any] = {
-        "redundancy": Redundancy(draw(st.sampled_from([1.0, 1.5])), draw(st.sampled_from([1.0, 2])))
+        "redundancy": RedundancySpec(groups=draw(st.sampled_from([1.0, 1.5])), size=draw(st.sampled_from([1.0, 2])))
     }
     if schedule in ("sync", "sync_plus") and draw(st.booleans()):
         policy = {"tail": TailBatchingSpec(eta_prompts=1.5, eta_responses=1.5)}

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from rollart.policy.schedules import FIXED_LAG, SCHEDULES
 from rollart.ports import RELAUNCH_MARK
-from rollart.settings.rollout import TailBatchingSpec
+from rollart.settings.rollout import RedundancySpec, TailBatchingSpec
 from rollart.sim import loop
-from rollart.strategies.redundancy import Redundancy
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.run import SimulatedRun, make_simulated_run
 
@@ -30,7 +29,7 @@ def worlds(draw: st.DrawFn, *, tail: bool = False) -> SimulatedRun:
     if tail:
         policy = {"tail": TailBatchingSpec(eta_prompts=draw(FACTORS), eta_responses=draw(FACTORS))}
     else:
-        policy = {"redundancy": Redundancy(draw(FACTORS), draw(FACTORS), draw(st.booleans()))}
+        policy = {"redundancy": RedundancySpec(groups=draw(FACTORS), size=draw(FACTORS), health=draw(st.booleans()))}
     return make_simulated_run(
         quotas={f"d{i}": (groups * size, size) for i, (groups, size) in enumerate(sizes)},
         alpha=FIXED_LAG[schedule] if schedule in FIXED_LAG else draw(st.integers(0, 3)),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.papers.bounds import lpt, lpt_order, makespan
-from rollart.strategies.skew_aware import DispatchGroup, InstanceSplit, split_instances
+from rollart.strategies.skew_aware import DispatchGroup, split_instances
 
 Lengths = st.lists(st.integers(1, 60), max_size=30)
 
@@ -106,15 +106,7 @@ def test_long_ones_get_smaller_batches() -> None:
     assert found.seconds < mixed, "every instance with its share of both takes as long as its longest at a full batch"
 
 
-def test_a_group_without_trajectories_gets_nothing() -> None:
-    none, some = DispatchGroup(0, 100, 8), DispatchGroup(8, 100, 8)
-    assert split_instances(4, none, some, token_s) == InstanceSplit(0, 0, 4, 2, pytest.approx(token_s(2) * 100))
-    assert split_instances(4, some, none, token_s) == InstanceSplit(4, 2, 0, 0, pytest.approx(token_s(2) * 100))
-    assert split_instances(1, none, none, token_s).seconds == 0
-    with pytest.raises(ValueError, match="at least one for each"):
-        split_instances(1, some, some, token_s)
-    with pytest.raises(ValueError, match="at least 1"):
-        DispatchGroup(1, 1, 0)
+def test_lpt_needs_a_worker() -> None:
     with pytest.raises(ValueError, match="at least one"):
         lpt([1], 0)
 

@@ -9,32 +9,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.control.groups import TrajectorySnapshot
-from rollart.strategies.redundancy import HealthMeter, Redundancy, RedundantLaunch, bias_report
+from rollart.settings.rollout import RedundancySpec
+from rollart.strategies.redundancy import HealthMeter, RedundantLaunch, bias_report, redundant_launch
 
-BY_GROUPS = Redundancy(groups=2.0, health=True)
-BY_SIZE = Redundancy(size=2.0, health=True)
+BY_GROUPS = RedundancySpec(groups=2.0, health=True)
+BY_SIZE = RedundancySpec(size=2.0, health=True)
 
 
 @given(st.integers(1, 40), st.integers(1, 16), st.floats(0, 0.5), st.floats(1, 2), st.floats(1, 2))
 def test_extra_stays_under_its_factors_and_grows_with_risk(
     groups: int, size: int, bad: float, by_groups: float, by_size: float
 ) -> None:
-    wanted = Redundancy(by_groups, by_size, health=True)
-    extra = wanted.extra(groups, size, bad=bad, seen=100)
+    wanted = RedundancySpec(groups=by_groups, size=by_size, health=True)
+    extra = redundant_launch(wanted, groups, size, bad=bad, seen=100)
     launched = (groups + extra.groups) * (size + extra.members)
     assert launched <= groups * size * by_groups * by_size + 1e-6
     assert groups + extra.groups <= groups * by_groups + 1e-6
     assert size + extra.members <= size * by_size + 1e-6
     if (by_groups > 1) != (by_size > 1):
-        worse = wanted.extra(groups, size, bad=min(bad + 0.1, 0.6), seen=100)
+        worse = redundant_launch(wanted, groups, size, bad=min(bad + 0.1, 0.6), seen=100)
         assert (worse.groups, worse.members) >= (extra.groups, extra.members)
 
 
 @pytest.mark.parametrize(("wanted", "bad"), [(BY_GROUPS, 0.02), (BY_SIZE, 0.05), (BY_GROUPS, 0.005)])
-def test_what_is_launched_suffices_as_often_as_promised(wanted: Redundancy, bad: float) -> None:
+def test_what_is_launched_suffices_as_often_as_promised(wanted: RedundancySpec, bad: float) -> None:
     """Drawn, not computed: 32 groups of 8; by groups the whole batch is sure to 95 %, by size each group is."""
     rng = random.Random(7)
-    extra = wanted.extra(32, 8, bad=bad, seen=1000)
+    extra = redundant_launch(wanted, 32, 8, bad=bad, seen=1000)
 
     def whole() -> bool:
         return sum(rng.random() >= bad for _ in range(8 + extra.members)) >= 8
@@ -47,9 +48,11 @@ def test_what_is_launched_suffices_as_often_as_promised(wanted: Redundancy, bad:
 
 
 def test_nothing_is_launched_while_all_is_well_or_unknown() -> None:
-    assert BY_GROUPS.extra(32, 8, bad=0.0, seen=1000) == RedundantLaunch(0, 0)
-    assert BY_GROUPS.extra(32, 8, bad=0.5, seen=10) == RedundantLaunch(0, 0)
-    assert Redundancy(groups=1.25, health=True).extra(32, 8, bad=0.3, seen=1000) == RedundantLaunch(8, 0)
+    assert redundant_launch(BY_GROUPS, 32, 8, bad=0.0, seen=1000) == RedundantLaunch(0, 0)
+    assert redundant_launch(BY_GROUPS, 32, 8, bad=0.5, seen=10) == RedundantLaunch(0, 0)
+    assert redundant_launch(RedundancySpec(groups=1.25, health=True), 32, 8, bad=0.3, seen=1000) == RedundantLaunch(
+        8, 0
+    )
 
 
 def test_health_is_per_domain_and_follows_what_happens() -> None:
@@ -93,8 +96,3 @@ def test_effect_size_is_cliffs_delta(kept: list[int], gone: list[int]) -> None:
     delta = next(f.delta for f in bias_report(make(kept), make(gone)) if f.name == "turns")
     pairs = sum((g > k) - (g < k) for g in gone for k in kept)
     assert delta == pytest.approx(pairs / (len(kept) * len(gone)))
-
-
-def test_settings_that_mean_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="factors must be at least 1"):
-        Redundancy(groups=0.5)

@@ -23,9 +23,8 @@ from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.model import Observation, Step
 from rollart.ports import RELAUNCH_MARK
-from rollart.settings.rollout import TailBatchingSpec
+from rollart.settings.rollout import RedundancySpec, TailBatchingSpec
 from rollart.sim import loop
-from rollart.strategies.redundancy import Redundancy
 from rollart.testing.run import SimulatedRun, make_simulated_run
 
 THEORY = 0.15
@@ -102,14 +101,14 @@ def test_redundant_members_cut_the_tail_of_a_group() -> None:
     """The 8th of 8 exponentials takes H8 = 2.72 means, the 8th of 10 H10 - H2 = 1.43."""
     plain = sleeping(1, 8, by_trajectory())
     assert statistics.mean(steps(plain)) == pytest.approx(harmonic(8), rel=THEORY)
-    run = sleeping(1, 8, by_trajectory(), redundancy=Redundancy(size=1.25))
+    run = sleeping(1, 8, by_trajectory(), redundancy=RedundancySpec(size=1.25))
     assert statistics.mean(steps(run)) == pytest.approx(harmonic(10) - harmonic(2), rel=THEORY)
     assert outcomes(run) == {"finished": 640, "redundant": 160}
     assert {len(batch) for _, batch in run.trainer.batches} == {8}
 
 
 def test_redundant_groups_cut_the_tail_of_a_batch() -> None:
-    run = sleeping(8, 1, by_prompt(), redundancy=Redundancy(groups=1.25))
+    run = sleeping(8, 1, by_prompt(), redundancy=RedundancySpec(groups=1.25))
     assert statistics.mean(steps(run)) == pytest.approx(harmonic(10) - harmonic(2), rel=THEORY)
     assert outcomes(run) == {"finished": 640, "redundant": 160}
     assert set(run.journal.dropped.values()) == {"redundant"}
@@ -117,7 +116,7 @@ def test_redundant_groups_cut_the_tail_of_a_batch() -> None:
 
 def test_redundant_groups_go_on_in_a_window_that_is_wider_by_them() -> None:
     """Nothing is cancelled where nobody waits for a whole batch; a run's last groups end with it."""
-    run = sleeping(8, 1, by_prompt(), redundancy=Redundancy(groups=1.25), schedule="rollart", alpha=1, steps=50)
+    run = sleeping(8, 1, by_prompt(), redundancy=RedundancySpec(groups=1.25), schedule="rollart", alpha=1, steps=50)
     plain = sleeping(8, 1, by_prompt(), schedule="rollart", alpha=1, steps=50)
     assert sum(steps(run)) < sum(steps(plain))
     assert outcomes(run)["redundant"] <= 2 + 8
@@ -125,7 +124,7 @@ def test_redundant_groups_go_on_in_a_window_that_is_wider_by_them() -> None:
 
 
 def test_redundancy_of_health_starts_nothing_more_while_all_is_well() -> None:
-    run = sleeping(4, 8, by_trajectory(), redundancy=Redundancy(size=1.5, health=True), steps=20)
+    run = sleeping(4, 8, by_trajectory(), redundancy=RedundancySpec(size=1.5, health=True), steps=20)
     steps(run)
     assert outcomes(run) == {"finished": 640}
 
@@ -139,7 +138,7 @@ def test_redundancy_of_health_starts_more_once_environments_break() -> None:
         by_trajectory(),
         broken=lambda: rng.random() < 0.1,
         max_attempts=10,
-        redundancy=Redundancy(size=1.5, health=True),
+        redundancy=RedundancySpec(size=1.5, health=True),
         steps=20,
     )
     steps(run)
@@ -150,7 +149,9 @@ def test_redundancy_of_health_starts_more_once_environments_break() -> None:
 
 def test_a_broken_member_is_tried_again_only_if_the_others_do_not_suffice() -> None:
     faults = iter([True])
-    run = sleeping(1, 4, by_trajectory(), broken=lambda: next(faults, False), redundancy=Redundancy(size=1.5), steps=1)
+    run = sleeping(
+        1, 4, by_trajectory(), broken=lambda: next(faults, False), redundancy=RedundancySpec(size=1.5), steps=1
+    )
     steps(run)
     assert outcomes(run) == {"finished": 4, "redundant": 1, "infra_fault": 1}
 
@@ -158,7 +159,7 @@ def test_a_broken_member_is_tried_again_only_if_the_others_do_not_suffice() -> N
 @pytest.mark.slow
 def test_what_was_cancelled_is_reported_beside_what_was_kept() -> None:
     """The cancelled are cut off at the same second as the kept end or later: older, and that is said."""
-    run = sleeping(1, 8, by_trajectory(), redundancy=Redundancy(size=1.5), steps=50)
+    run = sleeping(1, 8, by_trajectory(), redundancy=RedundancySpec(size=1.5), steps=50)
     steps(run)
     last = {e.subject: e.fields for e in run.recorder.events if e.kind == CANCELLED_AGAINST_KEPT}
     assert last["age_s"]["notable"]
@@ -196,8 +197,8 @@ def test_a_deferred_prompt_is_the_same_prompt_generated_again() -> None:
 @pytest.mark.parametrize(
     ("groups", "size", "policy", "seconds"),
     [
-        (1, 8, {"redundancy": Redundancy(size=1.25)}, harmonic(10) - harmonic(2)),
-        (8, 1, {"redundancy": Redundancy(groups=1.25)}, harmonic(10) - harmonic(2)),
+        (1, 8, {"redundancy": RedundancySpec(size=1.25)}, harmonic(10) - harmonic(2)),
+        (8, 1, {"redundancy": RedundancySpec(groups=1.25)}, harmonic(10) - harmonic(2)),
         (8, 1, {"tail": TailBatchingSpec(eta_responses=1.0)}, (4 * (harmonic(10) - harmonic(2)) + harmonic(40)) / 5),
     ],
 )
@@ -277,7 +278,7 @@ def test_members_that_end_together_are_not_all_written_down(tmp_path: Path) -> N
 
     async def main() -> None:
         with Ledger(tmp_path, clock=asyncio.get_running_loop().time, inline=True) as ledger:
-            redundancy = Redundancy(size=1.5)
+            redundancy = RedundancySpec(size=1.5)
             await sleeping(
                 2, 4, lambda seed: 1.0, redundancy=redundancy, steps=3, journal=ledger, recorder=ledger
             ).run()

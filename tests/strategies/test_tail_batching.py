@@ -147,15 +147,3 @@ def test_a_round_that_can_spare_a_dropped_prompt_does_not_replace_it() -> None:
     policy.next_round({"a": ["p0", "p1", "p2", "p3", "p4"]})
     assert policy.dropped("p0") == (None, ())
     assert policy.dropped("p1", ["p5"]) == ("p5", ()), "the round needs four"
-
-
-def test_bad_use_is_refused() -> None:
-    policy = TailBatching([DomainQuota("a", 1, 1)])
-    assert policy.next_round({"a": ["x"]}) is not None
-    with pytest.raises(ValueError, match="round 1 is not over"):
-        policy.next_round({})
-    policy.completed("x")
-    with pytest.raises(ValueError, match="prompt y is under way already"):
-        policy.next_round({"a": ["y", "y"]})
-    with pytest.raises(ValueError, match="eta must be at least 1"):
-        TailBatching([DomainQuota("a", 1, 1)], eta_prompts=0.9)
