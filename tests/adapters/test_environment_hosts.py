@@ -23,8 +23,7 @@ from rollart.adapters.env_hosts.client import HostConnection
 from rollart.adapters.env_hosts.host import (
     DomainFactory,
     EnvironmentHostServer,
-    EnvironmentLoop,
-    IdleEnvironment,
+    PooledEnvironment,
     WarmPool,
 )
 from rollart.adapters.env_hosts.wire import (
@@ -375,7 +374,7 @@ def pool_of(
 def test_bounds_hold_after_any_moves(size: int, reuse: int, again: bool, moves: list[tuple[str, int]]) -> None:
     async def play() -> None:
         kind = Again if again else Once
-        playing: list[IdleEnvironment] = []
+        playing: list[PooledEnvironment] = []
         failed: list[object] = []
         async with asyncio.TaskGroup() as tasks:
             pool = pool_of(kind, tasks, size=size, reuse=reuse)
@@ -384,8 +383,8 @@ def test_bounds_hold_after_any_moves(size: int, reuse: int, again: bool, moves: 
                     idle = pool.take()
                     if idle is None:  # as a host does: the episode makes its own
                         made = await pool.make()
-                        idle = IdleEnvironment(EnvironmentLoop(asyncio.get_running_loop()), made)
-                        pool.mark_in_use(made)
+                        idle = PooledEnvironment(asyncio.get_running_loop(), environment=made)
+                        pool.mark_in_use(idle)
                     assert idle.environment not in [other.environment for other in playing]
                     assert all(idle.environment is not one for one in failed)
                     assert idle.played < reuse
@@ -447,7 +446,7 @@ def test_an_environment_that_cannot_be_made_is_not_retried_for_ever() -> None:
             assert (len(tries), len(pool.idle), pool.failing) == (3, 0, True)
             assert pool.take() is None
             made = await pool.make()  # an episode's own try, which goes well
-            pool.mark_in_use(made)
+            pool.mark_in_use(PooledEnvironment(asyncio.get_running_loop(), environment=made))
             await settled(pool)
             assert (len(tries), len(pool.idle)) == (7, 3)
             await pool.close()

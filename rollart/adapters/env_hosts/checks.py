@@ -46,23 +46,21 @@ def check_environments(
     images: Mapping[str, Any] | None = None,
     *,
     worked: Collection[str] = (),
-    on_check: Callable[[str], object] | None = None,
-    quick: Callable[[str], object] | None = None,
+    on_check: Callable[[str], object] = lambda name: None,
+    quick: Callable[[str], object],
 ) -> Iterator[EnvironmentProblem]:
     """Import each domain's environment and make one instance, then the image hook. `worked`: domains that must give
     worked examples. `on_check` is called with the name of each check before it runs, `quick` with each domain whose
     environment declares itself quick."""
     for name, one in domains.items():
-        if on_check is not None:
-            on_check(f"domain '{name}'")
+        on_check(f"domain '{name}'")
         instance = yield from _check_environment(
             name, str(one["environment"]), dict(one.get("arguments", {})), worked=name in worked
         )
-        if quick is not None and declares_quick(instance):
+        if declares_quick(instance):
             quick(name)
     if images is not None:
-        if on_check is not None:
-            on_check("environments.images")
+        on_check("environments.images")
         yield from _check_image_hook(images)
 
 

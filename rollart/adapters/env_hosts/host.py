@@ -61,19 +61,16 @@ class HostedEpisode:
     """One episode. `running` is its current call; `over` is True once a step returned done."""
 
     name: str
-    env_loop: EnvironmentLoop
+    hosted: PooledEnvironment
     pool: WarmPool
     made: EnvironmentOrigin
     """How the episode got its environment."""
-    environment: Environment | None = None
     counted: bool = False
     """True if the pool has counted its environment as in use."""
     healthy: bool = True
     """True while no call of the episode has failed or been cancelled."""
     running: asyncio.Future[Any] | None = None
     over: bool = False
-    played: int = 0
-    """Episodes that its environment played before."""
     call_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Acquired on the environment's loop: a cancelled call ends before the next one begins."""
 
@@ -211,24 +208,25 @@ class EnvironmentHostServer:
                 reason = f"no domain '{domain}' here" if factory is None else factory.problem
                 return request.answer(CallStatus.REFUSED, reason)
             episode = self.episodes[request.episode] = self._open_episode(request.episode, self.pools[domain])
-        elif episode.environment is not None:
+        elif episode.hosted.environment is not None:
             episode.made = EnvironmentOrigin("again", 0.0)
+        hosted = episode.hosted
 
         async def reset() -> Any:
-            if episode.environment is None:
+            if hosted.environment is None:
                 began = asyncio.get_running_loop().time()
-                episode.environment = await episode.pool.make()
+                hosted.environment = await episode.pool.make()
                 episode.made = EnvironmentOrigin("cold", asyncio.get_running_loop().time() - began)
-            observation = await require_awaitable(episode.environment.reset(seed), "reset")
+            observation = await require_awaitable(hosted.environment.reset(seed), "reset")
             return [encode_result(lambda: packed_observation(checked_observation(observation))), *episode.made.values()]
 
         episode.over = False
         try:
             return await self._call(request, episode, reset)
         finally:
-            if episode.environment is not None and not episode.counted:
+            if hosted.environment is not None and not episode.counted:
                 episode.counted = True
-                episode.pool.mark_in_use(episode.environment)
+                episode.pool.mark_in_use(hosted)
 
     def _open_episode(self, name: str, pool: WarmPool) -> HostedEpisode:
         """An episode, with an idle environment of the pool if there is one."""
@@ -236,7 +234,7 @@ class EnvironmentHostServer:
         if idle is None:
             return HostedEpisode(name, pool.new_loop(name), pool, EnvironmentOrigin("cold", 0.0))
         made = EnvironmentOrigin("reused" if idle.played else "ahead", 0.0 if idle.played else idle.make_s)
-        return HostedEpisode(name, idle.env_loop, pool, made, idle.environment, counted=True, played=idle.played)
+        return HostedEpisode(name, idle, pool, made, counted=True)
 
     async def _images(self, request: HostRequest) -> HostResponse:
         """List the images that an episode needs and the images on this host; a PULL request also pulls the missing
@@ -272,11 +270,10 @@ class EnvironmentHostServer:
 
     async def _step(self, request: HostRequest) -> HostResponse:
         episode = self.episodes.get(request.episode)
-        if episode is None or episode.environment is None:
+        if episode is None or (environment := episode.hosted.environment) is None:
             return request.answer(CallStatus.REFUSED, "a step of an episode that was not reset here")
         if episode.over:
             return request.answer(CallStatus.REFUSED, "a step after the end of its episode")
-        environment = episode.environment
 
         async def step() -> Any:
             result = await require_awaitable(environment.step(request.value), "step")
@@ -293,7 +290,7 @@ class EnvironmentHostServer:
         if episode.running is not None:
             return request.answer(CallStatus.REFUSED, "two calls of one episode at a time")
         call = run_on_loop(
-            episode.env_loop.loop, run_timed(f"{request.op} of {request.episode}", episode.call_lock, work)
+            episode.hosted.loop, run_timed(f"{request.op} of {request.episode}", episode.call_lock, work)
         )
         self.calls[request.id] = episode.running = call
         status = CallStatus.REFUSED
@@ -310,18 +307,19 @@ class EnvironmentHostServer:
         """Cancel the episode's call, close its environment and release its thread. Returns the error as text, '' if
         there is none."""
         self.episodes.pop(episode.name, None)
-        if episode.environment is not None and episode.counted:
-            idle = IdleEnvironment(episode.env_loop, episode.environment, played=episode.played + 1)
-            if episode.pool.give_back(idle, healthy=episode.healthy and episode.running is None):
+        hosted = episode.hosted
+        if episode.counted:
+            hosted.played += 1
+            if episode.pool.give_back(hosted, healthy=episode.healthy and episode.running is None):
                 return ""
         if episode.running is not None:
             episode.running.cancel()
 
         async def close() -> None:
-            if episode.environment is not None:
-                await episode.environment.close()
+            if hosted.environment is not None:
+                await hosted.environment.close()
 
-        closing = run_on_loop(episode.env_loop.loop, run_timed(f"close of {episode.name}", episode.call_lock, close))
+        closing = run_on_loop(hosted.loop, run_timed(f"close of {episode.name}", episode.call_lock, close))
         try:
             async with asyncio.timeout(CLOSE_S):
                 status, value, _ = await closing
@@ -329,9 +327,9 @@ class EnvironmentHostServer:
         except TimeoutError:
             return f"did not end within {CLOSE_S:g} s"
         finally:
-            episode.env_loop.stop()
-            if episode.env_loop.thread is not None:
-                self.abandoned_threads.append((episode.name, episode.env_loop.thread))
+            hosted.stop()
+            if hosted.thread is not None:
+                self.abandoned_threads.append((episode.name, hosted.thread))
 
     def _health(self) -> dict[str, Any]:
         """Seconds since the main loop stopped responding and the call that blocks it; threads of closed episodes that
@@ -392,19 +390,6 @@ def _load_factory(path: str, arguments: dict[str, Any]) -> DomainFactory:
     )
 
 
-@dataclass(slots=True)
-class EnvironmentLoop:
-    """The loop that an episode's calls run on; `thread` if it has one of its own."""
-
-    loop: asyncio.AbstractEventLoop
-    thread: threading.Thread | None = None
-
-    def stop(self) -> None:
-        """End the loop's own thread once it is in no call."""
-        if self.thread is not None:
-            self.loop.call_soon_threadsafe(self.loop.stop)
-
-
 def run_loop(loop: asyncio.AbstractEventLoop) -> None:
     end_in_forks(loop)
     try:
@@ -452,14 +437,20 @@ def run_on_loop(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any])
 
 
 @dataclass(slots=True)
-class IdleEnvironment:
-    """An environment that plays no episode, and its loop. It took `make_s` seconds to make and has played `played`
-    episodes."""
+class PooledEnvironment:
+    """An environment, None until it is made, and the loop that its calls run on; `thread` if that loop has one of its
+    own. It took `make_s` seconds to make and has played `played` episodes."""
 
-    env_loop: EnvironmentLoop
-    environment: Environment
+    loop: asyncio.AbstractEventLoop
+    thread: threading.Thread | None = None
+    environment: Environment | None = None
     make_s: float = 0.0
     played: int = 0
+
+    def stop(self) -> None:
+        """End the loop's own thread once it is in no call."""
+        if self.thread is not None:
+            self.loop.call_soon_threadsafe(self.loop.stop)
 
 
 @dataclass(slots=True)
@@ -481,20 +472,20 @@ class WarmPool:
     reuse: int
     tasks: asyncio.TaskGroup | None
     """The tasks of the connection, which make environments; None once the pool is closed."""
-    idle: deque[IdleEnvironment] = field(default_factory=deque)
+    idle: deque[PooledEnvironment] = field(default_factory=deque)
     making: int = 0
     in_use: int = 0
     """Episodes whose environment may come back."""
     failing: bool = False
 
-    def new_loop(self, name: str) -> EnvironmentLoop:
-        """The loop of another environment; a thread for it has this name."""
+    def new_loop(self, name: str) -> PooledEnvironment:
+        """The loop of an environment that is not made yet; a thread for it has this name."""
         if not self.factory.blocking:
-            return EnvironmentLoop(self.main)
+            return PooledEnvironment(self.main)
         loop = asyncio.new_event_loop()
         thread = threading.Thread(target=run_loop, args=(loop,), name=name, daemon=True)
         thread.start()
-        return EnvironmentLoop(loop, thread)
+        return PooledEnvironment(loop, thread)
 
     async def make(self) -> Environment:
         """Make an environment and run its own `async start()`, if it has one (a container, a browser): all work that
@@ -517,24 +508,24 @@ class WarmPool:
             self.making += 1
             self.tasks.create_task(self._make_ahead())
 
-    def take(self) -> IdleEnvironment | None:
+    def take(self) -> PooledEnvironment | None:
         """The environment that has been idle longest; None if there is none."""
         if not self.idle:
             return None
         idle = self.idle.popleft()
-        self.mark_in_use(idle.environment)
+        self.mark_in_use(idle)
         return idle
 
-    def mark_in_use(self, environment: Environment) -> None:
+    def mark_in_use(self, hosted: PooledEnvironment) -> None:
         """An episode uses this environment, from the pool or not."""
         self.failing = False
-        if self._is_reusable(environment):
+        if self._is_reusable(hosted):
             self.in_use += 1
         self.fill()
 
-    def give_back(self, idle: IdleEnvironment, *, healthy: bool) -> bool:
+    def give_back(self, idle: PooledEnvironment, *, healthy: bool) -> bool:
         """The episode of this environment is over. True if the pool keeps it; else the caller closes it."""
-        if not self._is_reusable(idle.environment):
+        if not self._is_reusable(idle):
             return False
         self.in_use -= 1
         keep = healthy and self.tasks is not None and idle.played < self.reuse
@@ -549,31 +540,30 @@ class WarmPool:
         self.tasks = None
         while self.idle:
             idle = self.idle.popleft()
+            assert idle.environment is not None
             with contextlib.suppress(Exception):
-                await run_on_loop(
-                    idle.env_loop.loop, run_timed(f"close of {self.name}", asyncio.Lock(), idle.environment.close)
-                )
-            idle.env_loop.stop()
+                await run_on_loop(idle.loop, run_timed(f"close of {self.name}", asyncio.Lock(), idle.environment.close))
+            idle.stop()
 
-    def _is_reusable(self, environment: Environment) -> bool:
+    def _is_reusable(self, hosted: PooledEnvironment) -> bool:
         """True if the environment declares that a reset removes all state of the episode before."""
-        return self.reuse > 1 and self.size > 0 and getattr(environment, "reusable", False) is True
+        return self.reuse > 1 and self.size > 0 and getattr(hosted.environment, "reusable", False) is True
 
     async def _make_ahead(self) -> None:
-        env_loop = self.new_loop(f"{self.name} ahead")
+        idle = self.new_loop(f"{self.name} ahead")
         try:
             work = run_timed(f"make of {self.name}", asyncio.Lock(), self.make)
-            status, value, seconds = await run_on_loop(env_loop.loop, work)
+            status, idle.environment, idle.make_s = await run_on_loop(idle.loop, work)
         except BaseException:
-            env_loop.stop()
+            idle.stop()
             raise
         finally:
             self.making -= 1
         if status is not CallStatus.OK:
             self.failing = True
-            env_loop.stop()
+            idle.stop()
             return
-        self.idle.append(IdleEnvironment(env_loop, value, seconds))
+        self.idle.append(idle)
 
 
 async def _serve(options: argparse.Namespace, serving: Serving) -> None:
