@@ -16,7 +16,6 @@ from placement.diff import MoveCosts, diff
 from placement.problem import RunningPlan
 from placement.types import Assignment, Deployment, Role
 from rollart.adapters.clusters.local import LocalRuntime
-from rollart.adapters.clusters.program import ReachabilityCheckedHandle
 from rollart.adapters.clusters.runtime import matches
 from rollart.errors import PartDied, SpecError, UsageError
 from rollart.fleet import (
@@ -276,8 +275,7 @@ async def place_actor(resolved: Resolved, runtime: Runtime, spec: ActorSpec) -> 
         await runtime.reserve([bundle], wait_s=limit)
     try:
         async with asyncio.timeout(limit):
-            handle = await runtime.spawn(spec if light else replace(spec, bundle=spec.name))
-        return ReachabilityCheckedHandle(handle) if resolved.cluster.runtime.backend == "ray" else handle
+            return await runtime.spawn(spec if light else replace(spec, bundle=spec.name))
     except BaseException as error:
         await runtime.release(spec.name)
         if not isinstance(error, TimeoutError):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.clusters.runtime import PlacementSearch, matches, place_bundles
+from rollart.adapters.clusters.runtime import PlacementSearch, matches
 from rollart.fleet import Bundle, Node
 
 Nodes = st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 3)), min_size=1, max_size=4)
@@ -25,7 +25,7 @@ def test_a_gang_fits_if_there_is_a_way(rooms: list[tuple[str, int]], asked: list
     gang = [Bundle(f"b{i}", {"GPU": float(n)}, {"gpu": label}) for i, (label, n) in enumerate(asked)]
     ways = itertools.product(nodes, repeat=len(gang))
     there = any(holds(gang, dict(zip((b.name for b in gang), way, strict=True)), nodes) for way in ways)
-    found = place_bundles(gang, nodes)
+    found = PlacementSearch(gang, nodes).find()
     assert (found is not None) == there
     assert found is None or holds(gang, dict(found), nodes)
 

@@ -13,11 +13,11 @@ from typing import Any
 from rollart.adapters.clusters.runtime import (
     EventLog,
     InlineActor,
+    PlacementSearch,
     add_resources,
     check_feasible,
     feasible_nodes,
     insufficient_capacity,
-    place_bundles,
     refuse_reserved,
     reserved_bundle,
 )
@@ -62,11 +62,11 @@ class LocalRuntime:
         check_feasible(gang, nodes)
         try:
             async with asyncio.timeout(wait_s):
-                while (found := place_bundles(gang, nodes)) is None:
+                while (found := PlacementSearch(gang, nodes).find()) is None:
                     changed = self._changed
                     await changed.wait()
         except TimeoutError:
-            lacking = [bundle for bundle in gang if place_bundles([bundle], nodes) is None]
+            lacking = [bundle for bundle in gang if PlacementSearch([bundle], nodes).find() is None]
             raise insufficient_capacity(lacking or gang[:1], wait_s) from None
         for bundle in gang:
             add_resources(found[bundle.name].free, bundle.resources, -1.0)

@@ -10,14 +10,12 @@ import signal
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from rollart.adapters.weights.buckets import PullProgress, PullResult
 from rollart.adapters.weights.hosts import HostWeightCopy, WeightStoreLocation
 from rollart.errors import PartDied, ProviderError
 from rollart.lifeline import terminate
-from rollart.ports import Handle
 
 LOG_TAIL_BYTES = 8192
 """Bytes at the end of a log that are searched for its last line."""
@@ -166,52 +164,28 @@ class Program:
         return lines[-1].strip()[:300] if lines else "it said nothing"
 
 
-class ReachabilityCheckedHandle:
-    """Implements `Handle` for a program on another machine. A new address that does not answer is a `ProviderError` the
-    first time, since no restart would help. Later, or if the connection is refused, it is the death of the part, since
-    the program may have ended meanwhile."""
-
-    def __init__(self, handle: Handle) -> None:
-        self._handle = handle
-        self._reached = False
-
-    @property
-    def name(self) -> str:
-        return self._handle.name
-
-    @property
-    def node(self) -> str:
-        return self._handle.node
-
-    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        answer = await self._handle.call(method, *args, **kwargs)
-        if method in ADDRESS_METHODS:
-            await self._check_reachable(str(answer))
-        return answer
-
-    async def kill(self) -> None:
-        await self._handle.kill()
-
-    async def _check_reachable(self, address: str) -> None:
-        url = urlsplit(address)
-        if url.hostname is None or url.port is None:
-            return
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                _, writer = await asyncio.open_connection(url.hostname, url.port)
-        except ConnectionRefusedError:
-            raise PartDied(
-                self.name,
-                f"{address} on node {self.node} refuses connections: it has ended, or its port is closed",
-                remedy="open the nodes' ports to the controller's machine",
-            ) from None
-        except OSError as error:  # includes timeouts
-            cause = error.strerror or f"no answer within {CONNECT_S:g} s"
-            if self._reached:
-                raise PartDied(self.name, f"nothing answers at {address} on node {self.node}: {cause}") from None
-            raise ProviderError(
-                f"{self.name} serves at {address} on node {self.node}, which this machine does not reach: {cause}",
-                remedy="open the nodes' ports to this machine, or launch where their network can be reached",
-            ) from None
-        self._reached = True
-        writer.close()
+async def check_reachable(name: str, node: str, address: str, *, reached: bool) -> None:
+    """Check that a program on another machine can be reached at its address. An address that does not answer is a
+    `ProviderError` unless another one was `reached` before, since no restart would help. Later, or if the connection is
+    refused, it is the death of the part, since the program may have ended meanwhile."""
+    url = urlsplit(address)
+    if url.hostname is None or url.port is None:
+        return
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, writer = await asyncio.open_connection(url.hostname, url.port)
+    except ConnectionRefusedError:
+        raise PartDied(
+            name,
+            f"{address} on node {node} refuses connections: it has ended, or its port is closed",
+            remedy="open the nodes' ports to the controller's machine",
+        ) from None
+    except OSError as error:  # includes timeouts
+        cause = error.strerror or f"no answer within {CONNECT_S:g} s"
+        if reached:
+            raise PartDied(name, f"nothing answers at {address} on node {node}: {cause}") from None
+        raise ProviderError(
+            f"{name} serves at {address} on node {node}, which this machine does not reach: {cause}",
+            remedy="open the nodes' ports to this machine, or launch where their network can be reached",
+        ) from None
+    writer.close()

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollart import __version__
+from rollart.adapters.clusters.program import ADDRESS_METHODS, check_reachable
 from rollart.adapters.clusters.ray_host import RayActorHost, pack
 from rollart.adapters.clusters.ray_link import (
     CLIENT_SCHEME,
@@ -282,7 +283,7 @@ class RayRuntime:
 class RayHandle:
     """A running actor, which is restarted until it is killed. Calls wait for one of `max_concurrency` slots; a call in
     flight when the actor dies fails with `PartDied`. If a restart finds no node that could hold the actor, calls fail
-    with `PartDied`, and each of them tries the restart again."""
+    with `PartDied`, and each of them tries the restart again. An address that a program returns is checked."""
 
     def __init__(self, runtime: RayRuntime, spec: ActorSpec) -> None:
         self._runtime = runtime
@@ -293,7 +294,8 @@ class RayHandle:
         self.target_node = ""
         """The node chosen here for an actor without a bundle."""
         self._revival: asyncio.Task[None] | None = None
-        self._gone = False
+        self._gone = self._reached = False
+        """`_reached`: an address of the actor's program was reached."""
 
     async def boot(self) -> None:
         """Start the next incarnation. `UsageError` if no node could hold it; exceptions of its constructor."""
@@ -342,7 +344,11 @@ class RayHandle:
                 raise
         if not ok:
             raise pickle.loads(result)
-        return pickle.loads(result)
+        answer = pickle.loads(result)
+        if method in ADDRESS_METHODS:
+            await check_reachable(self.name, self.node, str(answer), reached=self._reached)
+            self._reached = True
+        return answer
 
     async def kill(self) -> None:
         if self._gone:

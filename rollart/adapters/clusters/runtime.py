@@ -44,12 +44,6 @@ def feasible_nodes(spec: ActorSpec, labels: Mapping[str, str], nodes: Sequence[N
     return found
 
 
-def place_bundles(gang: Sequence[Bundle], nodes: Sequence[Node]) -> Mapping[str, Node] | None:
-    """A node with enough free resources for each bundle, by bundle; None if there is no such assignment, or none was
-    found in `MAX_SEARCH_STEPS` tries. Large bundles first; ties by the order of `nodes`."""
-    return PlacementSearch(gang, nodes).find()
-
-
 def check_feasible(gang: Sequence[Bundle], nodes: Sequence[Node]) -> None:
     """`UsageError` if the gang would not fit on these nodes even if they were empty."""
     empty = [Node(n.id, n.labels, n.total, dict(n.total)) for n in nodes]
@@ -168,7 +162,8 @@ def _described(nodes: Sequence[Node]) -> str:
 
 
 class PlacementSearch:
-    """Depth-first search over bundles from the largest on. `stuck` is the first bundle that the search never placed."""
+    """Depth-first search over bundles from the largest on; ties by the order of `nodes`. `stuck` is the first bundle
+    that the search never placed."""
 
     def __init__(self, gang: Sequence[Bundle], nodes: Sequence[Node]) -> None:
         self.steps = 0
@@ -184,6 +179,8 @@ class PlacementSearch:
         return self._order[max(0, self._depth)]
 
     def find(self) -> Mapping[str, Node] | None:
+        """A node with enough free resources for each bundle, by bundle; None if there is no such assignment, or none
+        was found in `MAX_SEARCH_STEPS` tries."""
         tries = [self._candidates(self._order[0])] if self._order else []
         while tries and len(self._found) < len(self._order):
             bundle = self._order[len(tries) - 1]
