@@ -48,7 +48,7 @@ class RollartError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Supports any constructor signature: actors on other nodes re-raise the error unchanged."""
-        return _rebuilt, (type(self), self.args, self.__dict__)
+        return BaseException.__new__, (type(self), *self.args), self.__dict__
 
 
 class UsageError(RollartError):
@@ -164,13 +164,6 @@ class TrainerRefused(TrainerError):
 
 class VersionDamaged(TrainerRefused):
     """The content of a version's directory differs from the published content. An unreadable file is no damage."""
-
-
-def _rebuilt(kind: type[RollartError], args: tuple[Any, ...], state: dict[str, Any]) -> RollartError:
-    error = kind.__new__(kind)
-    error.args = args
-    error.__dict__.update(state)
-    return error
 
 
 def one_line(error: BaseException, most: int | None = None) -> str:

@@ -55,10 +55,6 @@ ENVIRONMENT_ROLE = "environment"
 
 FUNCTION_ROLE = "reward"
 
-ENVIRONMENT_HOST_MODULE = "rollart.adapters.env_hosts.host"
-
-FUNCTION_HOST_MODULE = "serverless.workers.host"
-
 MEMORY_POLL_S = 5.0
 """Seconds between checks of the controller's memory."""
 
@@ -344,16 +340,10 @@ def host_actor(
         arguments += ["--warm", str(spec.warm), "--reuse", str(spec.reuse)]
     if (images := image_hook_config(spec)) is not None:
         arguments += ["--images", json.dumps(images)]
-    return _host_actor(
-        resolved,
-        directory,
-        name,
-        ENVIRONMENT_HOST_MODULE,
-        arguments,
-        pool=spec.pool,
-        given=given,
-        env={ENVIRONMENT_HOST_TOKEN: token, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-        python=spec.python,
+    env = {ENVIRONMENT_HOST_TOKEN: token, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    where, module = _host_resources(resolved, spec.pool, given), "rollart.adapters.env_hosts.host"
+    return program_actor(
+        resolved, directory, name, module, arguments, where, PROGRAM_CALLS, env=env, python=spec.python
     )
 
 
@@ -361,35 +351,21 @@ def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -
     """The actor of a function host: on the resources planned for rewards while these last, else without any, beside
     other parts."""
     functions = resolved.cluster.functions
-    unsafe = ["--allow-unsafe"] if functions.allow_unsafe else []
-    return _host_actor(
-        resolved,
-        directory,
-        name,
-        FUNCTION_HOST_MODULE,
-        ["--logs", str(directory / "functions" / "logs"), "--runtime", functions.local.runtime, *unsafe],
-        pool=functions.local.pool,
-        given=_assignment(resolved, name),
-        env={FUNCTION_HOST_TOKEN: token},
-    )
+    arguments = ["--logs", str(directory / "functions" / "logs"), "--runtime", functions.local.runtime]
+    if functions.allow_unsafe:
+        arguments.append("--allow-unsafe")
+    where = _host_resources(resolved, functions.local.pool, _assignment(resolved, name))
+    env, module = {FUNCTION_HOST_TOKEN: token}, "serverless.workers.host"
+    return program_actor(resolved, directory, name, module, arguments, where, PROGRAM_CALLS, env=env)
 
 
-def _host_actor(
-    resolved: Resolved,
-    directory: Path,
-    name: str,
-    module: str,
-    arguments: list[str],
-    *,
-    pool: str | None,
-    given: Assignment | None,
-    **options: Any,
-) -> ActorSpec:
-    """The actor of a host's program: on the `given` resources, or without any on a node of the pool."""
-    where: tuple[dict[str, float], dict[str, str]] = {}, node_selector(resolved, cpu_pool(resolved, pool))
-    if given is not None:
-        where = part_resources(resolved, given)
-    return program_actor(resolved, directory, name, module, arguments, where, PROGRAM_CALLS, **options)
+def _host_resources(
+    resolved: Resolved, pool: str | None, given: Assignment | None
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Resources and node labels of a host: the `given` ones, or none on a node of the pool."""
+    if given is None:
+        return {}, node_selector(resolved, cpu_pool(resolved, pool))
+    return part_resources(resolved, given)
 
 
 def host_clock(resolved: Resolved, role: str, name: str, recorder: Recorder, given: Assignment | None) -> ResourceClock:

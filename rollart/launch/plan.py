@@ -17,7 +17,16 @@ from placement.diff import MoveCosts, diff
 from placement.problem import DomainProfile, EnvironmentCost, Problem, Quantity, RunningPlan
 from placement.types import Assignment, Deployment, Infeasible, Objective, Placement, Plan, Pool, Role
 from rollart.errors import RunFailed, UsageError
-from rollart.fleet import DomainWork, EngineRole, FleetMove, FleetMoveKind, FleetObservation, Proposal, Routes
+from rollart.fleet import (
+    DomainWork,
+    EngineKind,
+    EngineRole,
+    FleetMove,
+    FleetMoveKind,
+    FleetObservation,
+    Proposal,
+    Routes,
+)
 from rollart.launch.layout import free_devices
 from rollart.launch.routing import SERVING_ROLES, routes_of
 from rollart.launch.start_limits import engine_start_limits
@@ -270,14 +279,6 @@ class RunStart:
     why_not: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _AdoptedEngine:
-    name: str
-    pool: str
-    role: EngineRole
-    tp: int
-
-
 def resolve_start(resolved: Resolved, directory: Path) -> RunStart:
     """On a resume, the last adopted plan with its engine names, if the specs behind it still hold and its devices
     exist; else the specs' plan."""
@@ -298,18 +299,18 @@ def resolve_start(resolved: Resolved, directory: Path) -> RunStart:
     if (changed := next((part for part, differs in parts.items() if differs), None)) is not None:
         return replace(start, why_not=f"{changed} changed since it was adopted")
     fields = adopted[-1].fields
-    engines = [
-        _AdoptedEngine(n, pool, EngineRole(role), tp) for n, pool, role, tp in json.loads(str(fields["engines"]))
-    ]
+    engines = {
+        name: EngineKind(pool, EngineRole(role), tp) for name, pool, role, tp in json.loads(str(fields["engines"]))
+    }
     work = {domain: DomainWork(**seen) for domain, seen in json.loads(str(fields["work"])).items()}
     found = _with_engines(resolved, engines, work)
     if isinstance(found, str):
         return replace(start, why_not=found)
-    return replace(start, resolved=found, roles={e.name: e.role for e in engines}, moved=True)
+    return replace(start, resolved=found, roles={name: kind.role for name, kind in engines.items()}, moved=True)
 
 
 def _with_engines(
-    resolved: Resolved, engines: Sequence[_AdoptedEngine], work: Mapping[str, DomainWork]
+    resolved: Resolved, engines: Mapping[str, EngineKind], work: Mapping[str, DomainWork]
 ) -> Resolved | str:
     """The run with these engines in place of its plan's, solved for the measured work; the reason as text if that is
     infeasible."""
@@ -321,7 +322,7 @@ def _with_engines(
     placed = _assign_devices(pools, others, engines)
     if isinstance(placed, str):
         return placed
-    counts = Counter((e.pool, Role(e.role), e.tp) for e in engines)
+    counts = Counter((kind.pool, Role(kind.role), kind.tp) for kind in engines.values())
     kept = [d for d in plan.placement.deployments if d.role not in SERVING_ROLES]
     fixed = (*(Deployment(*key, n) for key, n in sorted(counts.items())), *kept)
     train, trainer = problem.train, next((d for d in kept if d.role is Role.TRAINER), None)
@@ -353,7 +354,7 @@ def plan_with(resolved: Resolved, assignments: Sequence[Assignment]) -> Plan:
 
 
 def _assign_devices(
-    pools: Mapping[str, Pool], others: Sequence[Assignment], engines: Sequence[_AdoptedEngine]
+    pools: Mapping[str, Pool], others: Sequence[Assignment], engines: Mapping[str, EngineKind]
 ) -> list[Assignment] | str:
     """Devices for the engines beside the other parts, largest engine first; an error text that names an engine which
     does not fit."""
@@ -361,12 +362,12 @@ def _assign_devices(
     for part in others:
         taken[part.pool].update(part.devices)
     placed = []
-    for engine in sorted(engines, key=lambda e: (-e.tp, e.name)):
-        pool = pools.get(engine.pool)
-        devices = None if pool is None else free_devices(pool, taken[engine.pool], engine.tp)
+    for name, kind in sorted(engines.items(), key=lambda engine: (-engine[1].tp, engine[0])):
+        pool = pools.get(kind.pool)
+        devices = None if pool is None else free_devices(pool, taken[kind.pool], kind.tp)
         if devices is None:
-            return f"{engine.name} does not fit into pool '{engine.pool}'"
-        taken[engine.pool].update(devices)
-        role, _, number = engine.name.rpartition("-")
-        placed.append(Assignment(Role(role), int(number), engine.pool, devices))
+            return f"{name} does not fit into pool '{kind.pool}'"
+        taken[kind.pool].update(devices)
+        role, _, number = name.rpartition("-")
+        placed.append(Assignment(Role(role), int(number), kind.pool, devices))
     return placed
