@@ -29,7 +29,8 @@ import time
 import tracemalloc
 from collections.abc import Callable
 
-from rollart.policy.sample_table import Balanced, Fifo, SampleRow, SampleTable, WholeGroups, partition
+from rollart.policy.sample_table import Balanced, Fifo, SampleRow, SampleTable, WholeGroups
+from rollart.shares import balanced_portions
 
 COLUMNS = ("responses", "reward", "ref_logprobs", "advantage")
 GROUP, MICRO, BATCH, CONSUMERS = 8, 32, 512, 8
@@ -106,8 +107,8 @@ def balance(samples: list[SampleRow], rounds: int) -> tuple[float, float]:
     """Rows per CPU-second, and the mean over batches of the largest load over the mean load."""
     lengths = [r.tokens for r in samples]
     batches = [lengths[i : i + BATCH] for i in range(0, len(lengths) - BATCH + 1, BATCH)][:20]
-    rate = cpu(lambda: sum(len(b) for b in batches if partition(b, CONSUMERS)), rounds)
-    worst = [max(sum(b[i] for i in p) for p in partition(b, CONSUMERS)) * CONSUMERS / sum(b) for b in batches]
+    rate = cpu(lambda: sum(len(b) for b in batches if balanced_portions(b, CONSUMERS)), rounds)
+    worst = [max(sum(b[i] for i in p) for p in balanced_portions(b, CONSUMERS)) * CONSUMERS / sum(b) for b in batches]
     return rate, sum(worst) / len(worst)
 
 

@@ -1,7 +1,9 @@
-"""Shares of several domains by weight, within floors and caps. Pure; for specs, policies and plans alike."""
+"""Shares of several domains by weight, within floors and caps, and portions of nearly equal size. Pure; for specs,
+policies, plans and the trainer alike."""
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,3 +57,21 @@ def bounded_shares(domains: Sequence[DomainShare], weights: Mapping[str, float] 
         if too_little >= too_much:
             fixed.update(under)
     return {d.domain: fixed[d.domain] for d in domains}
+
+
+def balanced_portions(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """Indices of `sizes` in `parts` portions with nearly equal totals; each index is in exactly one, ascending.
+
+    Largest first, each to the portion with the smallest total so far, the lower number on a tie (Graham 1969, "Bounds
+    on multiprocessing timing anomalies": no total exceeds the mean by more than (1 - 1/parts) × the largest size, nor
+    the optimum by more than a third).
+    """
+    if parts < 1:
+        raise ValueError(f"{parts} consumers: at least 1 is needed")
+    heap = [(0, part) for part in range(parts)]
+    out: list[list[int]] = [[] for _ in range(parts)]
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        total, part = heap[0]
+        out[part].append(index)
+        heapq.heapreplace(heap, (total + sizes[index], part))
+    return [sorted(portion) for portion in out]

@@ -14,11 +14,12 @@ so a resumed run makes the same choices.
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+
+from rollart.shares import balanced_portions
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +337,7 @@ class Balanced:
         if chosen is None:
             return None
         picks = [p for batch in chosen.batches for p in batch]
-        parts = partition([p.tokens for p in picks], self.consumers)
+        parts = balanced_portions([p.tokens for p in picks], self.consumers)
         return Selection(tuple(tuple(picks[i] for i in part) for part in parts), chosen.consumed)
 
 
@@ -423,23 +424,6 @@ def age_weights(versions: Sequence[int], version: int, gamma: float) -> tuple[fl
     # Relative to the youngest: only ratios matter, and gamma ** 1000 would be 0.
     raw = [gamma ** (age - min(ages)) for age in ages]
     return tuple(w * len(raw) / sum(raw) for w in raw)
-
-
-def partition(sizes: Sequence[int], parts: int) -> tuple[tuple[int, ...], ...]:
-    """Indices of `sizes` in `parts` lists of about equal sums; some are empty where there are fewer sizes than parts.
-
-    Longest first to the least loaded: the largest sum is at most 4/3 - 1/(3n) times the best one (Graham 1969). Ties go
-    to the earlier index and the earlier part.
-    """
-    if parts < 1:
-        raise ValueError(f"{parts} consumers: at least 1 is needed")
-    loads = [(0, part) for part in range(parts)]
-    found: list[list[int]] = [[] for _ in range(parts)]
-    for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
-        load, part = heapq.heappop(loads)
-        found[part].append(i)
-        heapq.heappush(loads, (load + sizes[i], part))
-    return tuple(tuple(sorted(part)) for part in found)
 
 
 def _whole(ready: ReadyRows) -> list[list[SampleRow]]:

@@ -38,8 +38,8 @@ from torch import Tensor
 
 from rollart.architecture import MARKER, version_path
 from rollart.errors import TrainerError, UsageError, VersionDamaged
+from rollart.shares import balanced_portions
 from rollart.train.learner import Learner, LearnerCounters
-from rollart.train.microbatch import balanced_portions
 from rollart.train.policy import AdaptedTensor, adapter_tensors, local_rows, published_tensors
 from rollart.train.ranks import SINGLE_RANK, RankChannel
 

@@ -10,14 +10,13 @@ The division is pure: every rank computes the same one from the same lengths, wi
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rollart.shares import balanced_portions
 from rollart.train.batch import IntArray, TrainingBatch
 
 OVERHEAD_TOKENS = 128
@@ -49,7 +48,7 @@ def rank_microbatches(lengths: IntArray, max_tokens: int, *, rank: int, ranks: i
     if ranks == 1:
         return plan_microbatches(lengths, max_tokens)
     alive = np.flatnonzero(lengths > 0)
-    shares = [alive[share] for share in balanced_portions(lengths[alive], ranks)]
+    shares = [alive[share] for share in balanced_portions(lengths[alive].tolist(), ranks)]
     plans = [[share[part] for part in plan_microbatches(lengths[share], max_tokens)] for share in shares]
     longest = max(len(one) for one in plans)
     return plans[rank] + [np.zeros(0, np.int64)] * (longest - len(plans[rank]))
@@ -80,23 +79,6 @@ def plan_microbatches(lengths: IntArray, max_tokens: int, overhead: int = OVERHE
         out.append(order[cut[end] : end])
         end = int(cut[end])
     return out[::-1]
-
-
-def balanced_portions(sizes: Sequence[int] | IntArray, parts: int) -> list[IntArray]:
-    """Indices of `sizes` in `parts` portions with nearly equal totals; each index is in exactly one, ascending.
-
-    Largest first, each to the portion with the smallest total so far, the lower number on a tie (Graham 1969, "Bounds
-    on multiprocessing timing anomalies": no total exceeds the mean by more than (1 − 1/parts) × the largest size, nor
-    the optimum by more than a third).
-    """
-    order = sorted(range(len(sizes)), key=lambda i: (-int(sizes[i]), i))
-    heap = [(0, part) for part in range(parts)]
-    out: list[list[int]] = [[] for _ in range(parts)]
-    for index in order:
-        total, part = heap[0]
-        out[part].append(index)
-        heapq.heapreplace(heap, (total + int(sizes[index]), part))
-    return [np.array(sorted(indices), np.int64) for indices in out]
 
 
 def build_microbatch(batch: TrainingBatch, samples: IntArray, used: IntArray, device: torch.device) -> MicroBatch:

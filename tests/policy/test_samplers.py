@@ -19,8 +19,8 @@ from rollart.policy.sample_table import (
     TokenBudget,
     WholeGroups,
     age_weights,
-    partition,
 )
+from rollart.shares import balanced_portions
 
 groups_of_rows = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), max_size=6)
 
@@ -37,7 +37,7 @@ def ready(groups: list[list[int]], versions: list[int] | None = None) -> ReadyRo
 
 @given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 6))
 def test_every_row_goes_to_one_consumer_and_none_has_much_more(sizes: list[int], parts: int) -> None:
-    found = partition(sizes, parts)
+    found = balanced_portions(sizes, parts)
     assert len(found) == parts
     assert sorted(i for part in found for i in part) == list(range(len(sizes)))
     loads = [sum(sizes[i] for i in part) for part in found]
@@ -51,7 +51,7 @@ def test_longest_first_keeps_grahams_bound(sizes: list[int], parts: int) -> None
         max(sum(s for s, p in zip(sizes, places, strict=True) if p == part) for part in range(parts))
         for places in itertools.product(range(parts), repeat=len(sizes))
     )
-    load = max(sum(sizes[i] for i in part) for part in partition(sizes, parts))
+    load = max(sum(sizes[i] for i in part) for part in balanced_portions(sizes, parts))
     assert best <= load <= (4 / 3 - 1 / (3 * parts)) * best + 1e-9
 
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.policy.sample_table import partition
+from rollart.shares import balanced_portions
 from rollart.train.checkpoint import file_buckets, row_range
-from rollart.train.microbatch import balanced_portions, rank_microbatches
+from rollart.train.microbatch import rank_microbatches
 
 sizes = st.lists(st.integers(0, 5000), max_size=40)
 
@@ -25,7 +25,7 @@ def test_portions_are_a_partition_whose_totals_stay_near_the_mean(values: list[i
 
 
 def test_on_a_tie_the_lower_rank_takes_it() -> None:
-    assert [list(share) for share in balanced_portions([5, 5, 5], 2)] == [[0, 2], [1]]
+    assert balanced_portions([5, 5, 5], 2) == [[0, 2], [1]]
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 600))
@@ -68,9 +68,3 @@ def test_no_samples_are_no_passes() -> None:
 def test_a_lone_long_sample_is_met_by_empty_passes(ranks: int) -> None:
     plans = [rank_microbatches(np.array([900]), 100, rank=rank, ranks=ranks) for rank in range(ranks)]
     assert [[list(part) for part in one] for one in plans] == [[[0]], [[]]][:ranks]
-
-
-@given(st.lists(st.integers(0, 5000), max_size=40), st.integers(1, 8))
-def test_ranks_share_a_batch_by_the_rule_of_the_sample_table(sizes: list[int], parts: int) -> None:
-    """The trainer must not import policies: this compares its split with theirs."""
-    assert tuple(tuple(part.tolist()) for part in balanced_portions(sizes, parts)) == partition(sizes, parts)
