@@ -53,23 +53,18 @@ def request_body(request: GenerateRequest) -> dict[str, object]:
         "temperature": s.temperature,
         "top_p": s.top_p,
         "logprobs": 0,
+        "seed": s.seed,
+        "stop_token_ids": s.stop_token_ids or None,
+        "allowed_token_ids": s.allowed_token_ids,
     }
-    if s.seed is not None:
-        sampling["seed"] = s.seed
-    if s.stop_token_ids:
-        sampling["stop_token_ids"] = s.stop_token_ids
-    if s.allowed_token_ids is not None:
-        sampling["allowed_token_ids"] = s.allowed_token_ids
     body: dict[str, object] = {
         "request_id": request.request_id,
         "token_ids": request.token_ids,
-        "sampling_params": sampling,
+        "sampling_params": {name: value for name, value in sampling.items() if value is not None},
+        "cache_salt": request.cache_salt,
+        "kv_transfer_params": None if request.kv_transfer is None else dict(request.kv_transfer),
     }
-    if request.cache_salt is not None:
-        body["cache_salt"] = request.cache_salt
-    if request.kv_transfer is not None:
-        body["kv_transfer_params"] = dict(request.kv_transfer)
-    return body
+    return {name: value for name, value in body.items() if value is not None}
 
 
 def parse_request(body: object, *, session: str, fallback_id: str) -> GenerateRequest:

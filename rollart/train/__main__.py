@@ -119,7 +119,13 @@ def join_service(arguments: argparse.Namespace, config: TrainerConfig, followers
     if arguments.leader is None and here > 1:
         shared = ["--config", arguments.config, "--meet", meet, "--leader", str(os.getpid())]
         when = "" if rank else " before the trainer was ready"
-        followers.lost = lambda reason: _exit_with(reason + when)
+
+        def lost(reason: str) -> None:
+            """Before the trainer serves. On a host without rank 0, the launcher of this process sees its exit."""
+            print(f"rollart.train: {reason}{when}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+        followers.lost = lost
         followers.start(shared, first=rank, here=here, ranks=size)
     if gpu:
         refuse_shared(store, gpu, rank=rank, size=size)
@@ -137,13 +143,6 @@ def _parse_address(text: str) -> tuple[str, int]:
     if not colon or not port.isdecimal():
         raise UsageError(f"--meet {text} is not HOST:PORT")
     return host.strip("[]"), int(port)
-
-
-def _exit_with(why: str) -> None:
-    """Called when a rank of this host is lost before the trainer serves; on a host without rank 0, the launcher of this
-    process sees its exit and the reason."""
-    print(f"rollart.train: {why}", file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 def _keep_memory() -> None:

@@ -12,12 +12,13 @@ The first rank of a host starts the others as child processes, unless a launcher
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -101,39 +102,25 @@ class RankChannel:
 
     def send_command(self, command: str, body: bytes) -> None:
         """On rank 0: send a command, which `receive_command` returns on the others. `TrainerError` if that fails."""
-        if self._size == 1:
-            return
-        head = command.encode()
-        size = torch.tensor([len(head), len(body)], dtype=torch.int64)
-        payload = torch.frombuffer(bytearray(head + body), dtype=torch.uint8)
-        try:
-            dist.broadcast(size, 0, self._group)
-            dist.broadcast(payload, 0, self._group)
-        except RuntimeError as error:
-            raise _lost_rank_error(error) from error
+        if self._size > 1:
+            with _lost_ranks_refused():
+                dist.broadcast_object_list([command, body], 0, self._group)
 
     def receive_command(self) -> tuple[str, bytes]:
         """On other ranks: the next command. `TrainerError` after rank 0 is gone."""
-        size = torch.zeros(2, dtype=torch.int64)
-        try:
-            dist.broadcast(size, 0, self._group)
-            head, body = size.tolist()
-            payload = torch.empty(head + body, dtype=torch.uint8)
-            dist.broadcast(payload, 0, self._group)
-        except RuntimeError as error:
-            raise _lost_rank_error(error) from error
-        whole = payload.numpy().tobytes()
-        return whole[:head].decode(), whole[head:]
+        message: list[Any] = [None, None]
+        with _lost_ranks_refused():
+            dist.broadcast_object_list(message, 0, self._group)
+        command, body = message
+        return command, body
 
     def exchange(self, mine: Any) -> list[Any]:
         """The value of each rank, by rank. Waits for all."""
         if self._size == 1:
             return [mine]
         out: list[Any] = [None] * self._size
-        try:
+        with _lost_ranks_refused():
             dist.all_gather_object(out, mine, self._group)
-        except RuntimeError as error:
-            raise _lost_rank_error(error) from error
         return out
 
     def agree(self, problem: TrainerError | None) -> None:
@@ -252,7 +239,11 @@ def refuse_shared(store: Store, gpu: str, *, rank: int, size: int) -> None:
             )
 
 
-def _lost_rank_error(error: BaseException) -> TrainerError:
-    return TrainerError(
-        f"the trainer's ranks lost each other: {first_line(error, 200)}", remedy="it is restarted and restored"
-    )
+@contextlib.contextmanager
+def _lost_ranks_refused() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise TrainerError(
+            f"the trainer's ranks lost each other: {first_line(error, 200)}", remedy="it is restarted and restored"
+        ) from error

@@ -42,10 +42,6 @@ class OutgoingVersion:
     tensors: Mapping[str, Tensor]
     config: str
 
-    def layout(self, bucket: int) -> TensorLayout:
-        kinds = tuple((name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in self.tensors.items())
-        return TensorLayout(kinds, -(-bucket // ALIGN) * ALIGN, self.config)
-
 
 def outgoing_version(snapshot: LearnerSnapshot) -> OutgoingVersion:
     whole = {
@@ -142,7 +138,8 @@ class BroadcastSender:
 
     def _stream(self, group: BroadcastGroup, order: BroadcastOrder, version: OutgoingVersion, bucket: int) -> int:
         ends = time.monotonic() + order.limit_s
-        layout = version.layout(bucket)
+        kinds = tuple((n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in version.tensors.items())
+        layout = TensorLayout(kinds, -(-bucket // ALIGN) * ALIGN, version.config)
         self._previous = order, len(layout.buckets())
         group.store.set(lane_key(order, self._rank, "layout"), layout.encode())
         flat = [version.tensors[name].contiguous().view(-1).view(torch.uint8) for name, *_ in layout.spans()]
