@@ -800,17 +800,13 @@ def completion_of(job: SimulatedJob, finish: FinishReason, version: int, tokens:
 
 
 class RetainedKv:
-    """Tokens of KV by session. `total` is their sum; `evicted` counts evicted tokens."""
+    """Tokens of KV by session. `total` is their sum."""
 
-    __slots__ = ("_kept", "evicted", "total")
+    __slots__ = ("_kept", "total")
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, tuple[int, str | None]] = OrderedDict()
         self.total = 0
-        self.evicted = 0
-
-    def __len__(self) -> int:
-        return len(self._kept)
 
     def keep(self, session: str, tokens: int, salt: str | None) -> None:
         """Set the session's KV and mark it as most recently used."""
@@ -843,7 +839,6 @@ class RetainedKv:
             session, (tokens, salt) = self._kept.popitem(last=False)
             gone = min(tokens, self.total - room)
             self.total -= gone
-            self.evicted += gone
             if gone < tokens:
                 self._kept[session] = tokens - gone, salt
                 self._kept.move_to_end(session, last=False)

@@ -35,8 +35,8 @@ from rollart.supervise.supervisor import HostLimits
 
 @dataclass
 class SimulatedDomain:
-    """One domain's environments. Give `make` to the product as the domain's factory; or `on`, where the product chooses
-    the host (`sim.environments`).
+    """One domain's environments. `make` is the factory of a domain without host selection; where the product chooses
+    the host, it is `ModelledEnvironment`.
 
     `make` takes hosts in turn. The members of a prompt are counted in the order they are reset in.
     """
@@ -64,9 +64,6 @@ class SimulatedDomain:
             if host.up:
                 return ModelledEnvironment(self, host)
         raise ConnectionError(f"no host of {self.name or 'the environments'} is up")
-
-    def on(self, host: SimulatedHost) -> ModelledEnvironment:
-        return ModelledEnvironment(self, host)
 
     def script(self, prompt: int) -> tuple[Script, int]:
         """The next member's script, and which member that is."""

@@ -89,6 +89,11 @@ class TracedLedger(Ledger):
 
         self._record = record
 
+    def worker(self, row: object) -> None:
+        """Of functions only the calls are recorded."""
+
+    saving = worker
+
     @property
     def trace(self) -> str:
         return self._hash.hexdigest()
@@ -137,14 +142,13 @@ class ModelledRun:
     """The autoscalers of hosts, if nodes join and leave."""
     restart_s: float = START_LEASE_S
     """Longest wait for the trainer's devices to come back, after which the restart fails."""
-    lent_speed: Callable[[EnginePlacement], float] | None = None
-    """Training speed of an engine's devices, the trainer's own being 1; None: it can borrow none."""
+    lent_speed: Callable[[EnginePlacement], float] = lambda _: 0.0
+    """Training speed of an engine's devices, the trainer's own being 1."""
     steps: list[StepTrace] = field(default_factory=list, init=False)
     ended: float = field(default=0.0, init=False)
     """Loop seconds at the end of the run: devices are paid until then."""
     control: ControlPlane = field(init=False)
     supervisor: EngineSupervisor | None = field(default=None, init=False)
-    fleet: EngineFleet | None = field(default=None, init=False)
     _leases: Leases = field(init=False)
     _clocks: dict[EngineId, ResourceClock] = field(default_factory=dict, init=False)
     _shares: dict[EngineId, EngineShares] = field(default_factory=dict, init=False)
@@ -174,7 +178,7 @@ class ModelledRun:
                 self._recover,
                 self._suspect,
                 step=self._stepped,
-                borrow=None if self.lent_speed is None else self._borrow,
+                borrow=self._borrow,
             ),
         )
         parts = await self._populate(clocks)
@@ -208,6 +212,11 @@ class ModelledRun:
                 shares = self._shares[place.engine.id] = EngineShares(clock, clock=now)
                 gateway.join(place.engine, version=0, shares=shares, seat=place.seat)
             return []
+
+        def gone(engine_id: EngineId, cause: str) -> None:
+            fleet.gone(engine_id)
+            self.control.gone(engine_id, cause)
+
         self.supervisor = EngineSupervisor(
             gateway,
             self._leases,
@@ -215,15 +224,13 @@ class ModelledRun:
             shares=self.site.shares,
             weights=lambda: WeightsRef(gateway.version, ""),
             start_s=START_LEASE_S,
-            on_gone=self._gone,
+            on_gone=gone,
             patience_s=0.0 if self.nodes is None else self.nodes.patience_s,
         )
-        self.fleet = EngineFleet(
-            gateway, self.supervisor, self.site, self.ledger, drain_s=self.settings.gateway.generate_s
-        )
-        self.control.reshard_by(self.fleet)
+        fleet = EngineFleet(gateway, self.supervisor, self.site, self.ledger, drain_s=self.settings.gateway.generate_s)
+        self.control.reshard_by(fleet)
         if self.nodes is not None:
-            self.control.move_by(self.fleet)
+            self.control.move_by(fleet)
             self.control.follow(self.nodes)
         parts = self.site.open(list(self.engines))
         for part, place in zip(parts, self.engines, strict=True):
@@ -232,7 +239,6 @@ class ModelledRun:
 
     def _borrow(self, engines: Sequence[EngineId]) -> None:
         """Lend these engines' devices to the trainer, and bill their time to it."""
-        assert self.lent_speed is not None
         seats = {p.engine.id: p.seat for p in self.engines}
         self.trainer.borrow(sum(self.lent_speed(seats[e]) for e in engines))
         own = self._trainer_clock
@@ -242,11 +248,6 @@ class ModelledRun:
         for clock in own.beside:
             clock.assign(self.trained_by.role)
             clock.enter(own.state)
-
-    def _gone(self, engine_id: EngineId, cause: str) -> None:
-        assert self.fleet is not None
-        self.fleet.gone(engine_id)
-        self.control.gone(engine_id, cause)
 
     async def _recover(self) -> None:
         """Restart the trainer: it waits for lost devices, at most for `restart_s`."""

@@ -195,13 +195,14 @@ class ModelledPart:
 
 class MachineInventory:
     """The machines of a run, called by the site that places engines, by environment hosts and by a fault plan.
-    `on_engine_lost` is called with each engine that is lost with its machine; `nodes`, if set, is notified of machines
-    that join and leave. Invariant: engines and hosts on a machine hold no more devices than it has."""
+    `on_engine_lost` is called with each engine that is lost with its machine; `nodes` is notified of machines that join
+    and leave. Invariant: engines and hosts on a machine hold no more devices than it has."""
 
     def __init__(self, machines: Mapping[str, SimulatedMachine]) -> None:
         self.machines = machines
         self.on_engine_lost: Callable[[EngineId], None] = lambda _: None
-        self.nodes: NodeTracker | None = None
+        self.nodes: NodeTracker
+        """Set before any machine joins or leaves."""
         self.tell: Callable[[str, str], None] = lambda *_: None
         self._engine_slots: dict[EngineId, tuple[str, int]] = {}
         self.reservations: dict[HostReservation, None] = {}
@@ -239,8 +240,7 @@ class MachineInventory:
         """It is to go."""
         self.machines[name].leaving = True
         self.tell("node_leaving", name)
-        if self.nodes is not None:
-            self.nodes.leaving(name)
+        self.nodes.leaving(name)
 
     def go(self, name: str) -> None:
         if not self.machines[name].up:
@@ -254,16 +254,14 @@ class MachineInventory:
         for reservation in lost:
             reservation.on_change(False)
         self.tell("node_lost", name)
-        if self.nodes is not None:
-            self.nodes.lost(name)
+        self.nodes.lost(name)
 
     def come(self, name: str) -> None:
         machine = self.machines[name]
         if not machine.up:
             machine.up, machine.leaving = True, False
             self.tell("node_joined", name)
-            if self.nodes is not None:
-                self.nodes.joined(name, {machine.pool: machine.devices})
+            self.nodes.joined(name, {machine.pool: machine.devices})
             self.notify_waiting_hosts()
 
     def notify_waiting_hosts(self) -> None:

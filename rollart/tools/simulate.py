@@ -13,7 +13,7 @@ import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from placement.architecture import DecoderShape as ModelShape
@@ -44,7 +44,7 @@ from rollart.settings.variants import adapt_to_schedule
 from rollart.sim import loop as virtual
 from rollart.sim import scoring
 from rollart.sim.engine import DisaggregatedEngine, EngineLimits, KvFabric, ModelledEngine
-from rollart.sim.environments import START_S, ModelledHosts, SimulatedDomain
+from rollart.sim.environments import START_S, ModelledEnvironment, ModelledHosts, SimulatedDomain
 from rollart.sim.links import RDMA, LinkProfile, SharedLink
 from rollart.sim.run import ModelledRun, StepTrace, TracedLedger
 from rollart.sim.site import BilledDevices, HostReservation, MachineInventory, ModelledSite, PlacedEngine
@@ -71,7 +71,7 @@ from serverless.deploy.package import build
 from serverless.pipeline.offload import Offload
 from serverless.providers.simulated import Profile, SimulatedBackend, SimulatedMachines
 from serverless.spec import FunctionBatchSpec, FunctionSpec
-from serverless.types import FaultKind, Invocation
+from serverless.types import FaultKind
 
 INSTANT_GB_PER_S = 1e9
 """Bandwidth of instantaneous transfers: a broadcast leaves nothing to pull."""
@@ -180,13 +180,14 @@ def simulate(
     return virtual.run(main(), seed=fuzz)
 
 
-def simulated_nodes(resolved: Resolved, machines: MachineInventory, recorder: Recorder) -> NodeTracker | None:
+def simulated_nodes(resolved: Resolved, machines: MachineInventory, recorder: Recorder) -> NodeTracker:
     """The node tracker over simulated machines, whose events are recorded too."""
     now = asyncio.get_running_loop().time
     machines.tell = lambda kind, name: recorder.event(RunEvent(now(), kind, name, {}))
-    machines.nodes = nodes = elastic_nodes(resolved, machines.where)
-    if nodes is not None:
-        nodes.found((name, {m.pool: m.devices}) for name, m in machines.machines.items() if m.up)
+    nodes = elastic_nodes(resolved, machines.where)
+    assert nodes is not None, "machines are an elastic cluster's"
+    machines.nodes = nodes
+    nodes.found((name, {m.pool: m.devices}) for name, m in machines.machines.items() if m.up)
     return nodes
 
 
@@ -373,7 +374,7 @@ def _domains(
             faults=faults.plan.resets,
         )
         if hosts is not None:
-            hosts.make[spec.name] = world.on
+            hosts.make[spec.name] = partial(ModelledEnvironment, world)
         domain = Domain(
             name=spec.name,
             environment=world.make if hosts is None else hosts.environment(spec.name),
@@ -398,12 +399,11 @@ def workload(resolved: Resolved, name: str, seed: int, replay: ReplayPlan | None
 
 def workload_shape(profile: DomainProfile, context: int) -> WorkloadShape:
     """A profile as distributions: log-normal with the known median and 90th percentile, else constant at the mean."""
-    output = profile.output_tokens
-    median, sigma = log_normal(output)
+    median, sigma = log_normal(profile.output_tokens)
     return WorkloadShape(
-        turns=_distribution(profile.turns, low=1.0),
-        first=_distribution(profile.prompt, low=1.0),
-        observation=_distribution(profile.new_tokens, low=1.0),
+        turns=_distribution(profile.turns),
+        first=_distribution(profile.prompt),
+        observation=_distribution(profile.new_tokens),
         answers=AnswerLengths(median, sigma, cap=context),
         reset_s=Constant(profile.environment.reset_s),
         step_s=Constant(profile.environment.wait_s),
@@ -411,9 +411,10 @@ def workload_shape(profile: DomainProfile, context: int) -> WorkloadShape:
     )
 
 
-def _distribution(quantity: Quantity, *, low: float) -> Distribution:
+def _distribution(quantity: Quantity) -> Distribution:
+    """At least 1."""
     median, sigma = log_normal(quantity)
-    return LogNormal(median, sigma, low=low) if sigma else Constant(max(low, median))
+    return LogNormal(median, sigma, low=1.0) if sigma else Constant(max(1.0, median))
 
 
 UNLIMITED_EPISODES = 1_000_000
@@ -565,10 +566,9 @@ async def simulated_functions(
 ) -> AsyncIterator[Rewarder]:
     """The run's rewarder. A domain without a function takes its environment's reward. `workers`: the hosts of function
     workers, None if faults cannot hit them."""
-    meter = _InvocationMeter(ledger)
     backend = SimulatedBackend(
         {b.spec.name: scoring.score for b in known},
-        meter=meter,
+        meter=ledger,
         profiles={b.spec.name: b.profile for b in known},
         seed=seed,
         machines=workers,
@@ -578,21 +578,5 @@ async def simulated_functions(
     for domain in resolved.run.domains:
         uses = [RewardUse(function=b.spec.name) for b in known if domain.name in b.domains]
         domains.append(domain.model_copy(update={"rewards": uses, "env_reward_weight": 0.0 if uses else 1.0}))
-    async with backend, Offload([build(b.spec) for b in known], backend, meter=meter, seed=seed) as offload:
+    async with backend, Offload([build(b.spec) for b in known], backend, meter=ledger, seed=seed) as offload:
         yield OffloadRewarder(offload, domains)
-
-
-@dataclass(frozen=True, slots=True)
-class _InvocationMeter:
-    """`MeterSink`."""
-
-    ledger: TracedLedger
-
-    def invocation(self, invocation: Invocation) -> None:
-        self.ledger.invocation(invocation)
-
-    def worker(self, span: object) -> None:
-        return None
-
-    def saving(self, saving: object) -> None:
-        return None

@@ -12,7 +12,7 @@ from rollart.errors import EnvironmentFault, TrainerError
 from rollart.model import GroupId, TrainSample, TrajectoryId, WeightsRef
 from rollart.settings.faults import ResetTroubleSpec
 from rollart.sim import faults
-from rollart.sim.environments import SimulatedDomain, SimulatedHost
+from rollart.sim.environments import ModelledEnvironment, SimulatedDomain, SimulatedHost
 from rollart.sim.faults import FaultPlan, FaultRate, FaultTarget, Outage
 from rollart.sim.links import LinkProfile, SharedLink
 from rollart.sim.loop import run
@@ -112,7 +112,7 @@ def test_a_host_that_is_down_breaks_what_runs_there_and_takes_nothing_new() -> N
     async def main() -> None:
         hosts = [SimulatedHost("a"), SimulatedHost("b")]
         w = world(hosts=hosts)
-        on_a = w.on(hosts[0]), w.on(hosts[0])
+        on_a = ModelledEnvironment(w, hosts[0]), ModelledEnvironment(w, hosts[0])
         incidents = set()
         for environment in on_a:
             await environment.reset(0)
