@@ -75,8 +75,7 @@ class PayloadFiles:
         try:
             with path.open("rb") as file:
                 file.seek(offset)
-                head = file.read(_PAYLOAD_HEAD.size)
-                length, crc = _PAYLOAD_HEAD.unpack(head)
+                length, crc = _PAYLOAD_HEAD.unpack(file.read(_PAYLOAD_HEAD.size))
                 payload = file.read(length)
         except (FileNotFoundError, struct.error) as error:
             raise PayloadDamaged(f"{path}: payload at {offset} is not there: {error}") from None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +14,7 @@ from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.database import CONSUMED, DROPPED, FILE, OLDER, SCHEMA_VERSION
 from rollart.ledger.intervals import IntervalSum
 from rollart.ports import FINISHED, Interval, RunEvent
+from serverless.meter import Saving
 from serverless.types import Invocation
 
 R = TypeVar("R")
@@ -60,16 +62,6 @@ class FinishedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedRow:
-    """Samples that were trained into a version, and their length in tokens, prompts included."""
-
-    version: int
-    samples: int
-    tokens: int
-    action_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
 class InvocationSum:
     """Function calls of one function, provider and memory size, status and cause, added up."""
 
@@ -89,17 +81,6 @@ class InvocationSum:
     """Calls without a bill from the provider: they count with the time until they were answered or given up."""
     estimated_s: float = 0.0
     """Their part of `billed_s`."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavingSum:
-    """Items that needed no call, and the seconds that they would have been billed, by function and stage."""
-
-    function: str
-    stage: str
-    memory_mb: int
-    items: int
-    billed_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +145,7 @@ class GroupRow:
     reason: str
 
 
-class LedgerReader:
+class LedgerReader(AbstractContextManager["LedgerReader"]):
     """Read-only view of one ledger; a consistent snapshot per query. UsageError if the directory holds none,
     StorageFailed for an unknown version."""
 
@@ -259,13 +240,12 @@ class LedgerReader:
         """Groups in the order in which they were admitted."""
         return self._rows(GroupRow, "SELECT id, domain, state, reason FROM groups ORDER BY rowid")
 
-    def trained(self) -> list[TrainedRow]:
-        """Samples and tokens that were trained into each version, by version."""
-        return self._rows(
-            TrainedRow,
-            f"""SELECT version, count(*), sum(tokens), sum(action_tokens) FROM samples
-            WHERE state = {CONSUMED} GROUP BY version ORDER BY version""",
+    def batch_tokens(self) -> list[int]:
+        """Length in tokens, prompts included, of the samples that were trained into each version, by version."""
+        rows = self._query(
+            f"SELECT sum(tokens) FROM samples WHERE state = {CONSUMED} GROUP BY version ORDER BY version"
         )
+        return [tokens for (tokens,) in rows]
 
     def invocation_sums(self) -> list[InvocationSum]:
         """Function calls by (function, provider, memory, status, cause)."""
@@ -279,11 +259,12 @@ class LedgerReader:
             ORDER BY function, provider, status, cause""",
         )
 
-    def saving_sums(self) -> list[SavingSum]:
-        """Calls that were not needed, by (function, stage, memory)."""
+    def saving_sums(self) -> list[Saving]:
+        """Items that needed no call, and the seconds that they would have been billed, by (function, stage, memory),
+        at the time of the last one."""
         return self._rows(
-            SavingSum,
-            """SELECT function, stage, memory_mb, sum(items), sum(billed_s) FROM savings
+            Saving,
+            """SELECT function, stage, max(t), sum(items), sum(billed_s), memory_mb FROM savings
             GROUP BY function, stage, memory_mb ORDER BY function, stage""",
         )
 
@@ -338,9 +319,6 @@ class LedgerReader:
 
     def close(self) -> None:
         self._connection.close()
-
-    def __enter__(self) -> LedgerReader:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

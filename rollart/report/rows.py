@@ -17,13 +17,12 @@ from rollart.ledger.reader import (
     InvocationSum,
     LedgerReader,
     RunFacts,
-    SavingSum,
     VersionRow,
     WorkerSum,
 )
 from rollart.ports import RunEvent
 from rollart.settings.prices import PriceList
-from serverless.meter import WorkerState
+from serverless.meter import Saving, WorkerState
 from serverless.spec import FunctionSpec
 from serverless.types import Invocation
 
@@ -74,7 +73,7 @@ class RunRows:
     invocations: Sequence[InvocationSum]
     versions: Sequence[VersionRow]
     prices: PriceBook
-    savings: Sequence[SavingSum] = ()
+    savings: Sequence[Saving] = ()
     workers: Sequence[WorkerSum] = ()
     events: Mapping[str, Sequence[RunEvent]] = field(default_factory=dict)
     """Events by their kind, those of `ledger.events.REPORTED`."""

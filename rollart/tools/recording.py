@@ -64,9 +64,9 @@ def read_recording(directory: Path) -> RecordedRun:
                 f"{directory}: the ledger of a simulation, whose tokens are counted in pieces (rule: of a real run)",
                 remedy="replay the run that it was made from",
             )
-        rows, trained = reader.finished(), reader.trained()
+        rows, batches = reader.finished(), reader.batch_tokens()
         done = reader.events("step")
-        if not rows or not trained or not done:
+        if not rows or not batches or not done:
             problem = "no trajectory has finished" if not rows else "nothing was trained"
             raise UsageError(f"{directory}: {problem} (rule: a training step at least)", remedy="name another run")
         intervals, calls = reader.intervals(), reader.calls()
@@ -87,9 +87,7 @@ def read_recording(directory: Path) -> RecordedRun:
         scripts_by_group(sorted(rows, key=lambda row: row.t0)),
         _function_profiles(calls),
         Counter(c.provider for c in calls).most_common(1)[0][0] if calls else "",
-        _recorded_timings(
-            intervals, done, began, [row.tokens for row in trained], fmean(row.engine_seconds for row in rows)
-        ),
+        _recorded_timings(intervals, done, began, batches, fmean(row.engine_seconds for row in rows)),
         figures,
         max(starts, 1),
     )

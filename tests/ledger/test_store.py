@@ -22,7 +22,7 @@ from rollart.ledger.database import FILE, Database
 from rollart.ledger.intervals import ResourceClock, ResourceState
 from rollart.ledger.payloads import PayloadFiles, decode_sample, encode_sample
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.reader import LedgerReader, SavingSum
+from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.ports import Charge, Interval, RunEvent
@@ -402,7 +402,7 @@ def test_everything_recorded_reaches_the_file(
         assert reader.events("publish")[0].fields == {"seconds": 0.5}
         assert [(i.cause, i.items) for i in reader.invocation_sums()] == [("call", 16), ("hedge", 4)]
         assert [(i.estimated, i.estimated_s == i.billed_s) for i in reader.invocation_sums()] == [(1, True), (0, False)]
-        assert reader.saving_sums() == [SavingSum("exact", "cache", 512, 7, pytest.approx(0.02))]
+        assert reader.saving_sums() == [Saving("exact", "cache", 2.0, 7, pytest.approx(0.02), 512)]
         assert (reader.versions()[0].tokens, reader.versions()[0].metrics) == (2, {"loss": 1})
         assert (reader.facts().live_groups, reader.facts().dropped_groups, reader.facts().live_samples) == (1, 1, 1)
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from rollart.ledger.intervals import IntervalSum, ResourceState
 from rollart.ledger.prices import PriceBook
-from rollart.ledger.reader import ChargeSum, InvocationSum, RunFacts, SavingSum, VersionRow, WorkerSum
+from rollart.ledger.reader import ChargeSum, InvocationSum, RunFacts, VersionRow, WorkerSum
 from rollart.ports import RunEvent
 from rollart.report.cost import cost, cost_lines, fates, waste
 from rollart.report.curve import curve, curves, sparkline, write_png
@@ -26,7 +26,7 @@ from rollart.report.rows import RunRows
 from rollart.report.tables import Report, Table
 from rollart.report.utilization import utilization
 from rollart.settings.load import builtin, load_prices
-from serverless.meter import WorkerState
+from serverless.meter import Saving, WorkerState
 from serverless.types import Cause
 
 PRICES = PriceBook(load_prices(builtin("prices.yaml")))
@@ -73,7 +73,7 @@ def test_overhead_of_functions_is_waste_and_savings_are_shown() -> None:
         InvocationSum("exact", "aws_lambda", 1024, "ok", 2, 2, 0, 0.0, 30.0, "hedge"),
         InvocationSum("exact", "aws_lambda", 1024, "crash", 1, 1, 0, 0.0, 20.0, "retry"),
     ]
-    run = rows(invocations=calls, savings=[SavingSum("exact", "cache", 2048, 50, 300.0)])
+    run = rows(invocations=calls, savings=[Saving("exact", "cache", 0.0, 50, 300.0, 2048)])
     lost = {cause: usd for (role, cause), usd in waste(run, cost_lines(run)).items() if role == "reward"}
     per_s, per_call = 0.0000166667, 0.2e-6
     assert lost == pytest.approx({"function hedge": 30 * per_s + 2 * per_call, "function crash": 20 * per_s + per_call})

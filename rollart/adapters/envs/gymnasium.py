@@ -15,7 +15,6 @@ on one daemon thread per episode, so that a call that hangs blocks no other epis
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import json
 import queue
@@ -252,8 +251,7 @@ def _spaces(make: functools.partial[Any]) -> tuple[Any, Any, int | None]:
     if key not in _SPACES:
         env = make()
         try:
-            spec = getattr(env, "spec", None)
-            turns = getattr(spec, "max_episode_steps", None)
+            turns = getattr(getattr(env, "spec", None), "max_episode_steps", None)
             _SPACES[key] = (getattr(env, "observation_space", None), getattr(env, "action_space", None), turns)
         finally:
             getattr(env, "close", lambda: None)()
@@ -386,15 +384,11 @@ class CallThread:
     def end(self, last: Callable[[], object] | None = None) -> None:
         """Accept no more calls: the thread ends after its pending calls and after `last`, whose exceptions are
         ignored."""
-        if self._thread is None:
+        if self._thread is not None:
             if last is not None:
-                with contextlib.suppress(Exception):
-                    last()
-            return
-        if last is not None:
-            self._put(last)
-        self._calls.put(None)
-        self._thread = None
+                self._put(last)
+            self._calls.put(None)
+            self._thread = None
 
     def _put(self, function: Callable[[], T]) -> Future[T]:
         answer: Future[T] = Future()

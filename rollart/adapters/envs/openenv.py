@@ -124,7 +124,7 @@ class OpenEnv:
         try:
             data = self._encode(action)
             answer = await self._session.request("step", data, self._step_s, fields=self._encode.fields)
-        except (ValueError, InvalidAction):
+        except ValueError:  # also raised for an action that the server refused
             self._observations.append(self._last.text)
             self._rewards.append(self._invalid_reward)
             return Step(self._last, self._invalid_reward)
@@ -216,10 +216,6 @@ class SessionNotStarted(EnvironmentFault):
     tried, since a server keeps an environment no longer than its connection."""
 
 
-class InvalidAction(Exception):
-    """The server refused a step, because the policy's text is not a valid action."""
-
-
 @dataclass(frozen=True, slots=True)
 class OpenEnvObservation:
     """An observation frame."""
@@ -273,7 +269,7 @@ class OpenEnvSession:
     async def request(
         self, operation: str, data: Mapping[str, Any], seconds: float, *, fields: frozenset[str] | None = None
     ) -> OpenEnvObservation:
-        """The response to a reset or a step. `InvalidAction` for an action that violates the server's types, unless by
+        """The response to a reset or a step. ValueError for an action that violates the server's types, unless by
         the names of its `fields`, which the spec chose and not the policy."""
         await self._send(operation, data)
         frame = await self._frame(seconds, operation, fields)
@@ -319,7 +315,7 @@ class OpenEnvSession:
             raise await self._end(f"the session was gone at its {operation} ({one_line(error, 200)})") from None
 
     async def _frame(self, seconds: float, operation: str, fields: frozenset[str] | None) -> Any:
-        """The next frame as a mapping. An error frame raises `EnvironmentFault` or `InvalidAction`."""
+        """The next frame as a mapping. An error frame raises `EnvironmentFault` or ValueError."""
         try:
             async with asyncio.timeout(seconds):
                 message = await self._socket.receive()
@@ -351,7 +347,7 @@ class OpenEnvSession:
                 e.get("type") in ("missing", "extra_forbidden") and len(e.get("loc") or ()) == 1 for e in listed
             )
             if fields is None or not misnamed:
-                raise InvalidAction(str(errors))
+                raise ValueError(str(errors))
             error = {"message": f"its actions have other fields: {errors}"}
         detail = " ".join(str(error.get("message", data)).split())[:300]
         raise await self._end(f"{code} at its {operation}: {detail}", started=code != FULL)

@@ -295,8 +295,7 @@ class CompletionsBody(SamplingBody):
     return_token_ids: Flag = False
 
     def sampled(self, prompt: PromptInput, **options: Any) -> CompletionRequest:
-        streaming = self.stream_options if isinstance(self.stream_options, Mapping) else {}
-        usage = bool(streaming.get("include_usage"))
+        usage = isinstance(self.stream_options, Mapping) and bool(self.stream_options.get("include_usage"))
         return super().sampled(
             prompt, seed=self.seed, stop=self.stop, usage=usage, ids=self.return_token_ids, **options
         )
@@ -648,9 +647,8 @@ class Responses(ApiResponse):
         return f"{self._head.id('msg')}-{index}" if index else self._head.id("msg")
 
     def _message_item(self, index: int, status: str, text: str | None = None) -> dict[str, Any]:
-        content = [] if text is None else [_text_part(text)]
-        item = {"id": self._message_id(index), "type": "message", "role": "assistant"}
-        return {**item, "status": status, "content": content}
+        item = {"id": self._message_id(index), "type": "message", "role": "assistant", "status": status}
+        return {**item, "content": [] if text is None else [_text_part(text)]}
 
     def _response(self, output: list[dict[str, Any]], status: str, answer: PolicyResponse | None) -> dict[str, Any]:
         response = {

@@ -185,8 +185,7 @@ def _own_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         return file.read_text()
     source = config.get("chat_template")
     if isinstance(source, list):  # several named templates
-        named = {entry.get("name"): entry.get("template") for entry in source}
-        source = named.get("default")
+        source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
     return source if isinstance(source, str) else None
 
 

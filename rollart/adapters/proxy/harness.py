@@ -23,7 +23,7 @@ also serves Anthropic's clients, which append a second `/v1`. The agent returns 
 success and metadata. With None, the reward is the one posted to `/sessions/SESSION/end`, or 0."""
 
 
-class HarnessRunner:
+class HarnessRunner(contextlib.AbstractAsyncContextManager["HarnessRunner"]):
     """Owns the agent coroutines of all episodes; use with `async with`. An exception in one affects only its episode.
 
     Leaving the context cancels all of them and waits at most `GRACE_S`. A program that swallows its cancellation is
@@ -34,9 +34,6 @@ class HarnessRunner:
         """`context`: maximum tokens of a conversation."""
         self._proxy, self._url, self._context = proxy, url, context
         self._tasks: set[asyncio.Task[None]] = set()
-
-    async def __aenter__(self) -> HarnessRunner:
-        return self
 
     async def __aexit__(self, *error: Any) -> None:
         async with asyncio.TaskGroup() as ending:

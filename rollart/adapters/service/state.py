@@ -351,13 +351,12 @@ class ServiceState:
         return self.version, self.path
 
     def status(self) -> dict[str, Any]:
-        ready = {name: len(self.table.ready(name).rows) for name in self.setup.tasks}
         return {
             "version": self.version,
             "path": self.path,
             "rows": len(self.table),
             "room": self.table.room(),
-            "ready": ready,
+            "ready": {name: len(self.table.ready(name).rows) for name in self.setup.tasks},
             "leases": len(self._leases.open),
             "counts": dict(sorted(self.counts.items())),
         }
