@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from rollart.control.domain import Domain
 from rollart.control.scheduler import FaultMeter, trajectory_charge
@@ -30,37 +30,30 @@ class EvaluationResult:
         return self.successes / self.episodes if self.episodes else None
 
 
+@dataclass(eq=False)
 class Evaluation:
     """Runs `episodes` episodes of each domain, at most `concurrency` at a time. An episode that ends in a fault is
     retried once, then excluded from the success rate; its faults count towards the run's fault rate, as in training."""
 
-    def __init__(
-        self,
-        domains: Sequence[Domain],
-        runner: TrajectoryRunner,
-        recorder: Recorder,
-        faults: FaultMeter,
-        *,
-        seed: int,
-    ) -> None:
-        self._faults = faults
-        self._domains = domains
-        self.runner = runner
-        self._recorder = recorder
-        self._seed = seed
+    domains: Sequence[Domain]
+    runner: TrajectoryRunner
+    recorder: Recorder
+    faults: FaultMeter
+    _: KW_ONLY
+    seed: int
 
     async def run(
         self, label: str, version: int, episodes: int, concurrency: int = 128
     ) -> Mapping[str, EvaluationResult]:
         slots = asyncio.Semaphore(concurrency)
-        outcomes: dict[str, list[Trajectory | None]] = {d.name: [] for d in self._domains}
+        outcomes: dict[str, list[Trajectory | None]] = {d.name: [] for d in self.domains}
 
         async def one(domain: Domain, seed: int) -> None:
             async with slots:
                 outcomes[domain.name].append(await self._episode(label, domain, seed))
 
         async with asyncio.TaskGroup() as tasks:
-            for domain in self._domains:
+            for domain in self.domains:
                 for seed in range(EVAL_SEEDS_FROM, EVAL_SEEDS_FROM + episodes):
                     tasks.create_task(one(domain, seed), name=f"eval {domain.name} {seed}")
         results = {}
@@ -68,7 +61,7 @@ class Evaluation:
             whole = [t for t in ended if t is not None]
             known = [t.success for t in whole if t.success is not None]
             results[name] = EvaluationResult(len(known), sum(known), len(whole) - len(known), len(ended) - len(whole))
-            self._recorder.event(
+            self.recorder.event(
                 RunEvent(
                     asyncio.get_running_loop().time(),
                     "evaluation",
@@ -94,18 +87,18 @@ class Evaluation:
                 domain=domain,
                 seed=seed,
                 purpose=Purpose.EVAL,
-                run_seed=self._seed,
+                run_seed=self.seed,
                 started=asyncio.get_running_loop().time(),
                 slot_request=PlacementRequest(PlacementPriority.EVALUATE),
             )
             try:
                 trajectory = await self.runner.run(live)
             except TrajectoryAborted as aborted:
-                self._recorder.charge(trajectory_charge(live, str(aborted.reason), None, None))
-                self._faults.ended(aborted.reason, aborted.detail, incident=aborted.incident)
-                self._faults.check()
+                self.recorder.charge(trajectory_charge(live, str(aborted.reason), None, None))
+                self.faults.ended(aborted.reason, aborted.detail, incident=aborted.incident)
+                self.faults.check()
                 continue
-            self._recorder.charge(trajectory_charge(live, FINISHED, None, trajectory.success))
-            self._faults.ended(None)
+            self.recorder.charge(trajectory_charge(live, FINISHED, None, trajectory.success))
+            self.faults.ended(None)
             return trajectory
         return None

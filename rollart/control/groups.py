@@ -9,7 +9,7 @@ import asyncio
 import enum
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from rollart.control.domain import Domain
 from rollart.control.trajectory import TrajectoryState
@@ -246,6 +246,7 @@ class ActiveRollouts:
         return ended
 
 
+@dataclass(eq=False)
 class GroupTable:
     """Owns the incomplete groups. Every method is synchronous: decisions take effect between two awaits.
 
@@ -253,22 +254,15 @@ class GroupTable:
     group, and `on_retry` for each attempt that is repeated.
     """
 
-    def __init__(
-        self,
-        *,
-        bound: StalenessBound,
-        max_attempts: int,
-        on_complete: Callable[[GroupRun], None],
-        on_drop: Callable[[GroupRun, AbortReason, str], None],
-        on_sample: Callable[[GroupRun, TrainSample], None] = lambda *_: None,
-        on_retry: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._bound = bound
-        self._max_attempts = max_attempts
-        self._on_complete = on_complete
-        self._on_drop = on_drop
-        self._on_sample = on_sample
-        self._on_retry = on_retry
+    _: KW_ONLY
+    bound: StalenessBound
+    max_attempts: int
+    on_complete: Callable[[GroupRun], None]
+    on_drop: Callable[[GroupRun, AbortReason, str], None]
+    on_sample: Callable[[GroupRun, TrainSample], None] = lambda *_: None
+    on_retry: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
         self._opened = 0
         self.runs: dict[str, GroupRun] = {}
         self._leftover: dict[str, GroupRun] = {}
@@ -276,7 +270,7 @@ class GroupTable:
 
     def open(self, group_id: GroupId, domain: Domain, seed: int) -> GroupRun:
         self._opened += 1
-        state = GroupState(domain.group_size, self._max_attempts)
+        state = GroupState(domain.group_size, self.max_attempts)
         run = GroupRun(group_id, domain, seed, state, seniority=self._opened)
         self.runs[group_id] = run
         return run
@@ -285,11 +279,11 @@ class GroupTable:
         """Add the sample of a member, which is scored and durable."""
         run.samples[member] = sample
         run.trying.discard(member)
-        self._on_sample(run, sample)
+        self.on_sample(run, sample)
         if run.state.finish(sample.id, sample.v0) is GroupDecision.COMPLETE:
             self._leave(run, AbortReason.REDUNDANT)
             run.cancel(list(run.live), AbortReason.REDUNDANT)
-            self._on_complete(run)
+            self.on_complete(run)
 
     def fail(self, run: GroupRun, member: int, reason: AbortReason, detail: str, incident: str = "") -> bool:
         """Handle a failed attempt of a member. True: retry it. False: the group is dropped (or was before), or its
@@ -300,7 +294,7 @@ class GroupTable:
             run.trying.discard(member)
             return False
         if run.state.fail(reason, incident) is GroupDecision.RETRY:
-            self._on_retry()
+            self.on_retry()
             return True
         self.drop(run, reason, detail, besides=member)
         return False
@@ -333,15 +327,15 @@ class GroupTable:
         if judged is StalenessCheck.AT_BATCH:
             for run in list(self.runs.values()):
                 begun = [*run.state.finished.values(), *(live.begun for live in run.live.values())]
-                if any(self._bound.stale(v0, version) for v0 in begun):
+                if any(self.bound.stale(v0, version) for v0 in begun):
                     self._give_up(run, AbortReason.STALE, f"begun too long before v{version}")
         if judged is not StalenessCheck.EVERY_TURN:
             return
         for run in list(self.runs.values()):
-            if run.state.published(version, self._bound) is GroupDecision.DROP:
+            if run.state.published(version, self.bound) is GroupDecision.DROP:
                 self.drop(run, AbortReason.STALE, f"a finished member is stale at v{version}")
             else:
-                stale = [m for m, live in run.live.items() if self._bound.stale(live.begun, version)]
+                stale = [m for m, live in run.live.items() if self.bound.stale(live.begun, version)]
                 run.cancel(stale, AbortReason.STALE)
 
     def cancel_all(self, reason: AbortReason) -> None:
@@ -355,7 +349,7 @@ class GroupTable:
 
     def _give_up(self, run: GroupRun, reason: AbortReason, detail: str) -> None:
         self._leave(run, AbortReason.GROUP_DROPPED)
-        self._on_drop(run, reason, detail)
+        self.on_drop(run, reason, detail)
 
     def _leave(self, run: GroupRun, reason: AbortReason) -> None:
         del self.runs[run.id]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from rollart.control.admission import PromptAdmission, SchedulerSettings
 from rollart.control.buffer import SampleBuffer
@@ -92,6 +92,7 @@ class FaultMeter:
             )
 
 
+@dataclass(eq=False)
 class AttemptRunner:
     """Each member has its own task, which runs `member`. It waits for its trajectory, its reward and the journal; a
     cancellation, with the reason in its `TrajectoryState`, ends it. `quiet` is set whenever a trajectory ends.
@@ -99,28 +100,18 @@ class AttemptRunner:
     Invariant: the journal holds no more samples of a group than the group needs, each once.
     """
 
-    def __init__(
-        self,
-        groups: GroupTable,
-        runner: TrajectoryRunner,
-        rewarding: TrajectoryScorer,
-        journal: Journal,
-        recorder: Recorder,
-        *,
-        seed: int,
-        stage: FreeRunning,
-        faults: FaultMeter,
-        strategies: Sequence[RolloutStrategy] = (),
-    ) -> None:
-        self._groups = groups
-        self._runner = runner
-        self._rewarding = rewarding
-        self._journal = journal
-        self._recorder = recorder
-        self._seed = seed
-        self._stage = stage
-        self._faults = faults
-        self._strategies = strategies
+    groups: GroupTable
+    runner: TrajectoryRunner
+    rewarding: TrajectoryScorer
+    journal: Journal
+    recorder: Recorder
+    _: KW_ONLY
+    seed: int
+    stage: FreeRunning
+    faults: FaultMeter
+    strategies: Sequence[RolloutStrategy] = ()
+
+    def __post_init__(self) -> None:
         self.rolling = ActiveRollouts()
         self.quiet = asyncio.Event()
         self.closed = False
@@ -129,7 +120,7 @@ class AttemptRunner:
         """Run attempts of one group member until it is scored or its group has ended."""
         attempt = 0
         try:
-            while not self.closed and self._groups.holds(run):
+            while not self.closed and self.groups.holds(run):
                 attempt += 1
                 live = self._live(run, member, attempt)
                 run.live[member] = live
@@ -148,11 +139,11 @@ class AttemptRunner:
                 if live.abort is not None:
                     _uncancel()
                 if run.live.pop(member, None) is not None:  # otherwise its charge was written with its sample
-                    self._recorder.charge(self._charge(live, str(ended.reason), None))
+                    self.recorder.charge(self._charge(live, str(ended.reason), None))
                 if not self._again(run, member, live, ended, attempt):
                     return
         finally:
-            self._groups.ended(run)
+            self.groups.ended(run)
 
     def _again(self, run: GroupRun, member: int, live: TrajectoryState, ended: TrajectoryAborted, attempt: int) -> bool:
         """Handle an attempt that ended without a sample. True if the member starts another one."""
@@ -162,69 +153,69 @@ class AttemptRunner:
                 self._cancelled(run, live, None)
             return False
         self._ended(run.domain, reason)
-        self._faults.ended(reason, detail, incident=ended.incident)
+        self.faults.ended(reason, detail, incident=ended.incident)
         if reason is AbortReason.INFRA_FAULT:
             named = {"host": ended.host} if ended.host else {}
             self._event("infra_fault", live.id, detail=detail, attempt=attempt, **named)
-            self._faults.check()
+            self.faults.check()
         if reason in (AbortReason.SHUTDOWN, AbortReason.GROUP_DROPPED) or self.closed:
             return False
-        return self._groups.fail(run, member, reason, detail, ended.incident)
+        return self.groups.fail(run, member, reason, detail, ended.incident)
 
     async def _attempt(self, live: TrajectoryState) -> TrainSample:
-        self._stage.join()
-        for strategy in self._strategies:
+        self.stage.join()
+        for strategy in self.strategies:
             strategy.began(live)
         self.rolling.begin(live)
         try:
-            trajectory = await self._runner.run(live)
-            await self._stage.turn()
-            for strategy in self._strategies:
+            trajectory = await self.runner.run(live)
+            await self.stage.turn()
+            for strategy in self.strategies:
                 strategy.rolled(live)
             self.rolling.ask(live, asyncio.get_running_loop().time())
-            return await self._rewarding.score(trajectory)
+            return await self.rewarding.score(trajectory)
         finally:
-            for strategy in self._strategies:
+            for strategy in self.strategies:
                 strategy.left(live)
             self.rolling.leave(live)
-            self._stage.leave()
+            self.stage.leave()
             self.quiet.set()
 
     async def _keep(self, run: GroupRun, member: int, sample: TrainSample, live: TrajectoryState) -> None:
         """Journal the sample, unless its group has enough samples."""
-        self._faults.ended(None)
+        self.faults.ended(None)
         self._ended(run.domain, None)
         if run.enough:
-            self._recorder.charge(self._charge(live, str(AbortReason.REDUNDANT), sample))
+            self.recorder.charge(self._charge(live, str(AbortReason.REDUNDANT), sample))
             self._cancelled(run, live, sample)
             return
-        outcome = FINISHED if self._groups.holds(run) else str(run.ended or AbortReason.GROUP_DROPPED)
+        outcome = FINISHED if self.groups.holds(run) else str(run.ended or AbortReason.GROUP_DROPPED)
         run.writing[member] = sample.v0
         try:
-            await self._journal.finish(sample, self._charge(live, outcome, sample))
+            await self.journal.finish(sample, self._charge(live, outcome, sample))
         finally:
             del run.writing[member]
         await self._settle(run, member, sample, live)
 
     async def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: TrajectoryState) -> None:
         """Count a durable sample, unless its group was dropped or a publish made the sample stale meanwhile."""
-        if not self._groups.holds(run):
+        if not self.groups.holds(run):
             if run.ended is AbortReason.REDUNDANT:
                 self._cancelled(run, live, sample)
             return
-        if self._runner.stale(sample.v0):
-            await self._journal.outdate(sample.id)
+        if self.runner.stale(sample.v0):
+            await self.journal.outdate(sample.id)
             raise TrajectoryAborted(AbortReason.STALE, "scored after its bound")
-        for strategy in self._strategies:
+        for strategy in self.strategies:
             strategy.sampled(run, live, sample)
-        self._groups.finish(run, member, sample)
+        self.groups.finish(run, member, sample)
 
     def _ended(self, domain: Domain, reason: AbortReason | None) -> None:
-        for strategy in self._strategies:
+        for strategy in self.strategies:
             strategy.attempt_ended(domain, reason)
 
     def _cancelled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample | None) -> None:
-        for strategy in self._strategies:
+        for strategy in self.strategies:
             strategy.cancelled(run, live, sample)
 
     def _live(self, run: GroupRun, member: int, attempt: int) -> TrajectoryState:
@@ -235,16 +226,16 @@ class AttemptRunner:
             domain=run.domain,
             seed=run.seed,
             purpose=Purpose.TRAIN,
-            run_seed=self._seed,
+            run_seed=self.seed,
             started=asyncio.get_running_loop().time(),
             slot_request=run.slot_request(member),
         )
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
-        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
+        self.recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
 
     def _charge(self, live: TrajectoryState, outcome: str, sample: TrainSample | None) -> Charge:
-        for strategy in self._strategies:
+        for strategy in self.strategies:
             strategy.charged(live)
         if sample is None:
             return trajectory_charge(live, outcome, None, None)

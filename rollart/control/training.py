@@ -19,7 +19,7 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from rollart.control.buffer import SampleBuffer, SampleColumn
 from rollart.control.publish import Publisher
@@ -28,6 +28,10 @@ from rollart.leases import Expiry, Leases
 from rollart.ledger.intervals import ResourceClock, ResourceState
 from rollart.model import Group, TrainReport, TrainSample
 from rollart.ports import Trainer
+
+ATTEMPTS = 3
+"""Attempts at the same step, restart or rows, each after a restart of the trainer; then the run ends with the last
+error."""
 
 MAX_REFUSED_BATCHES = 3
 """Consecutive batches that a trainer may refuse whole: one may be accidental, three indicate a wrong setting."""
@@ -91,44 +95,29 @@ def all_samples(groups: Sequence[Group], step: int) -> list[TrainSample]:
     return [s for g in groups for s in g.samples]
 
 
+@dataclass(eq=False)
 class Training:
     """Consumes batches from the buffer and produces versions. Waits for a batch (unblocked by rollouts), for the
     trainer and for the publish; with `overlap` for the previous publish, so that at most one runs. `recover` restarts
     a trainer that dies. The same batch, or its groups so far, is then trained again from the same version: none of it
-    was committed, so nothing is trained twice.
+    was committed, so nothing is trained twice. `samples` selects the samples of a batch to train in a step.
     """
 
-    def __init__(
-        self,
-        trainer: Trainer,
-        buffer: SampleBuffer,
-        publisher: Publisher,
-        leases: Leases,
-        *,
-        clock: ResourceClock,
-        train_s: float,
-        recover: Callable[[], Awaitable[None]],
-        on_step: Callable[[StepDone], None],
-        on_refused: Callable[[Sequence[Group], str], None],
-        on_taken: Callable[[Sequence[Group]], None] = lambda _: None,
-        attempts: int = 3,
-        overlap: bool = False,
-        samples: Callable[[Sequence[Group], int], Sequence[TrainSample]] = all_samples,
-    ) -> None:
-        """`samples`: selects the samples of a batch to train in a step."""
-        self._trainer = trainer
-        self._buffer = buffer
-        self._publisher = publisher
-        self._leases = leases
-        self._clock = clock
-        self._train_s = train_s
-        self._recover = recover
-        self._on_step = on_step
-        self._on_refused = on_refused
-        self._on_taken = on_taken
-        self._attempts = attempts
-        self._overlap = overlap
-        self._samples = samples
+    trainer: Trainer
+    buffer: SampleBuffer
+    publisher: Publisher
+    leases: Leases
+    _: KW_ONLY
+    clock: ResourceClock
+    train_s: float
+    recover: Callable[[], Awaitable[None]]
+    on_step: Callable[[StepDone], None]
+    on_refused: Callable[[Sequence[Group], str], None]
+    on_taken: Callable[[Sequence[Group]], None] = lambda _: None
+    overlap: bool = False
+    samples: Callable[[Sequence[Group], int], Sequence[TrainSample]] = all_samples
+
+    def __post_init__(self) -> None:
         self._tasks: asyncio.TaskGroup | None = None
         self._behind: _PendingPublish | None = None
         self.lives = 1
@@ -146,7 +135,7 @@ class Training:
     async def run(self, *, first_step: int, version: int, steps: int) -> None:
         """Steps `first_step` .. `steps` - 1, from `version`."""
         self._steps = steps
-        if not self._overlap:
+        if not self.overlap:
             return await self._run(first_step, version)
         async with asyncio.TaskGroup() as self._tasks:
             await self._run(first_step, version)
@@ -167,11 +156,11 @@ class Training:
         loop = asyncio.get_running_loop()
         for step in range(first_step, self._steps):
             self._waiting = loop.time()
-            self._clock.enter(ResourceState.IDLE, "waits_for_samples")
-            train = self._stream_some if self._trainer.streams else self._train_some
+            self.clock.enter(ResourceState.IDLE, "waits_for_samples")
+            train = self._stream_some if self.trainer.streams else self._train_some
             await train(version, step)
             version += 1
-        self._clock.enter(ResourceState.IDLE, "run_over")
+        self.clock.enter(ResourceState.IDLE, "run_over")
 
     async def _train_some(self, version: int, step: int) -> None:
         """Train the first batch that the trainer accepts. Groups with a refused sample are dropped with the reason, so
@@ -193,22 +182,22 @@ class Training:
                 refusals = 0 if groups else refusals + 1
                 if refusals == MAX_REFUSED_BATCHES:
                     raise
-                self._clock.enter(ResourceState.IDLE, "waits_for_samples")
+                self.clock.enter(ResourceState.IDLE, "waits_for_samples")
 
     async def _batch(self, version: int, step: int, begun: tuple[Group, ...]) -> tuple[Group, ...]:
         """The next batch, or a batch that lost groups, completed from its remaining ones (`begun`)."""
         while True:
             try:
-                with self._leases.note("training", f"a batch for step {step}"):
+                with self.leases.note("training", f"a batch for step {step}"):
                     async with self._unless_broken():
                         if not begun:
-                            return await self._buffer.take(version)
-                        while more := await self._buffer.grow(version, begun):
+                            return await self.buffer.take(version)
+                        while more := await self.buffer.grow(version, begun):
                             begun += more
                         return begun
             except TrainerError:
                 await self._restart()
-                self._clock.enter(ResourceState.IDLE, "waits_for_samples")
+                self.clock.enter(ResourceState.IDLE, "waits_for_samples")
 
     async def _stream_some(self, version: int, step: int) -> None:
         """Train a batch group by group. Refused groups are dropped and replaced by others; a refusal at the end
@@ -229,18 +218,18 @@ class Training:
                     raise
             except (TrainerError, LeaseExpired):
                 failures += 1
-                if failures == self._attempts:
+                if failures == ATTEMPTS:
                     raise
                 state.given = None
                 await self._restart()
 
     async def _grow(self, state: _StreamedBatch, version: int, step: int) -> None:
         """Wait for more groups; note when the batch is whole."""
-        self._clock.enter(ResourceState.IDLE, "waits_for_samples")
-        with self._leases.note("training", f"groups for step {step}"):
+        self.clock.enter(ResourceState.IDLE, "waits_for_samples")
+        with self.leases.note("training", f"groups for step {step}"):
             async with self._unless_broken():
-                more = await self._buffer.grow(version, state.groups)
-        state.whole = not more or self._buffer.in_one_piece
+                more = await self.buffer.grow(version, state.groups)
+        state.whole = not more or self.buffer.in_one_piece
         if more:
             state.groups += more
             state.since = asyncio.get_running_loop().time()
@@ -251,35 +240,35 @@ class Training:
         """Give the trainer the groups that it lacks, or all of them if it has no open step."""
         if state.given is None:
             async with self._lease(step):
-                await self._trainer.begin(version)
+                await self.trainer.begin(version)
             state.given = 0
         if fresh := state.groups[state.given :]:
             async with self._lease(step):
-                await self._trainer.accumulate([s for g in fresh for s in g.samples])
+                await self.trainer.accumulate([s for g in fresh for s in g.samples])
             state.given, state.refusals = len(state.groups), 0
 
     async def _finish(self, state: _StreamedBatch, step: int) -> TrainReport:
         async with self._lease(step):
             state.finishing = True
-            report = await self._trainer.finish()
+            report = await self.trainer.finish()
         state.finishing, state.given = False, None
         return report
 
     def _lease(self, step: int) -> AbstractAsyncContextManager[object]:
-        self._clock.enter(ResourceState.BUSY)
-        return self._leases.hold("training", f"step {step} of the trainer", self._train_s, Expiry.RESTART_PART)
+        self.clock.enter(ResourceState.BUSY)
+        return self.leases.hold("training", f"step {step} of the trainer", self.train_s, Expiry.RESTART_PART)
 
     async def _step(self, groups: Sequence[Group], version: int, step: int, began: float) -> None:
-        samples = self._samples(groups, step)
-        for attempt in range(1, self._attempts + 1):
+        samples = self.samples(groups, step)
+        for attempt in range(1, ATTEMPTS + 1):
             try:
                 async with self._lease(step):
-                    report = await self._trainer.train(samples, version)
+                    report = await self.trainer.train(samples, version)
                 return await self._hand_over(version, step, groups, report, began)
             except TrainerRefused:
                 raise
             except (TrainerError, LeaseExpired):
-                if attempt == self._attempts:
+                if attempt == ATTEMPTS:
                     raise
                 await self._restart()
 
@@ -291,14 +280,14 @@ class Training:
         waited_s = began - self._waiting
         now = asyncio.get_running_loop().time
         trained = now()
-        self._clock.enter(ResourceState.SYNC)
+        self.clock.enter(ResourceState.SYNC)
         await self._settled()
-        await self._publisher.probe(version + 1, lambda: self._samples(groups, step))
+        await self.publisher.probe(version + 1, lambda: self.samples(groups, step))
         if self._tasks is None or step + 1 == self._steps:
-            await self._publisher.publish(version + 1, step + 1, groups, report.metrics)
-            self._on_step(StepDone(step, version + 1, tuple(groups), report, began, trained, now(), waited_s))
+            await self.publisher.publish(version + 1, step + 1, groups, report.metrics)
+            self.on_step(StepDone(step, version + 1, tuple(groups), report, began, trained, now(), waited_s))
             return
-        await self._publisher.stage(version + 1)
+        await self.publisher.stage(version + 1)
         done = StepDone(step, version + 1, tuple(groups), report, began, trained, now(), waited_s)
         self._behind = _PendingPublish(done)
         self._tasks.create_task(self._publish_behind(self._behind), name=f"publish v{version + 1}")
@@ -306,7 +295,7 @@ class Training:
     async def _publish_behind(self, behind: _PendingPublish) -> None:
         done = behind.done
         try:
-            await self._publisher.publish(done.version, done.step + 1, done.groups, done.report.metrics)
+            await self.publisher.publish(done.version, done.step + 1, done.groups, done.report.metrics)
         except (TrainerError, LeaseExpired) as error:
             behind.error = TrainerError(f"v{done.version} could not be published: {error}")
             self._wake()
@@ -318,10 +307,10 @@ class Training:
     def _published(self, done: StepDone) -> None:
         """The version of the background publish is current."""
         self._behind = None
-        self._on_step(dataclasses.replace(done, t1=asyncio.get_running_loop().time()))
+        self.on_step(dataclasses.replace(done, t1=asyncio.get_running_loop().time()))
         later, self._later = self._later, ()
         if later:
-            self._on_taken(later)
+            self.on_taken(later)
 
     async def _settled(self) -> None:
         """Returns when no publish is running; raises its error if it failed."""
@@ -354,23 +343,23 @@ class Training:
     def _taken(self, groups: Sequence[Group]) -> None:
         """The next batch may start once its initial weights are current."""
         if self._behind is None:
-            self._on_taken(groups)
+            self.on_taken(groups)
         else:
             self._later = tuple(groups)
 
     def _refused(self, groups: Sequence[Group], why: str) -> None:
         self._later = ()
-        self._on_refused(groups, why)
+        self.on_refused(groups, why)
 
     async def _restart(self) -> None:
         """Restart the trainer; a failed restart is tried again. `recover` bounds the total. A running publish ends
         first: the trainer resumes from its version, or the version is trained again."""
         if self._behind is not None:
             await self._behind.ended.wait()
-        for attempt in range(1, self._attempts + 1):
-            self._clock.enter(ResourceState.DOWN, "trainer_restart")
+        for attempt in range(1, ATTEMPTS + 1):
+            self.clock.enter(ResourceState.DOWN, "trainer_restart")
             try:
-                await self._recover()
+                await self.recover()
                 if self._behind is not None:
                     await self._again(self._behind.done)
                 self._failed = None
@@ -379,18 +368,18 @@ class Training:
                 self._mended = asyncio.Event()
                 return
             except (PartDied, TrainerError, LeaseExpired):
-                if attempt == self._attempts:
+                if attempt == ATTEMPTS:
                     raise
 
     async def _again(self, done: StepDone) -> None:
         """Repeat the step that was lost with the trainer, and publish it before the next step."""
         try:
             async with self._lease(done.step):
-                report = await self._trainer.train(self._samples(done.groups, done.step), done.version - 1)
+                report = await self.trainer.train(self.samples(done.groups, done.step), done.version - 1)
         except TrainerRefused as error:
             raise RunFailed(f"the trainer refuses step {done.step}, which it had trained: {error}") from None
-        self._clock.enter(ResourceState.SYNC)
-        await self._publisher.publish(done.version, done.step + 1, done.groups, report.metrics)
+        self.clock.enter(ResourceState.SYNC)
+        await self.publisher.publish(done.version, done.step + 1, done.groups, report.metrics)
         self._published(dataclasses.replace(done, report=report))
 
 
@@ -400,56 +389,43 @@ def _refused_groups(groups: Sequence[Group], error: TrainerRefused) -> list[Grou
     return [g for g in groups if any(s.id in samples for s in g.samples)] or list(groups)
 
 
-ATTEMPTS = 3
-"""Attempts at the same rows, each after a restart of the trainer; then the run ends with the last error."""
-
-
+@dataclass(eq=False)
 class ColumnFiller:
     """One loop per column. Each loop waits for rows (unblocked by new samples) and for the trainer; if the trainer
     fails, it waits until training has restarted it. Invariant: a row is taken once per column, and written once unless
-    it has left the table by then.
+    it has left the table by then. `column_s`: longest call of the trainer, seconds. `training` restarts the trainer.
     """
 
-    def __init__(
-        self,
-        columns: Sequence[SampleColumn],
-        trainer: Trainer,
-        buffer: SampleBuffer,
-        leases: Leases,
-        *,
-        column_s: float,
-        training: Training,
-    ) -> None:
-        """`column_s`: longest call of the trainer, seconds. `training` restarts the trainer."""
-        self._columns = columns
-        self._trainer = trainer
-        self._buffer = buffer
-        self._leases = leases
-        self._column_s = column_s
-        self._training = training
+    columns: Sequence[SampleColumn]
+    trainer: Trainer
+    buffer: SampleBuffer
+    leases: Leases
+    _: KW_ONLY
+    column_s: float
+    training: Training
 
     async def run(self) -> None:
         """Fill the columns until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for column in self._columns:
+            for column in self.columns:
                 tasks.create_task(self._run(column), name=column)
 
     async def _run(self, column: SampleColumn) -> None:
         while True:
-            samples = await self._buffer.lacking(column)
+            samples = await self.buffer.lacking(column)
             values = await self._values(column, samples)
             for sample, mine in zip(samples, values, strict=True):
-                self._buffer.fill(column, sample.id, mine)
+                self.buffer.fill(column, sample.id, mine)
 
     async def _values(self, column: SampleColumn, samples: Sequence[TrainSample]) -> Sequence[tuple[float, ...]]:
         """Empty values for refused samples: the training step identifies them."""
-        ask = self._trainer.reference if column is SampleColumn.REFERENCE else self._trainer.advantages
+        ask = self.trainer.reference if column is SampleColumn.REFERENCE else self.trainer.advantages
         attempt = 1
         while True:
-            life = self._training.lives
+            life = self.training.lives
             try:
                 what = f"{column} of {len(samples)} samples"
-                async with self._leases.hold("columns", what, self._column_s, Expiry.RESTART_PART):
+                async with self.leases.hold("columns", what, self.column_s, Expiry.RESTART_PART):
                     return await ask(samples)
             except TrainerRefused:
                 return [()] * len(samples)
@@ -457,4 +433,4 @@ class ColumnFiller:
                 if attempt == ATTEMPTS:
                     raise
                 attempt += 1
-                await self._training.mend(error if isinstance(error, TrainerError) else TrainerError(str(error)), life)
+                await self.training.mend(error if isinstance(error, TrainerError) else TrainerError(str(error)), life)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from placement.problem import kept_for_next_turn
@@ -294,44 +294,33 @@ class _Prompt(NamedTuple):
     length: int
 
 
+@dataclass(eq=False)
 class TrajectoryRunner:
     """Runs episodes. Any number of tasks may call `run` at once; each owns its `TrajectoryState` and its environment.
 
     A run waits for the environment, for the gateway and, in the batch schedule, for the turn barrier. Every wait is
-    under a lease. `stale` is called at every turn boundary (I2).
+    under a lease. `stale` is called at every turn boundary (I2). `measure`: number of tokens that a sequence of ids
+    stands for: its length, except in a simulated world, where one id may stand for many tokens. `prefetch`:
+    environments that are reset before their trajectories start.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        tokenizer: Tokenizer,
-        leases: Leases,
-        *,
-        limits: WaitLimits,
-        stale: Callable[[int | None], bool],
-        barrier: FreeRunning,
-        meter: WorkloadMeter | None = None,
-        measure: Callable[[Sequence[int]], int] = len,
-        prefetch: EnvironmentSource | None = None,
-    ) -> None:
-        """`measure`: number of tokens that a sequence of ids stands for: its length, except in a simulated world, where
-        one id may stand for many tokens. `prefetch`: environments that are reset before their trajectories start."""
-        self._prefetch = prefetch
-        self._measure = measure
-        self._gateway = gateway
-        self._tokenizer = tokenizer
-        self._leases = leases
-        self._limits = limits
-        self.stale = stale
-        self._barrier = barrier
-        self.meter = meter
-        """Collects the workload of finished training trajectories; None if no planner needs it."""
+    gateway: Gateway
+    tokenizer: Tokenizer
+    leases: Leases
+    _: KW_ONLY
+    limits: WaitLimits
+    stale: Callable[[int | None], bool]
+    barrier: FreeRunning
+    meter: WorkloadMeter | None = None
+    """Collects the workload of finished training trajectories; None if no planner needs it."""
+    measure: Callable[[Sequence[int]], int] = len
+    prefetch: EnvironmentSource | None = None
 
     async def run(self, live: TrajectoryState) -> Trajectory:
         """Run the episode. Raises `TrajectoryAborted`; a failed or stalled environment is an infrastructure fault."""
         if live.domain.harness is not None:
             return await self._harnessed(live, live.domain.harness)
-        ahead = None if self._prefetch is None else self._prefetch.take(live.domain.name, live.id)
+        ahead = None if self.prefetch is None else self.prefetch.take(live.domain.name, live.id)
         environment = (ahead and ahead.environment) or _make_environment(live)
         try:
             prompt = self._prompt(await self._reset(live, environment, ahead))
@@ -342,26 +331,26 @@ class TrajectoryRunner:
                 if step.done:
                     break
                 prompt = self._prompt(step.observation)
-                if live.length + prompt.length >= self._limits.context_tokens:  # no room to answer
+                if live.length + prompt.length >= self.limits.context_tokens:  # no room to answer
                     break
-                await self._barrier.turn()
+                await self.barrier.turn()
                 self._abort_if_stale(live)
             return self._finished(live, step)
         finally:
             if live.joined:
-                self._barrier.leave()
+                self.barrier.leave()
             await self._close(live, environment)
 
     def _prompt(self, observation: Observation) -> _Prompt:
         """Encode an observation. Of a text far longer than the context only a prefix is encoded, provided that the
         prefix already fills the context."""
-        text, most = observation.text, CHARACTERS_PER_TOKEN_LIMIT * self._limits.context_tokens
+        text, most = observation.text, CHARACTERS_PER_TOKEN_LIMIT * self.limits.context_tokens
         if len(text) > most:
-            token_ids = self._tokenizer.encode(text[:most])
-            if (length := self._measure(token_ids)) >= self._limits.context_tokens:
+            token_ids = self.tokenizer.encode(text[:most])
+            if (length := self.measure(token_ids)) >= self.limits.context_tokens:
                 return _Prompt(observation, token_ids, length)
-        token_ids = self._tokenizer.encode(text)
-        return _Prompt(observation, token_ids, self._measure(token_ids))
+        token_ids = self.tokenizer.encode(text)
+        return _Prompt(observation, token_ids, self.measure(token_ids))
 
     async def _act(self, live: TrajectoryState, prompt: _Prompt, turn: int) -> Completion:
         """Append the prompt to the context and generate the action."""
@@ -371,12 +360,11 @@ class TrajectoryRunner:
         live.length += prompt.length
         if turn == 0:
             live.first_tokens = live.length
-        room = self._limits.context_tokens - live.length
+        room = self.limits.context_tokens - live.length
         if room < 1:
             raise TrajectoryAborted(
                 AbortReason.INFRA_FAULT,
-                f"the prompt of {live.length} tokens fills the context of {self._limits.context_tokens} "
-                "(model.context)",
+                f"the prompt of {live.length} tokens fills the context of {self.limits.context_tokens} (model.context)",
             )
         allowed = None if observation.actions is None else self._legal(observation.actions)
         sampling = live.domain.sampling(
@@ -408,7 +396,7 @@ class TrajectoryRunner:
         on_chunk: Callable[[CompletionChunk], None] | None = None,
     ) -> Completion:
         try:
-            completion = await self._gateway.generate(
+            completion = await self.gateway.generate(
                 live.id,
                 token_ids,
                 sampling,
@@ -434,14 +422,14 @@ class TrajectoryRunner:
     async def _harnessed(self, live: TrajectoryState, begin: HarnessFactory) -> Trajectory:
         """Run an agent program's episode: serve its requests until it ends or its turns are used up. The effect of a
         completion inside the program is unknown, so staleness is checked before each completion is handed to it."""
-        self._barrier.join()
+        self.barrier.join()
         episode: HarnessEpisode | None = None
         try:
             episode = begin_harness_episode(begin, live.id, live.seed)
             asked = 0
             while (wanted := await self._wanted(live, episode)) is not None:
                 self._abort_if_stale(live)
-                room = self._limits.context_tokens - len(wanted.token_ids)
+                room = self.limits.context_tokens - len(wanted.token_ids)
                 sampling = harness_sampling(
                     live.domain,
                     wanted,
@@ -458,18 +446,18 @@ class TrajectoryRunner:
                     episode.exhaust()
                 if completion is not None:
                     episode.answer(completion)
-                await self._barrier.turn()
+                await self.barrier.turn()
             step = final_harness_step(episode)
             self._take_over(live, episode.segments(), step)
             return self._finished(live, step)
         finally:
-            self._barrier.leave()
+            self.barrier.leave()
             await self._close(live, episode)
 
     async def _wanted(self, live: TrajectoryState, episode: HarnessEpisode) -> HarnessRequest | None:
         what = "a request of its harness"
         try:
-            with self._leases.hold(live.id, what, self._limits.env_step_s, Expiry.GAP_FILL) as lease:
+            with self.leases.hold(live.id, what, self.limits.env_step_s, Expiry.GAP_FILL) as lease:
                 wanted = await episode.wanted()
         except Exception as error:
             raise TrajectoryAborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
@@ -479,7 +467,7 @@ class TrajectoryRunner:
     def _take_over(self, live: TrajectoryState, segments: Sequence[Segment], step: Step) -> None:
         """Make the segments of the trained branch those of the trajectory."""
         live.segments[:] = segments
-        live.turns[:] = harness_turns(segments, self._tokenizer, live.domain.stop_token_ids, step.reward)
+        live.turns[:] = harness_turns(segments, self.tokenizer, live.domain.stop_token_ids, step.reward)
         live.length = sum(len(s.token_ids) for s in segments)
         live.first_tokens = len(segments[0].token_ids) if segments else 0
         live.action_tokens = sum(len(s.token_ids) for s in segments if s.kind is _ACTION)
@@ -488,7 +476,7 @@ class TrajectoryRunner:
 
     def _legal(self, actions: Sequence[str]) -> tuple[int, ...]:
         try:
-            return tuple(self._tokenizer.token_id(action) for action in actions)
+            return tuple(self.tokenizer.token_id(action) for action in actions)
         except (TypeError, ValueError) as error:
             raise TrajectoryAborted(AbortReason.INFRA_FAULT, f"environment's legal actions: {error}") from None
 
@@ -499,7 +487,7 @@ class TrajectoryRunner:
 
     def _finished(self, live: TrajectoryState, step: Step) -> Trajectory:
         assert live.v0 is not None, "a finished trajectory has sampled at least one token"
-        self._gateway.finished(live.id)
+        self.gateway.finished(live.id)
         if self.meter is not None and live.purpose is Purpose.TRAIN:
             self.meter.add(
                 live.domain.name,
@@ -534,11 +522,11 @@ class TrajectoryRunner:
                 if ahead is None
                 else ahead.prepared()
             )
-            self._barrier.join()  # not before: waiting for a host slot must not delay running trajectories
+            self.barrier.join()  # not before: waiting for a host slot must not delay running trajectories
             live.joined = True
             with (
-                self._leases.hold(
-                    live.id, "the reset of its environment", self._limits.env_reset_s, Expiry.GAP_FILL
+                self.leases.hold(
+                    live.id, "the reset of its environment", self.limits.env_reset_s, Expiry.GAP_FILL
                 ) as lease,
                 UserCodeGuard(),
             ):
@@ -550,8 +538,8 @@ class TrajectoryRunner:
         except Exception as error:
             raise environment_fault("reset", error, environment) from None
         live.reset_seconds = asyncio.get_running_loop().time() - lease.granted
-        if self._prefetch is not None and live.purpose is Purpose.TRAIN:
-            self._prefetch.reset(live.domain.name, live.reset_seconds)
+        if self.prefetch is not None and live.purpose is Purpose.TRAIN:
+            self.prefetch.reset(live.domain.name, live.reset_seconds)
         return observation
 
     async def _step(
@@ -561,11 +549,11 @@ class TrajectoryRunner:
         action = completion.token_ids
         if completion.finish is FinishReason.STOP and action[-1] in live.domain.stop_token_ids:
             action = action[:-1]
-        text = self._tokenizer.decode(action)
+        text = self.tokenizer.decode(action)
         try:
             with (
-                self._leases.hold(
-                    live.id, "a step of its environment", self._limits.env_step_s, Expiry.GAP_FILL
+                self.leases.hold(
+                    live.id, "a step of its environment", self.limits.env_step_s, Expiry.GAP_FILL
                 ) as lease,
                 UserCodeGuard(),
             ):
@@ -573,24 +561,24 @@ class TrajectoryRunner:
         except Exception as error:
             raise environment_fault("step", error, environment) from None
         live.env_seconds += asyncio.get_running_loop().time() - lease.granted
-        tokens = tuple(map(self._tokenizer.token, completion.token_ids))
+        tokens = tuple(map(self.tokenizer.token, completion.token_ids))
         live.turns.append(Turn(turn, prompt.observation.text, text, tokens, step.reward))
         return step
 
     async def _close(self, live: TrajectoryState, environment: Environment | HarnessEpisode | None) -> None:
         """Release the prefix KV and the environment of the episode. A close that stalls is recorded by its lease; a
         close that fails is ignored."""
-        limit = self._limits.env_close_s
+        limit = self.limits.env_close_s
         try:
             with (
                 contextlib.suppress(Exception),
-                self._leases.hold(live.id, "the release of its prefix KV", limit, Expiry.GAP_FILL),
+                self.leases.hold(live.id, "the release of its prefix KV", limit, Expiry.GAP_FILL),
             ):
-                await self._gateway.forget(live.id)
+                await self.gateway.forget(live.id)
         finally:
             with (
                 contextlib.suppress(Exception),
-                self._leases.hold(live.id, "the close of its environment", limit, Expiry.GAP_FILL),
+                self.leases.hold(live.id, "the close of its environment", limit, Expiry.GAP_FILL),
                 UserCodeGuard(),
             ):
                 if environment is not None:

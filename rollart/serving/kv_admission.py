@@ -276,6 +276,7 @@ class _Waiter:
     placed: asyncio.Future[None]
 
 
+@dataclass(eq=False)
 class KvAdmission:
     """Owns the concurrency limits and the admission queues. `TurnExecutor` awaits `enter` before a turn of a trajectory
     without a sticky engine.
@@ -285,31 +286,25 @@ class KvAdmission:
     Trajectories that have begun are admitted before new ones, and otherwise in order of arrival. There is no deadlock:
     turns on sticky engines run regardless of the limits, so trajectories end; and an engine that was idle for
     `IDLE_ADMISSION_S` accepts the head of the queue even without free memory.
+
+    `assign` assigns a turn's trajectory to an engine: True if it has an engine, False if it has to wait, None if no
+    engine is eligible at all. `is_admitted`: it has one already.
     """
 
-    def __init__(
-        self,
-        settings: ConcurrencySettings,
-        registry: EngineRegistry,
-        leases: Leases,
-        emit: EmitEvent,
-        place: Callable[[TurnRequest], bool | None],
-        admitted: Callable[[TurnRequest], bool],
-    ) -> None:
-        """`place` assigns a turn's trajectory to an engine: True if it has an engine, False if it has to wait, None
-        if no engine is eligible at all. `admitted`: it has one already."""
-        self._settings = settings
-        self._registry = registry
-        self._leases = leases
-        self._emit = emit
-        self._place = place
-        self._admitted = admitted
-        self.limits = ConcurrencyLimits(settings.aimd)
-        self._final = dict(settings.expected)
+    settings: ConcurrencySettings
+    registry: EngineRegistry
+    leases: Leases
+    emit: EmitEvent
+    assign: Callable[[TurnRequest], bool | None]
+    is_admitted: Callable[[TurnRequest], bool]
+
+    def __post_init__(self) -> None:
+        self.limits = ConcurrencyLimits(self.settings.aimd)
+        self._final = dict(self.settings.expected)
         self._facts: dict[str, tuple[float, float]] = {}
         self.arrival_order: dict[str, int] = {}
         self._arrivals = 0
-        self._dispatch = settings.dispatch()
+        self._dispatch = self.settings.dispatch()
         self._queues: dict[bool, AdmissionQueue[_Waiter]] = {
             long: AdmissionQueue(longest=self._dispatch.by_length)
             for long in ((True, False) if self._dispatch.by_length else (False,))
@@ -326,7 +321,7 @@ class KvAdmission:
         """Poll the KV usage of engines while turns run or wait: a permanent timer would hide a deadlock."""
         while True:
             await self._poll_once()
-            await asyncio.sleep(self._settings.aimd.interval_s)
+            await asyncio.sleep(self.settings.aimd.interval_s)
             self._stirred.clear()
             if not self.waiting:
                 await self._stirred.wait()
@@ -337,7 +332,7 @@ class KvAdmission:
 
     async def enter(self, turn: TurnRequest) -> None:
         """Returns when the turn's trajectory has a sticky engine, or when no engine is eligible."""
-        if self._admitted(turn):
+        if self.is_admitted(turn):
             return  # it waited for a weight update; in the queue it would wait for the memory that it holds
         unit = None if self._colocation is None else self._colocation.unit(turn.session)
         if unit is None:
@@ -347,7 +342,7 @@ class KvAdmission:
             if unit.asking is None:
                 await self._queue_for_group(turn, unit)
                 return
-            with self._leases.note(turn.session, "room for its group"):
+            with self.leases.note(turn.session, "room for its group"):
                 await unit.asking.wait()
 
     def admit_groups(self, colocation: GroupColocation, follow: Callable[[TurnRequest], bool]) -> None:
@@ -386,12 +381,12 @@ class KvAdmission:
                 return
             began = asyncio.get_running_loop().time()
             try:
-                with self._leases.note(turn.session, "room in an engine's KV memory"):
+                with self.leases.note(turn.session, "room in an engine's KV memory"):
                     await waiter.placed
             finally:
                 waiter.placed.cancel()
             self.waited += asyncio.get_running_loop().time() > began
-            if self._place(turn) is not False:
+            if self.assign(turn) is not False:
                 return
 
     def pump(self) -> None:
@@ -403,7 +398,7 @@ class KvAdmission:
             for queue in self._queues.values():
                 while (waiter := queue.head()) is not None:
                     if not waiter.placed.done():
-                        if self._place(waiter.turn) is False:
+                        if self.assign(waiter.turn) is False:
                             break
                         waiter.placed.set_result(None)
                     queue.leave()
@@ -469,7 +464,7 @@ class KvAdmission:
         limits = sorted(self.limits.limit(m.engine.id) for m in self._generating())
         if not limits:
             return
-        self._emit(
+        self.emit(
             CONCURRENCY,
             f"v{version}",
             engines=len(limits),
@@ -490,11 +485,11 @@ class KvAdmission:
         return max(tokens, int(self._final.get(domain, 0.0)))
 
     def _generating(self) -> list[RegisteredEngine]:
-        return [m for m in self._registry.members.values() if m.seat.role is not EngineRole.PREFILL]
+        return [m for m in self.registry.members.values() if m.seat.role is not EngineRole.PREFILL]
 
     async def _poll_once(self) -> None:
         async with asyncio.TaskGroup() as tasks:
-            for member in self._registry.members.values():
+            for member in self.registry.members.values():
                 if member.healthy:
                     tasks.create_task(self._poll(member), name=f"pressure of {member.engine.id}")
         engines = [m for m in self._generating() if m.serves]
@@ -504,7 +499,7 @@ class KvAdmission:
 
     async def _poll(self, member: RegisteredEngine) -> None:
         try:
-            with self._leases.hold("concurrency", f"load of {member.engine.id}", STATS_S, Expiry.RETRY):
+            with self.leases.hold("concurrency", f"load of {member.engine.id}", STATS_S, Expiry.RETRY):
                 stats = await member.engine.stats()
         except (EngineError, LeaseExpired):
             return  # supervision diagnoses the engine
@@ -520,7 +515,7 @@ class KvAdmission:
             member.kv.set_capacity(*facts)
         if self._final:
             each = max(statistics.fmean(self._final.values()), 1.0)
-            most = min(self._settings.aimd.high * tokens / each, facts[1])
+            most = min(self.settings.aimd.high * tokens / each, facts[1])
             self.limits.begin(name, int(most), now=asyncio.get_running_loop().time())
 
     def _adjust_limit(self, member: RegisteredEngine, stats: EngineStats) -> None:
@@ -537,7 +532,7 @@ class KvAdmission:
             now=asyncio.get_running_loop().time(),
         )
         if decision.change in (LimitChange.DOWN_PREEMPTED, LimitChange.DOWN_FULL) and decision.limit < before:
-            self._emit(
+            self.emit(
                 "concurrency_lowered",
                 name,
                 limit=decision.limit,

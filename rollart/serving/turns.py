@@ -75,7 +75,7 @@ class TurnExecutor(TurnRouter):
         self.handoffs = None if limits.handoffs == 0 else HandoffQueue(limits.handoffs, limits.slots)
         if concurrency is not None:
             self.admission = KvAdmission(
-                concurrency, registry, leases, emit, place=self._place, admitted=self._admitted
+                concurrency, registry, leases, emit, assign=self._place, is_admitted=self._admitted
             )
             if colocation is not None:
                 self.admission.admit_groups(colocation, self.follow_group)

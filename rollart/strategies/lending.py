@@ -13,7 +13,7 @@ import heapq
 from bisect import insort
 from collections import defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from rollart.control.strategy import RolloutStrategy
@@ -238,6 +238,7 @@ class LendingSettings:
     """KV bytes per token."""
 
 
+@dataclass(eq=False)
 class DeviceLender(RolloutStrategy):
     """A task of the run: `run` never returns. It waits for trajectories to finish (`rolled`, unblocked by any), for the
     counters of engines, and for turns to leave a lent engine. Any task may call `give_back` at any time, and it takes
@@ -245,24 +246,17 @@ class DeviceLender(RolloutStrategy):
     engines are then too few. `borrow` is called with all engines whose devices train; it never waits.
 
     Invariant: engines are lent only if the remaining trajectories fit on the remaining engines, and never while weights
-    move.
+    move. `behind`: True if the trainer has work now; a trainer that waits for samples cannot use more devices.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        recorder: Recorder,
-        borrow: Callable[[Sequence[EngineId]], None],
-        *,
-        settings: LendingSettings,
-        behind: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """`behind`: True if the trainer has work now; a trainer that waits for samples cannot use more devices."""
-        self._behind = behind
-        self._gateway = gateway
-        self._recorder = recorder
-        self._borrow = borrow
-        self._settings = settings
+    gateway: Gateway
+    recorder: Recorder
+    borrow: Callable[[Sequence[EngineId]], None]
+    _: KW_ONLY
+    settings: LendingSettings
+    behind: Callable[[], bool] = lambda: True
+
+    def __post_init__(self) -> None:
         self._live: dict[TrajectoryId, TrajectoryState] = {}
         self._lengths: dict[str, list[float]] = {}
         self._recent: dict[str, deque[float]] = {}
@@ -296,9 +290,9 @@ class DeviceLender(RolloutStrategy):
         self._epoch += 1
         lent, self.lent = self.lent, ()
         if lent:
-            self._borrow(())
+            self.borrow(())
             for engine in lent:
-                self._gateway.take_back(engine)
+                self.gateway.take_back(engine)
             self._event("engines_returned", why, engines=" ".join(lent))
 
     def before_publish(self) -> None:
@@ -329,13 +323,13 @@ class DeviceLender(RolloutStrategy):
     async def _look(self) -> None:
         epoch = self._epoch
         total = self._done + len(self._live)
-        if 100 * self._done < 20 * total or 100 * self._done > 50 * total or not self._behind():
+        if 100 * self._done < 20 * total or 100 * self._done > 50 * total or not self.behind():
             return  # `plan_lending` would refuse: skip the queries of the engines
-        seats = self._gateway.seats()
-        stats = {e: s for e, s in (await self._gateway.stats()).items() if s.kv_tokens}
+        seats = self.gateway.seats()
+        stats = {e: s for e, s in (await self.gateway.stats()).items() if s.kv_tokens}
         if epoch != self._epoch or any(s.role is not EngineRole.ENGINE for s in seats.values()):
             return
-        size = self._settings.bytes_per_token
+        size = self.settings.bytes_per_token
         instances = [RolloutInstance(e, seats[e].tp, size * (s.kv_tokens or 0)) for e, s in stats.items() if e in seats]
         decision = plan_lending(
             self._done,
@@ -344,7 +338,7 @@ class DeviceLender(RolloutStrategy):
             self._lengths,
             size,
             checked=self._checked,
-            headroom=self._settings.headroom,
+            headroom=self.settings.headroom,
         )
         if isinstance(decision, LendingPlan):
             await self._lend(decision)
@@ -355,13 +349,13 @@ class DeviceLender(RolloutStrategy):
     def _requests(self, stats: dict[EngineId, EngineStats]) -> list[RolloutRequest]:
         """Live trajectories with their engines. The progress of a turn is unknown: each is assumed to hold the mean KV
         of its engine's turns, if that is more than its context at the start."""
-        assignments = self._gateway.assignments()
+        assignments = self.gateway.assignments()
         mean = {e: s.kv_used * (s.kv_tokens or 0) / s.running for e, s in stats.items() if s.running}
         found = []
         for live in self._live.values():
             sticky = assignments.get(live.id)
             context = live.length if sticky is None else max(live.length, int(mean.get(sticky, 0.0)))
-            most = self._settings.context_tokens
+            most = self.settings.context_tokens
             context = min(context, most)
             found.append(RolloutRequest(live.id, sticky, live.domain.name, context, context, most))
         return found
@@ -371,17 +365,17 @@ class DeviceLender(RolloutStrategy):
         self.lent = tuple(EngineId(e) for e in decision.instances)
         try:
             for engine in self.lent:
-                await self._gateway.lend(engine, seconds=self._settings.move_s)
+                await self.gateway.lend(engine, seconds=self.settings.move_s)
                 if epoch != self._epoch:  # given back meanwhile, perhaps before this engine was lent
-                    self._gateway.take_back(engine)
+                    self.gateway.take_back(engine)
                     return
         except (EngineError, LeaseExpired) as error:
             self.give_back(str(error))
             return
-        await asyncio.sleep(self._settings.setup_s)
+        await asyncio.sleep(self.settings.setup_s)
         if epoch != self._epoch:
             return
-        self._borrow(self.lent)
+        self.borrow(self.lent)
         self._event(
             "engines_lent",
             " ".join(self.lent),
@@ -397,4 +391,4 @@ class DeviceLender(RolloutStrategy):
             self._event("engines_kept", kept.reason.value, why=kept.detail)
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
-        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
+        self.recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))

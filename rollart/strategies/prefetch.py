@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from rollart.control.domain import Domain
@@ -113,6 +113,7 @@ class PrefetchedEnvironment:
             await self.task
 
 
+@dataclass(eq=False)
 class Prefetcher(RolloutStrategy):
     """Owns environments from the start of their reset until a trajectory takes them (`take`, `reset`).
 
@@ -123,22 +124,17 @@ class Prefetcher(RolloutStrategy):
     of an episode do not depend on prefetching.
     """
 
-    def __init__(
-        self,
-        domains: Sequence[Domain],
-        leases: Leases,
-        recorder: Recorder,
-        *,
-        depth: int | Literal["auto"],
-        reset_s: float,
-        close_s: float,
-    ) -> None:
-        self._domains = domains
-        self.rules = {d.name: PrefetchDepth(depth, d.quota) for d in domains}
-        self._leases = leases
-        self._recorder = recorder
-        self._reset_s, self._close_s = reset_s, close_s
-        self._held: dict[str, dict[TrajectoryId, PrefetchedEnvironment]] = {d.name: {} for d in domains}
+    domains: Sequence[Domain]
+    leases: Leases
+    recorder: Recorder
+    _: KW_ONLY
+    depth: int | Literal["auto"]
+    reset_s: float
+    close_s: float
+
+    def __post_init__(self) -> None:
+        self.rules = {d.name: PrefetchDepth(self.depth, d.quota) for d in self.domains}
+        self._held: dict[str, dict[TrajectoryId, PrefetchedEnvironment]] = {d.name: {} for d in self.domains}
         self.begun = self.used = self.unused = 0
 
     def wanted(self, domain: str) -> int:
@@ -153,7 +149,7 @@ class Prefetcher(RolloutStrategy):
         left: Mapping[str, int],
         upcoming: Callable[[Domain, int], Sequence[PendingPrompt]],
     ) -> None:
-        for domain in self._domains:
+        for domain in self.domains:
             self._fill(tasks, domain, max(min(left[domain.name], self.wanted(domain.name)), 0), upcoming)
 
     def _fill(
@@ -211,7 +207,7 @@ class Prefetcher(RolloutStrategy):
             rule.published(now)
         fields = {"begun": self.begun, "used": self.used, "unused": self.unused}
         held = sum(map(len, self._held.values()))
-        self._recorder.event(RunEvent(now, "environments_prefetched", f"v{version}", {**fields, "held": held}))
+        self.recorder.event(RunEvent(now, "environments_prefetched", f"v{version}", {**fields, "held": held}))
 
     def close(self) -> None:
         """Cancel the tasks, which close the unused environments."""
@@ -251,7 +247,7 @@ class Prefetcher(RolloutStrategy):
                 self.unused += 1
                 with (
                     contextlib.suppress(Exception),
-                    self._leases.hold(trajectory, "the close of its environment", self._close_s, Expiry.GAP_FILL),
+                    self.leases.hold(trajectory, "the close of its environment", self.close_s, Expiry.GAP_FILL),
                     UserCodeGuard(),
                 ):
                     await environment.close()
@@ -266,7 +262,7 @@ class Prefetcher(RolloutStrategy):
             ahead.ready.set()
             began = asyncio.get_running_loop().time()
             with (
-                self._leases.hold(trajectory, "the reset of its environment", self._reset_s, Expiry.GAP_FILL),
+                self.leases.hold(trajectory, "the reset of its environment", self.reset_s, Expiry.GAP_FILL),
                 UserCodeGuard(),
             ):
                 observation = checked_observation(await require_awaitable(environment.reset(seed), "reset"))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 from typing import Any
 
 from rollart.control.strategy import RolloutStrategy
@@ -194,6 +194,7 @@ class _ReshardState:
         return state if state.tp == tp else replace(state, tp=tp, preemptions=None, quiet=0)
 
 
+@dataclass(eq=False)
 class Resharder(RolloutStrategy):
     """A task of the run: `run` never returns. It waits for a publish (`published`), for the engines' counters, and for
     the fleet; no other task waits for it. Its settings give the possible sizes. `move_by` sets the fleet; without a
@@ -203,22 +204,15 @@ class Resharder(RolloutStrategy):
     this run. Invariant: at most one change runs at a time, and a step in which engines moved is not evaluated.
     """
 
-    def __init__(
-        self,
-        gateway: Gateway,
-        leases: Leases,
-        recorder: Recorder,
-        meter: WorkloadMeter,
-        *,
-        settings: ReshardSettings,
-        round_: Callable[[], str] = lambda: "",
-    ) -> None:
-        self._gateway = gateway
-        self._leases = leases
-        self._recorder = recorder
-        self._meter = meter
-        self._settings = settings
-        self._round = round_
+    gateway: Gateway
+    leases: Leases
+    recorder: Recorder
+    meter: WorkloadMeter
+    _: KW_ONLY
+    settings: ReshardSettings
+    round_: Callable[[], str] = lambda: ""
+
+    def __post_init__(self) -> None:
         self._fleet: Fleet | None = None
         self._stepped = asyncio.Event()
         self._ended: tuple[float, str] = (0.0, "")
@@ -226,7 +220,7 @@ class Resharder(RolloutStrategy):
         self._counted: dict[EngineId, EngineCounters] = {}
         self._states: dict[EngineGroup, _ReshardState] = {}
         self._refused: set[EngineKind] = set()
-        self._move_s = settings.restart_s
+        self._move_s = self.settings.restart_s
         self.moving = False
 
     def move_by(self, fleet: Fleet) -> None:
@@ -237,7 +231,7 @@ class Resharder(RolloutStrategy):
 
     def published(self, version: int, consumed: Sequence[Group]) -> None:
         """Signal the end of a step, which belongs to the current round."""
-        self._ended = asyncio.get_running_loop().time(), self._round()
+        self._ended = asyncio.get_running_loop().time(), self.round_()
         self._stepped.set()
 
     async def run(self) -> None:
@@ -257,9 +251,9 @@ class Resharder(RolloutStrategy):
     async def _look(self, ended: float, round_: str) -> bool:
         """Evaluate the step for each group of engines. True if engines moved."""
         did = await self._count()
-        seats, moved = self._gateway.seats(), False
+        seats, moved = self.gateway.seats(), False
         by_kind: dict[EngineKind, list[EngineId]] = {}
-        for engine in sorted(self._gateway.stable()):
+        for engine in sorted(self.gateway.stable()):
             if engine in seats:
                 by_kind.setdefault(seats[engine].kind, []).append(engine)
         groups: dict[EngineGroup, EngineKind] = {}
@@ -273,7 +267,7 @@ class Resharder(RolloutStrategy):
         return moved
 
     async def _judge(self, group: EngineGroup, kind: EngineKind, seen: StepMeasurement, round_: str) -> bool:
-        rule = self._settings.rules.get(kind.pool)
+        rule = self.settings.rules.get(kind.pool)
         if rule is None or kind.tp not in rule.sizes:
             return False
         states = self._states.setdefault(group, _ReshardState())
@@ -287,17 +281,17 @@ class Resharder(RolloutStrategy):
         states.by_round[round_] = kept
         if after.tp > kind.tp and seen.engines < 2:
             return self._kept(kind, why, "one engine cannot be two halves of another")
-        refusal = self._settings.refuses(target)
+        refusal = self.settings.refuses(target)
         if refusal or target in self._refused:
             if target not in self._refused:
                 self._refused.add(target)
                 self._event("rebalance_failed", why, move=f"tp {kind.tp} → {target.tp} on {kind.pool}", cause=refusal)
             return False
         if after.tp > kind.tp and seen.context:
-            speed = self._settings.speed
+            speed = self.settings.speed
             seen = replace(seen, speedup=speed(target, seen.context) / speed(kind, seen.context))
         pays, figures = resharding_pays(
-            seen, grows=after.tp > kind.tp, move_s=self._move_s, horizon_s=self._settings.horizon_s
+            seen, grows=after.tp > kind.tp, move_s=self._move_s, horizon_s=self.settings.horizon_s
         )
         if not pays:
             return self._kept(kind, why, figures)
@@ -314,7 +308,7 @@ class Resharder(RolloutStrategy):
         pending: list[FleetMove] = []
         drains, starts = (2, 1) if target.tp > kind.tp else (1, 2)
         left = (drains, starts)
-        for move in order_moves(moves, serving=len(self._gateway.stable()), free=self._fleet.free()):
+        for move in order_moves(moves, serving=len(self.gateway.stable()), free=self._fleet.free()):
             try:
                 await self._step(move)
             except RollartError as error:
@@ -356,7 +350,7 @@ class Resharder(RolloutStrategy):
                     await self._step(reverse_drain(move))
                     break
                 except RollartError as error:
-                    if self._gateway.stable():
+                    if self.gateway.stable():
                         self._event("rebalance_failed", "undo", move=str(reverse_drain(move)), cause=str(error))
                         break
                     if attempt == UNDO_ATTEMPTS:
@@ -367,7 +361,7 @@ class Resharder(RolloutStrategy):
         assert self._fleet is not None
         self.moving = True
         try:
-            async with self._leases.hold("parallelism", str(move), self._settings.move_s, Expiry.RETRY):
+            async with self.leases.hold("parallelism", str(move), self.settings.move_s, Expiry.RETRY):
                 await self._fleet.apply(move)
         finally:
             self.moving = False
@@ -375,18 +369,18 @@ class Resharder(RolloutStrategy):
     def _price(self, kind: EngineKind, target: EngineKind) -> None:
         """Set the price of the new kind from the price of its devices: an engine without a price would attract every
         trajectory."""
-        routes = self._gateway.routes
+        routes = self.gateway.routes
         prices = routes.prices
         if prices is None or target in prices.engines or kind not in prices.engines:
             return
         engines = {**prices.engines, target: prices.engines[kind] * target.tp / kind.tp}
         kv = {**prices.kv, target: prices.kv.get(kind, 0.0)}
-        self._gateway.follow(replace(routes, prices=replace(prices, engines=engines, kv=kv)))
+        self.gateway.follow(replace(routes, prices=replace(prices, engines=engines, kv=kv)))
 
     async def _count(self) -> dict[EngineId, EngineCounters]:
         """The increase of each responding engine's counters since the last call."""
         found: dict[EngineId, EngineCounters] = {}
-        for engine, stats in (await self._gateway.stats()).items():
+        for engine, stats in (await self.gateway.stats()).items():
             computed = stats.prompt_tokens - stats.cached_tokens
             now = EngineCounters(stats.preemptions, computed, stats.prefill_seconds, stats.decode_seconds)
             found[engine] = now.since(self._counted.get(engine, EngineCounters()))
@@ -395,7 +389,7 @@ class Resharder(RolloutStrategy):
 
     def _context(self) -> float:
         """Mean context of a turn in finished trajectories, in tokens."""
-        work = self._meter.work().values()
+        work = self.meter.work().values()
         whole = sum(w.share for w in work)
         if not whole:
             return 0.0
@@ -408,9 +402,9 @@ class Resharder(RolloutStrategy):
 
     def _adopted(self) -> None:
         """Record the present engines: a resume starts those."""
-        engines = [[e, s.pool, str(s.role), s.tp] for e, s in self._gateway.seats().items()]
-        work = {domain: asdict(seen) for domain, seen in self._meter.work().items()}
+        engines = [[e, s.pool, str(s.role), s.tp] for e, s in self.gateway.seats().items()]
+        work = {domain: asdict(seen) for domain, seen in self.meter.work().items()}
         self._event(PLAN_ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(work))
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
-        self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
+        self.recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
