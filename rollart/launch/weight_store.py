@@ -176,7 +176,7 @@ class SharedWeightStore(DirectoryWeightStore):
             self._event(
                 "weights_pulled",
                 program.name,
-                version=pulled.version,
+                version=weights.version,
                 bytes=pulled.bytes,
                 received_bytes=pulled.received,
                 seconds=pulled.seconds,

@@ -16,7 +16,7 @@ from pathlib import Path
 from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
-from rollart.architecture import stamp_of
+from rollart.architecture import stamp_of, vocab_of
 from rollart.control.admission import SchedulerSettings
 from rollart.control.buffer import BatchDeadline, SampleColumn
 from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
@@ -229,7 +229,7 @@ class RunContext:
             settings=control_settings(
                 self.resolved,
                 self.roles,
-                self.weights.vocab(weights.version),
+                vocab_of(self.weights.path(weights.version)),
                 reshard=launch_reshard_settings(self.resolved),
             ),
             planner=elastic_planner(self.wanted, self.resolved),

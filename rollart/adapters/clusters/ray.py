@@ -22,7 +22,7 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rollart import __version__
@@ -37,7 +37,6 @@ from rollart.adapters.clusters.ray_link import (
     connect_in_thread,
     connection_lost,
     mark_retrieved,
-    resolve_address,
     run_in_daemon_thread,
 )
 from rollart.adapters.clusters.runtime import (
@@ -114,7 +113,9 @@ class RayRuntime:
 
     async def start(self) -> None:
         """Connect. `ProviderError` if there is no cluster, or it refuses the connection."""
-        address = resolve_address(self._address)
+        address = self._address
+        if address == "auto":
+            address = os.environ.get("RAY_ADDRESS") or address
         await check_grpc_server(address)
         self._env_before = {name: os.environ.get(name) for name in self._env}
         os.environ.update(self._env)
@@ -185,7 +186,8 @@ class RayRuntime:
                 tasks.create_task(handle.kill(), name=f"stop {handle.name}")
         with contextlib.suppress(TimeoutError, ProviderError):
             async with asyncio.timeout(CLOSE_S):
-                await self.groups.close()
+                for bundle in self.groups.bundles:
+                    await self.groups.release(bundle)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
                 await run_in_daemon_thread(ray.shutdown)
@@ -497,15 +499,11 @@ class RayGroups:
             self._account(held.node, held.bundle.resources, 1.0)
         await self._remove([held])
 
-    async def close(self) -> None:
-        for bundle in list(self._held):
-            await self.release(bundle)
-
     async def follow(self, alive: Container[str]) -> None:
         """Record the new nodes of bundles whose nodes died: Ray moves them by itself, as soon as there is room.
         `alive`: Ray's ids of the live nodes; a node that joins under a dead node's name is a new one."""
         moved = [held for held in self._held.values() if held.node is None or held.node not in alive]
-        table = await self._run_blocking(_group_table) if moved else {}
+        table = await self._table() if moved else {}
         for held in moved:
             node = _bundle_node(table, held)
             if node is not None and node in alive:
@@ -524,7 +522,7 @@ class RayGroups:
                 requested.append(_PlacementGroup(bundle))
                 await self._run_blocking(_create_group, requested[-1])
             while True:
-                table = await self._run_blocking(_group_table)
+                table = await self._table()
                 pending = [held for held in requested if table.get(held.ray.id.hex(), {}).get("state") != "CREATED"]
                 if not pending:
                     break
@@ -543,11 +541,20 @@ class RayGroups:
             if requested:  # not empty on failure only; shielded, so that cancellation does not leak groups
                 await asyncio.shield(self._remove(requested))
 
+    async def _table(self) -> Mapping[str, Any]:
+        """Every placement group of the cluster, by its id."""
+        from ray.util.placement_group import placement_group_table
+
+        found: Mapping[str, Any] = await self._run_blocking(placement_group_table)
+        return found
+
     async def _remove(self, groups: Sequence[_PlacementGroup]) -> None:
+        from ray.util.placement_group import remove_placement_group
+
         for held in groups:
             held.abandoned = True  # `_create_group` removes a group that is being created
             if held.ray is not None:
-                await self._run_blocking(_remove_group, held)
+                await self._run_blocking(remove_placement_group, held.ray)
 
 
 def _name(row: Mapping[str, Any]) -> str:
@@ -562,7 +569,7 @@ class RayIncarnation:
 
     host: Any
     node: str
-    watch: asyncio.Task[None] | None = field(default=None)
+    watch: asyncio.Task[None] | None = None
 
 
 def _death_errors() -> tuple[type[Exception], ...]:
@@ -590,14 +597,6 @@ class _PlacementGroup:
     """Abandoned while it is created: `_create_group` removes it."""
 
 
-def _group_table() -> Mapping[str, Any]:
-    """Every placement group of the cluster, by its id."""
-    from ray.util.placement_group import placement_group_table
-
-    found: Mapping[str, Any] = placement_group_table()
-    return found
-
-
 def _bundle_node(table: Mapping[str, Any], held: _PlacementGroup) -> str | None:
     """Ray's id of the bundle's node."""
     row = table.get(held.ray.id.hex(), {})
@@ -606,14 +605,8 @@ def _bundle_node(table: Mapping[str, Any], held: _PlacementGroup) -> str | None:
 
 
 def _create_group(held: _PlacementGroup) -> None:
-    from ray.util.placement_group import placement_group
+    from ray.util.placement_group import placement_group, remove_placement_group
 
     held.ray = placement_group([dict(held.bundle.resources)], bundle_label_selector=[dict(held.bundle.labels)])
     if held.abandoned:
-        _remove_group(held)
-
-
-def _remove_group(held: _PlacementGroup) -> None:
-    from ray.util.placement_group import remove_placement_group
-
-    remove_placement_group(held.ray)
+        remove_placement_group(held.ray)

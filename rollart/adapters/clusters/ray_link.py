@@ -236,11 +236,6 @@ def connection_lost(address: str, why: str) -> ProviderError:
     )
 
 
-def resolve_address(address: str) -> str:
-    """Resolve `auto` to RAY_ADDRESS, if that is set."""
-    return os.environ.get("RAY_ADDRESS") or address if address == "auto" else address
-
-
 async def check_grpc_server(address: str) -> None:
     """`ProviderError` if no gRPC server listens at `host:port`: Ray would try for minutes to connect to any other
     server. Addresses of another form are left to Ray."""

@@ -413,7 +413,6 @@ class VllmHost:
             self._pulling.discard(stamp)
         received = sum(int(report["received"]) for report in reports)
         return str(reports[0]["path"]), PullResult(
-            version,
             sum(int(report["bytes"]) for report in reports if report["received"]),
             received,
             sum(float(report["accumulated_s"]) for report in reports),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import Any
 
 import aiohttp
@@ -56,8 +56,7 @@ class HttpTrainer:
         return _report(await self._post("imitate", {"samples": encode_samples(samples), "batches": batches}))
 
     async def logprobs(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
-        answer = await self._post("logprobs", {"samples": encode_samples(samples)})
-        return _per_sample(samples, array("f", answer["logprobs"]))
+        return await self._column("logprobs", samples, key="logprobs", code="f")
 
     async def reference(self, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
         return await self._column("reference", samples)
@@ -106,9 +105,13 @@ class HttpTrainer:
             await self._session.close()
             self._session = None
 
-    async def _column(self, route: str, samples: Sequence[TrainSample]) -> list[tuple[float, ...]]:
+    async def _column(
+        self, route: str, samples: Sequence[TrainSample], *, key: str = "column", code: str = "d"
+    ) -> list[tuple[float, ...]]:
+        """The values of each sample's tokens, which the answer has in `key`, packed as `code`."""
         answer = await self._post(route, {"samples": encode_samples(samples)})
-        return _per_sample(samples, array("d", answer["column"]))
+        values = iter(array(code, answer[key]))
+        return [tuple(islice(values, len(sample.token_ids))) for sample in samples]
 
     async def _post(self, route: str, message: Mapping[str, object]) -> dict[str, Any]:
         body: bytes = msgpack.packb(message)
@@ -131,7 +134,8 @@ class HttpTrainer:
             cause = detail.get("error", f"status {status}")
             remedy = str(detail.get("remedy", ""))
             if status == 400:
-                raise TrainerRefused(f"{route}: {cause}", remedy=remedy, samples=_names(detail.get("samples")))
+                samples = tuple(map(str, detail.get("samples", ())))
+                raise TrainerRefused(f"{route}: {cause}", remedy=remedy, samples=samples)
             raise (VersionDamaged if status == 422 else TrainerError)(f"{route}: {cause}", remedy=remedy)
         return answer
 
@@ -171,22 +175,9 @@ def encode_samples(samples: Sequence[TrainSample]) -> dict[str, object]:
     }
 
 
-def _names(value: object) -> tuple[str, ...]:
-    return tuple(map(str, value)) if isinstance(value, list) else ()
-
-
 def _common_columns(samples: Sequence[TrainSample]) -> list[str]:
     """Optional columns that every sample has; the trainer computes a column that any sample lacks."""
     return [name for name in ("reference", "advantage") if all(getattr(s, name) or not s.token_ids for s in samples)]
-
-
-def _per_sample(samples: Sequence[TrainSample], values: Sequence[float]) -> list[tuple[float, ...]]:
-    out: list[tuple[float, ...]] = []
-    start = 0
-    for sample in samples:
-        out.append(tuple(values[start : start + len(sample.token_ids)]))
-        start += len(sample.token_ids)
-    return out
 
 
 def _legal(sample: TrainSample, known: dict[tuple[int, ...], int]) -> bytes:

@@ -29,7 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from rollart.adapters.weights.directory import DirectoryWeightStore
-from rollart.adapters.weights.objects import ObjectStore
+from rollart.adapters.weights.objects import ObjectStore, storage_failures
 from rollart.architecture import MARKER, stamp_of
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import BucketDepth, InFlight
@@ -83,7 +83,7 @@ class BucketPusher:
             finally:
                 await arrivals.end()
             sent = sum(count for *_, count in missing)
-            return PushResult(manifest.version, manifest.size, sent, loop.time() - began)
+            return PushResult(manifest.size, sent, loop.time() - began)
 
     async def collect(self, keep: Sequence[int]) -> int:
         """Remove versions that are not in `keep`, and then the buckets that no version uses; the number of those. A
@@ -159,7 +159,7 @@ class BucketWeightStore(DirectoryWeightStore):
         began = loop.time()
         async with self._pulling.setdefault(version, asyncio.Lock()):
             if self.complete(version):
-                return PullResult(version, 0, 0, 0.0, loop.time() - began)
+                return PullResult(0, 0, 0.0, loop.time() - began)
             manifest = arrivals.manifest if arrivals else Manifest.decode(await self._objects.get(version_key(version)))
             staging = self._root / f".pull-v{version:06d}.{os.getpid()}.{next(self._numbers)}"
             self.progress = PullProgress(0, 0.0, 0)
@@ -170,7 +170,7 @@ class BucketWeightStore(DirectoryWeightStore):
                 await asyncio.to_thread(_publish_locally, staging, Path(self.path(version)), manifest)
             finally:
                 await asyncio.to_thread(shutil.rmtree, staging, True)
-        return PullResult(version, manifest.size, received, spent, loop.time() - began)
+        return PullResult(manifest.size, received, spent, loop.time() - began)
 
     async def _fill(self, staging: Path, manifest: Manifest, arrivals: BucketArrivals | None) -> tuple[int, float]:
         """Bytes received from the store, and the seconds of each of its buckets, summed."""
@@ -214,14 +214,12 @@ class BucketWeightStore(DirectoryWeightStore):
 
     def _prepare(self, staging: Path, manifest: Manifest) -> dict[str, tuple[Path, int, int]]:
         """Create empty files of the right sizes; the location of each bucket that is already on this disk."""
-        try:
+        with storage_failures(f"write {staging}"):
             for file in manifest.files:
                 path = staging / file.name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 with path.open("wb") as handle:
                     handle.truncate(file.size)
-        except OSError as error:
-            raise StorageFailed(f"cannot write {staging}: {error.strerror}") from error
         local: dict[str, tuple[Path, int, int]] = {}
         for version in reversed(self.versions()):
             directory = Path(self.path(version))
@@ -387,7 +385,6 @@ def _timed(report: Callable[[float], None] | None) -> Iterator[None]:
 class PushResult:
     """Bytes of one push. `sent` bytes crossed the link; the rest was already in the store."""
 
-    version: int
     bytes: int
     sent: int
     seconds: float
@@ -398,7 +395,6 @@ class PullResult:
     """Bytes and times of one pull. `accumulated_s` is the sum over its buckets (RA-16), `seconds` the duration of the
     pull."""
 
-    version: int
     bytes: int
     received: int
     accumulated_s: float
@@ -427,46 +423,36 @@ async def first_failure_only() -> AsyncIterator[None]:
 
 
 def _manifest(version: int, path: Path, bucket: int) -> Manifest:
-    try:
+    with storage_failures(f"read {path}"):
         if not (path / MARKER).is_file():
             raise StorageFailed(f"{path} has no {MARKER} marker: only whole versions are pushed")
         names = sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())
         return Manifest(
             version, tuple(_entry(path, name, bucket) for name in names if is_serving_file(name)), stamp_of(path)
         )
-    except OSError as error:
-        raise StorageFailed(f"cannot read {path}: {error.strerror}") from error
 
 
 def _read_checked(file: Path, offset: int, count: int, digest: str) -> bytes | None:
     """The bytes; None if they have another hash."""
-    try:
-        with file.open("rb") as handle:
-            handle.seek(offset)
-            data = handle.read(count)
-    except OSError as error:
-        raise StorageFailed(f"cannot read {file}: {error.strerror}") from error
+    with storage_failures(f"read {file}"), file.open("rb") as handle:
+        handle.seek(offset)
+        data = handle.read(count)
     return data if hashlib.sha256(data).hexdigest() == digest else None
 
 
 def _publish_locally(staging: Path, final: Path, manifest: Manifest) -> None:
     """Makes the version visible atomically."""
-    try:
+    with storage_failures(f"make {final} visible"):
         (staging / MANIFEST).write_bytes(manifest.encode())
         (staging / MARKER).write_text(json.dumps({"schema": 1, "version": manifest.version, "stamp": manifest.content}))
         staging.rename(final)
-    except OSError as error:
-        raise StorageFailed(f"cannot make {final} visible: {error.strerror}") from error
 
 
 def _write(targets: list[tuple[Path, int, int]], data: bytes) -> None:
     for file, offset, count in targets:
-        try:
-            with file.open("r+b") as handle:
-                handle.seek(offset)
-                handle.write(data[:count])
-        except OSError as error:
-            raise StorageFailed(f"cannot write {file}: {error.strerror}") from error
+        with storage_failures(f"write {file}"), file.open("r+b") as handle:
+            handle.seek(offset)
+            handle.write(data[:count])
 
 
 def _write_checked(targets: list[tuple[Path, int, int]], data: bytes, digest: str) -> bool:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollart.architecture import MARKER, version_path, vocab_of
+from rollart.architecture import MARKER, version_path
 from rollart.errors import StorageFailed
 
 _NAME = re.compile(r"v(\d{6,})")
@@ -24,10 +24,6 @@ class DirectoryWeightStore:
 
     def complete(self, version: int) -> bool:
         return (Path(self.path(version)) / MARKER).is_file()
-
-    def vocab(self, version: int) -> int | None:
-        """See `vocab_of`."""
-        return vocab_of(self.path(version))
 
     def versions(self) -> list[int]:
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.adapters.weights.buckets import BucketArrivals, BucketWeightStore, Manifest, PullResult
-from rollart.adapters.weights.objects import FileObjectStore, ObjectStore, S3ObjectStore
+from rollart.adapters.weights.objects import FileObjectStore, ObjectStore, S3ObjectStore, storage_failures
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import InFlight
 
@@ -73,7 +73,7 @@ class HostWeightCopy(BucketWeightStore):
         here. `StorageFailed`: the version is not here. `coming` is the manifest of a version whose push goes on: its
         buckets are pulled as they `arrived`, and it is complete once all arrived and the push succeeded."""
         if self.stamp(version) == stamp:
-            return self.path(version), PullResult(version, 0, 0, 0.0, 0.0)
+            return self.path(version), PullResult(0, 0, 0.0, 0.0)
         async with _locked(self._root):
             if self.stamp(version) not in (stamp, None):
                 await asyncio.to_thread(self.prune, [v for v in self.versions() if v != version])
@@ -106,20 +106,17 @@ class HostWeightCopy(BucketWeightStore):
 @contextlib.asynccontextmanager
 async def _locked(root: Path) -> AsyncIterator[None]:
     """The kernel releases the lock if the process dies."""
-    try:
+    with storage_failures(f"write {root}"):
         root.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise StorageFailed(f"cannot write {root}: {error.strerror}") from error
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(LOCK_RETRY_INTERVAL_S)
-            except OSError as error:
-                raise StorageFailed(f"cannot lock {root}: {error.strerror}") from error
+        with storage_failures(f"lock {root}"):
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    await asyncio.sleep(LOCK_RETRY_INTERVAL_S)
         yield
     finally:
         os.close(descriptor)

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import os
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +45,15 @@ class ObjectStore(Protocol):
     async def aclose(self) -> None: ...
 
 
+@contextlib.contextmanager
+def storage_failures(action: str) -> Iterator[None]:
+    """Convert the `OSError`s of the body into `StorageFailed`; `action` describes it in them."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageFailed(f"cannot {action}: {error.strerror}") from error
+
+
 class FileObjectStore:
     """Files below a directory that producers and consumers share: a network file system, a disk, tmpfs."""
 
@@ -58,12 +67,11 @@ class FileObjectStore:
         await asyncio.to_thread(self._put, temporary, self._root / key, data)
 
     async def get(self, key: str) -> bytes:
-        try:
-            return await asyncio.to_thread((self._root / key).read_bytes)
-        except FileNotFoundError:
-            raise StorageFailed(f"the weight store has no {key}") from None
-        except OSError as error:
-            raise StorageFailed(f"cannot read {self._root / key}: {error.strerror}") from error
+        with storage_failures(f"read {self._root / key}"):
+            try:
+                return await asyncio.to_thread((self._root / key).read_bytes)
+            except FileNotFoundError:
+                raise StorageFailed(f"the weight store has no {key}") from None
 
     async def link(self, key: str) -> str:
         return str(self._root / key)
@@ -73,10 +81,8 @@ class FileObjectStore:
 
     async def delete(self, keys: Iterable[str]) -> None:
         for key in keys:
-            try:
+            with storage_failures(f"remove {self._root / key}"):
                 await asyncio.to_thread((self._root / key).unlink, missing_ok=True)
-            except OSError as error:
-                raise StorageFailed(f"cannot remove {self._root / key}: {error.strerror}") from error
 
     async def aclose(self) -> None:
         return None
