@@ -41,7 +41,7 @@ class Offload:
     of items; hedges <= 5 % of calls.
 
     `cache` is the file of the result cache. `meter` receives savings (the backends report calls). `warn` receives
-    warnings for the user. `overrides` are settings by function.
+    warnings for the user.
     """
 
     def __init__(
@@ -51,7 +51,6 @@ class Offload:
         *,
         seed: int = 0,
         settings: PipelineSpec | None = None,
-        overrides: Mapping[str, PipelineSpec] | None = None,
         cache: pathlib.Path | None = None,
         meter: MeterSink | None = None,
         warn: Callable[[str], None] | None = None,
@@ -67,12 +66,11 @@ class Offload:
             self._cache = Cache(cache, max_entries=common.cache.max_entries, warn=warn)
         self._queues: dict[str, FunctionQueue] = {}
         for package in self._packages:
-            chosen = (overrides or {}).get(package.spec.name, common)
             self._queues[package.spec.name] = FunctionQueue(
                 package,
                 self._backends,
-                chosen,
-                cache=self._cache if chosen.cache.enabled else None,
+                common,
+                cache=self._cache,
                 meter=meter or NullMeter(),
                 spawn=self._spawn,
                 seed=seed,

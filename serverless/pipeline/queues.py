@@ -27,7 +27,6 @@ from serverless.pipeline.retrying import (
     cause_of,
     is_divisible,
     is_outcome_unknown,
-    limited,
     retry_delay,
     retryable_elsewhere,
 )
@@ -174,7 +173,10 @@ class ProviderQueue:
 
     def _begin(self, entries: list[PendingItem], cause: Cause, now: float) -> None:
         limits = [self._function.limit(entry) for entry in entries]
-        wires = [e.wire if t is None else limited(e.wire, t) for e, t in zip(entries, limits, strict=True)]
+        wires = [
+            e.wire if t is None else {**e.wire, "metadata": {**e.wire["metadata"], "timeout_s": t}}
+            for e, t in zip(entries, limits, strict=True)
+        ]
         expires = max([entry.expires for entry in entries])
         limit = limits[0] if len(entries) == 1 and (limits[0] or 0.0) < self._spec.timeout_s else None
         counted = cause is not Cause.ISOLATION or len(entries) == 1

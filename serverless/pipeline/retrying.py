@@ -8,7 +8,6 @@ import random
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
-from serverless import wire
 from serverless.pipeline.items import PendingItem
 from serverless.pipeline.stages import OffloadStage, RetrySpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
@@ -110,7 +109,3 @@ def retryable_elsewhere(fault: InfraFault, bill: Invocation | None) -> bool:
     if fault.kind in (FaultKind.UNAVAILABLE, FaultKind.THROTTLED):
         return True
     return fault.kind is not FaultKind.DEADLINE and (bill is None or bill.items == 0)
-
-
-def limited(item: wire.WireItem, limit: float) -> wire.WireItem:
-    return {**item, "metadata": {**item["metadata"], "timeout_s": limit}}
