@@ -271,11 +271,11 @@ class AwsDeployer:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._control.stop()
+        self._control.stopped.set()
         async with self._turn:
             self._open = False
             await asyncio.to_thread(self._control.close)
-            self._control.resume()
+            self._control.stopped.clear()
 
     async def run_step(self, step: Callable[[], T]) -> T:
         """Run a step in a thread, and bill its trials."""
@@ -288,9 +288,9 @@ class AwsDeployer:
             try:
                 return await asyncio.shield(thread)
             except asyncio.CancelledError:
-                self._control.stop()
+                self._control.stopped.set()
                 await asyncio.gather(thread, return_exceptions=True)
-                self._control.resume()
+                self._control.stopped.clear()
                 raise
             finally:
                 for function, trial in self._trials:

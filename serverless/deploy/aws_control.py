@@ -79,19 +79,12 @@ class LambdaAlias:
 
 
 class LambdaControl:
-    """Owns the boto3 clients. Used from one thread at a time; `stop`, from any thread, ends its waits."""
+    """Owns the boto3 clients. Used from one thread at a time. While `stopped`, every wait raises `BackendFailed`."""
 
     def __init__(self, settings: AwsSettings) -> None:
         self._settings = settings
         self._clients = Boto3Clients(settings)
-        self._stop = threading.Event()
-
-    def stop(self) -> None:
-        """Until `resume`, every wait raises `BackendFailed`."""
-        self._stop.set()
-
-    def resume(self) -> None:
-        self._stop.clear()
+        self.stopped = threading.Event()
 
     def close(self) -> None:
         self._clients.close()
@@ -395,7 +388,7 @@ class LambdaControl:
 
     def pause(self, seconds: float) -> None:
         """Block for `seconds`. Raises `BackendFailed` if the deployer is closed meanwhile."""
-        if self._stop.wait(seconds):
+        if self.stopped.wait(seconds):
             raise BackendFailed("the deployer was closed while it waited for AWS")
 
 

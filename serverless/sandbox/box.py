@@ -333,7 +333,8 @@ class SandboxProcess:
         launched, self._launched = self._launched, None
         if launched is not None and self._owner == os.getpid():
             try:
-                launched.hang_up()
+                with contextlib.suppress(OSError):
+                    launched.socket.shutdown(socket.SHUT_RDWR)  # it then ends
                 with contextlib.suppress(TimeoutError):
                     await io.exited(launched.process, _STOP_S)
             finally:

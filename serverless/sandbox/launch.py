@@ -76,11 +76,6 @@ class Launched:
         self.log.seek(0)
         return " ".join(self.log.read(2000).decode(errors="replace").split())
 
-    def hang_up(self) -> None:
-        """Ask the process to end."""
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-
     def end(self) -> None:
         """Kill the remaining processes. The namespace ends with its first process."""
         self.socket.close()
