@@ -216,7 +216,7 @@ class Bench:
         async with opened(self._package(name, keep_alive_s=0.0), runtime) as backend:
             times = []
             for n in range(1 + 10 * self._rounds):
-                while backend.workers(name):
+                while backend.load(name).workers:
                     await asyncio.sleep(0.001)
                 began = time.perf_counter()
                 reply = await backend.invoke(name, [encode(item(str(n)))], deadline_s=60.0)

@@ -119,7 +119,7 @@ async def serve(
 
     async with LocalBackend(meter=meter) as backend, Offload(packages, backend) as offload:
         if warm:
-            while sum(backend.workers(name) for name in set(names.values())) < warm * len(packages):
+            while sum(backend.load(name).workers for name in set(names.values())) < warm * len(packages):
                 await asyncio.sleep(0.01)
         began = loop.time()
         async with asyncio.TaskGroup() as group:

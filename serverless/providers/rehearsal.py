@@ -112,8 +112,9 @@ class RehearsedLauncher:
             raise WorkerFault(InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.SCALING))
         cold_s = platform.cold_start.draw(self._rngs.setdefault(name, random.Random(f"{self._seed}/{name}")))
         await asyncio.sleep(cold_s)
-        inner = await self._launcher.start(package, worker, slot, gone)
-        return _RehearsedWorker(inner, inner.init_s + (cold_s if platform.init_billed else 0.0))
+        started = await self._launcher.start(package, worker, slot, gone)
+        started.init_s += cold_s if platform.init_billed else 0.0
+        return started
 
     def _may_scale(self, function: str) -> bool:
         """Take a token of the function's bucket."""
@@ -124,20 +125,6 @@ class RehearsedLauncher:
         enough = tokens >= 1.0
         self._tokens[function] = (tokens - 1.0 if enough else tokens, now)
         return enough
-
-
-class _RehearsedWorker:
-    """A worker with another start-up time."""
-
-    def __init__(self, inner: Worker, init_s: float) -> None:
-        self._inner = inner
-        self.init_s = init_s
-        self.call = inner.call
-        self.kill = inner.kill
-
-    @property
-    def alive(self) -> bool:
-        return self._inner.alive
 
 
 class RehearsedBackend:

@@ -26,17 +26,6 @@ async def read_message(reader: asyncio.StreamReader, *, largest: int = MAX_MESSA
     return _unpack(await frames.read_frame(reader, largest=largest))
 
 
-class MessageDecoder:
-    """Collects the received bytes of a protocol into messages."""
-
-    def __init__(self) -> None:
-        self._frames = frames.FrameDecoder(MAX_MESSAGE_BYTES)
-
-    def feed(self, data: bytes) -> list[Any]:
-        """The messages that are now complete. Raises `ValueError` for an invalid one."""
-        return [_unpack(body) for body in self._frames.feed(data)]
-
-
 def _unpack(body: bytes) -> Any:
     try:
         return msgpack.unpackb(body, strict_map_key=False)
@@ -56,7 +45,7 @@ class WorkerChannel(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.init_s = 0.0
-        self._frames = MessageDecoder()
+        self._frames = frames.FrameDecoder(MAX_MESSAGE_BYTES)
         self._transport: asyncio.Transport | None = None
         self._asked = ""
         self._reply: asyncio.Future[list[Any]] | None = None
@@ -125,7 +114,7 @@ class WorkerChannel(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            messages = self._frames.feed(data)
+            messages = [_unpack(body) for body in self._frames.feed(data)]
         except ValueError:
             self.broke_protocol()
             return

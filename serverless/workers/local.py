@@ -94,8 +94,18 @@ class LocalBackend(PooledBackend):
         directory = self._directory(package)
         zygote = self._zygote(package)
         zygote.start()
-        if package.spec.preload:
-            await _await_preload(zygote, package)
+        if package.spec.preload:  # a failing import is refused here instead of at the first call
+            try:
+                failed = await zygote.ready()
+            except WorkerFault as error:
+                raise BackendFailed(f"function {package.spec.name}: {error}", remedy="deploy it again") from None
+            for module in package.spec.preload:
+                if module in failed:
+                    raise BackendFailed(
+                        f"function {package.spec.name} preloads {module}, which cannot be imported here: "
+                        f"{failed[module]}",
+                        remedy="install it, or take it out of preload",
+                    )
         if not directory.exists():
             partial = directory.with_name(f"{package.version}.partial")
             shutil.rmtree(partial, ignore_errors=True)
@@ -167,12 +177,8 @@ class LocalBackend(PooledBackend):
             self._zygotes[modules] = ForkServer(self.root, preload=preload, cleanup=self._given is None)
         return self._zygotes[modules]
 
-    @property
-    def _log_root(self) -> pathlib.Path:
-        return self.root / "logs" if self._logs is None else self._logs
-
     def _log(self, function: str, slot: int) -> pathlib.Path:
-        return self._log_root / function / f"{slot}.log"
+        return (self._logs or self.root / "logs") / function / f"{slot}.log"
 
     @property
     def root(self) -> pathlib.Path:
@@ -183,20 +189,6 @@ class LocalBackend(PooledBackend):
 
     def _directory(self, package: Package) -> pathlib.Path:
         return self.root / "functions" / package.version
-
-
-async def _await_preload(zygote: ForkServer, package: Package) -> None:
-    """Wait for the function's preloads. A failing import is refused here instead of at the first call."""
-    try:
-        failed = await zygote.ready()
-    except WorkerFault as error:
-        raise BackendFailed(f"function {package.spec.name}: {error}", remedy="deploy it again") from None
-    for module in package.spec.preload:
-        if module in failed:
-            raise BackendFailed(
-                f"function {package.spec.name} preloads {module}, which cannot be imported here: {failed[module]}",
-                remedy="install it, or take it out of preload",
-            )
 
 
 def check_isolation(package: Package) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 from serverless.deploy.package import Package
@@ -55,9 +55,8 @@ class WorkerLost(WorkerFault):
 class Worker(Protocol):
     """One execution environment. Calls of `call` do not overlap."""
 
-    @property
-    def init_s(self) -> float:
-        """Seconds of the function's own start-up, billed with the first call."""
+    init_s: float
+    """Seconds of the function's own start-up, billed with the first call."""
 
     @property
     def alive(self) -> bool: ...
@@ -89,11 +88,11 @@ class PooledBackend:
         *,
         room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """`room`: see `WorkerPool`."""
+        """`room` returns once a machine has room for another worker. That wait does not count as the worker's start."""
         self.provider = provider
-        self._launcher = launcher
-        self._room = room
-        self._meter = meter or NullMeter()
+        self.launcher = launcher
+        self.room = room
+        self.meter = meter or NullMeter()
         self._group: asyncio.TaskGroup | None = None
         self._pools: dict[str, WorkerPool] = {}
         self._old: list[WorkerPool] = []
@@ -123,15 +122,7 @@ class PooledBackend:
         if current is not None:
             current.close(drain=True)
             self._old.append(current)
-        pool = WorkerPool(
-            package,
-            launcher=self._launcher,
-            meter=self._meter,
-            provider=self.provider,
-            group=self._group,
-            room=self._room,
-        )
-        self._pools[package.spec.name] = pool
+        pool = self._pools[package.spec.name] = WorkerPool(package, self, self._group)
         pool.warm_up()
 
     async def invoke(
@@ -145,10 +136,6 @@ class PooledBackend:
         except KeyError:
             known = ", ".join(self._pools) or "none"
             raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}") from None
-
-    def workers(self, function: str) -> int:
-        """The current number of a function's workers."""
-        return self.pool(function).size
 
     def load(self, function: str) -> WorkerLoad:
         return self.pool(function).load()
@@ -171,7 +158,6 @@ _FIRST_S, _LONGEST_S = 1.0, 60.0
 most one start per minute and worker."""
 
 
-@dataclass(eq=False)
 class WorkerPool:
     """Owns the workers of one function version.
 
@@ -184,17 +170,12 @@ class WorkerPool:
     used worker is used next, so that the others reach their keep-alive and stop.
     """
 
-    package: Package
-    _: KW_ONLY
-    launcher: Launcher
-    meter: MeterSink
-    provider: str
-    group: asyncio.TaskGroup
-    room: Callable[[], Awaitable[None]] | None
-    """Returns once a machine has room for another worker. That wait does not count as the worker's start."""
-
-    def __post_init__(self) -> None:
-        self._spec = self.package.spec
+    def __init__(self, package: Package, backend: PooledBackend, group: asyncio.TaskGroup) -> None:
+        self.package = package
+        self._spec = package.spec
+        self._backend = backend
+        self._meter = backend.meter
+        self._group = group
         self._slots: dict[int, WorkerSlot] = {}
         self._idle: list[WorkerSlot] = []
         self._starting = 0
@@ -343,7 +324,10 @@ class WorkerPool:
                     answer = await worker.call(request)
                 fault = answer.fault
             except TimeoutError:
-                fault = self._overrun(limit)
+                fault = InfraFault(FaultKind.TIMEOUT, retryable=True, detail=f"no answer in {limit:g} s (timeout_s)")
+                if limit < self._spec.timeout_s:
+                    detail = f"no answer in the {limit:.3f} s that were left"
+                    fault = InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail)
             except WorkerFault as error:
                 fault, lost = error.fault, isinstance(error, WorkerLost)
             status = str(fault.kind) if fault else "ok"
@@ -358,12 +342,6 @@ class WorkerPool:
                 self._release(slot)
         return Reply(answer.body if answer and fault is None else None, fault, bill), lost
 
-    def _overrun(self, limit: float) -> InfraFault:
-        if limit < self._spec.timeout_s:
-            detail = f"no answer in the {limit:.3f} s that were left"
-            return InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail)
-        return InfraFault(FaultKind.TIMEOUT, retryable=True, detail=f"no answer in {limit:g} s (timeout_s)")
-
     def _bill(
         self,
         slot: WorkerSlot,
@@ -377,7 +355,7 @@ class WorkerPool:
     ) -> Invocation:
         bill = Invocation(
             function=self._spec.name,
-            provider=self.provider,
+            provider=self._backend.provider,
             worker=slot.name,
             t0=t0,
             t1=t1,
@@ -392,7 +370,7 @@ class WorkerPool:
             cold_billed_s=slot.init_s,
         )
         slot.cold_s = slot.init_s = 0.0
-        self.meter.invocation(bill)
+        self._meter.invocation(bill)
         return bill
 
     def _pump(self) -> None:
@@ -406,23 +384,25 @@ class WorkerPool:
 
     def _start_one(self, *, ahead: bool = False) -> None:
         number = next(n for n in range(len(self._slots) + 1) if n not in self._slots)
-        name = f"{self.provider}/{self._spec.name}/{number}"
+        name = f"{self._backend.provider}/{self._spec.name}/{number}"
         slot = WorkerSlot(number, name, asyncio.get_running_loop().time(), ahead=ahead)
         self._slots[number] = slot
         self._starting += 1
-        slot.task = self.group.create_task(self._start(slot))
+        slot.task = self._group.create_task(self._start(slot))
 
     async def _start(self, slot: WorkerSlot) -> None:
         fault: InfraFault | None = None
         lost = False
         try:
-            if self.room is not None:
+            if self._backend.room is not None:
                 try:
-                    await self.room()
+                    await self._backend.room()
                 finally:  # the slot's life begins once there is a machine
                     slot.since = asyncio.get_running_loop().time()
             async with asyncio.timeout(self._spec.init_timeout_s):
-                slot.worker = await self.launcher.start(self.package, slot.name, slot.slot, lambda: self._gone(slot))
+                slot.worker = await self._backend.launcher.start(
+                    self.package, slot.name, slot.slot, lambda: self._gone(slot)
+                )
         except TimeoutError:
             limit = self._spec.init_timeout_s
             fault = InfraFault(FaultKind.TIMEOUT, retryable=False, detail=f"not ready in {limit:g} s (init_timeout_s)")
@@ -521,8 +501,8 @@ class WorkerPool:
         before, since = slot.state, slot.since
         slot.state, slot.since = state, now
         if before is not None and now > since:
-            spec = self._spec
-            self.meter.worker(WorkerSpan(spec.name, self.provider, slot.name, since, now, before, spec.memory_mb))
+            spec, provider = self._spec, self._backend.provider
+            self._meter.worker(WorkerSpan(spec.name, provider, slot.name, since, now, before, spec.memory_mb))
 
     def _schedule_reaper(self) -> None:
         """Schedule the next keep-alive check. One timer suffices, since idle slots are ordered by the start of their

@@ -114,7 +114,7 @@ def test_changes_are_events_of_the_ledger(tmp_path: pathlib.Path) -> None:
                 directory=tmp_path,
             ):
                 await asyncio.sleep(20.0)
-                return backend.workers("behave")
+                return backend.load("behave").workers
 
     assert virtual.run(main()) >= 2
     first, last = events.events[0], events.events[-1]

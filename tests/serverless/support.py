@@ -111,7 +111,7 @@ class Provider(abc.ABC):
         """The backend with these deployed."""
 
     def workers(self, backend: Backend, function: str) -> int | None:
-        count: int = backend.workers(function)  # type: ignore[attr-defined]
+        count: int = backend.load(function).workers  # type: ignore[attr-defined]
         return count
 
 

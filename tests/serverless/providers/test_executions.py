@@ -208,9 +208,9 @@ def test_a_caller_who_hangs_up_for_good_ends_its_keyed_call(tmp_path: pathlib.Pa
                 event = [{"id": "a", "messages": [], "metadata": {"file": str(file), "seconds": 60.0}}]
                 call = group.create_task(backend.invoke("counted", event, deadline_s=60.0))
                 await until(file.exists)
-                assert local.workers("counted") == 1
+                assert local.load("counted").workers == 1
                 call.cancel()
-                await until(lambda: local.workers("counted") == 0)
+                await until(lambda: local.load("counted").workers == 0)
 
     asyncio.run(main())
     assert executions(file) == Counter("a")

@@ -187,7 +187,7 @@ def test_a_caller_who_hangs_up_ends_a_plain_call_and_not_one_of_lambdas(path: st
                 await until(lambda: any(span.state is WorkerState.COLD for span in books.spans))
                 call.cancel()
             await until(lambda: books.invocations, seconds=60.0)
-            assert backend.workers("behave") == (1 if status == "ok" else 0)
+            assert backend.load("behave").workers == (1 if status == "ok" else 0)
 
     asyncio.run(main())
     assert [i.status for i in books.invocations] == [status]
@@ -205,7 +205,7 @@ def test_closing_with_calls_in_flight_is_quick() -> None:
             async with opened([one]) as (front, backend):
                 for path in ("/functions/behave", "/2015-03-31/functions/behave/invocations"):
                     group.create_task(call(front.url + path, session))
-                await until(lambda: backend.workers("behave") == 2)
+                await until(lambda: backend.load("behave").workers == 2)
                 began = loop.time()
             return loop.time() - began
 

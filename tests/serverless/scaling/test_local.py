@@ -72,7 +72,7 @@ def test_the_second_burst_finds_its_workers_and_they_are_gone_afterwards() -> No
             around = ScalerContext(demand, tell=decisions.append)
             async with Scaler(offload.functions, [backend], seen=seen, meter=seen, settings=settings, around=around):
                 await burst(offload, "first")
-                await until(lambda: backend.workers("behave") == 0)
+                await until(lambda: backend.load("behave").workers == 0)
                 # Trajectories of 1,000 s, all but over: they will ask within the horizon.
                 demand.asked = [("lake", 1000.0)] * CALLS
                 demand.began = [loop.time() - 999.9] * (2 * CALLS)
@@ -81,7 +81,7 @@ def test_the_second_burst_finds_its_workers_and_they_are_gone_afterwards() -> No
                 began = loop.time()
                 await burst(offload, "second")
                 demand.began = []
-                await until(lambda: backend.workers("behave") == 0)
+                await until(lambda: backend.load("behave").workers == 0)
                 await until(lambda: not any(map(alive, pids)))
             return pids, began
 

@@ -161,12 +161,12 @@ def test_at_the_end_a_function_has_its_own_settings_again() -> None:
             async with Scaler({"judge": one.spec}, [backend], seen=seen, meter=seen, settings=settings) as scaler:
                 await asyncio.gather(*(backend.invoke("judge", [], deadline_s=9.0) for _ in range(3)))
                 scaler.tick()
-                sizes = [backend.workers("judge")]
+                sizes = [backend.load("judge").workers]
                 await asyncio.sleep(5.0)
-                sizes.append(backend.workers("judge"))
+                sizes.append(backend.load("judge").workers)
                 await asyncio.gather(*(backend.invoke("judge", [], deadline_s=9.0) for _ in range(3)))
             await asyncio.sleep(5.0)
-            sizes.append(backend.workers("judge"))
+            sizes.append(backend.load("judge").workers)
             await asyncio.sleep(3.0)
             return [*sizes, backend.load("judge")]
 
@@ -196,7 +196,7 @@ def test_a_second_provider_gets_the_forecast_only_when_the_first_is_left_alone()
                 on[0] = provider
                 scaler.tick()
                 await asyncio.sleep(5.0)
-                found.append((chain[0].workers("judge"), chain[1].workers("judge")))
+                found.append((chain[0].load("judge").workers, chain[1].load("judge").workers))
             return found
 
     first, second = virtual.run(main())

@@ -104,7 +104,7 @@ def test_a_killed_worker_is_replaced_and_its_call_retried() -> None:
                 os.kill(pid, signal.SIGKILL)
             pid = int((await offload.submit("behave", item(do="pid"), 60.0)).value)  # type: ignore[union-attr]
             os.kill(pid, signal.SIGKILL)
-            await until(lambda: backend.workers("behave") == 0)
+            await until(lambda: backend.load("behave").workers == 0)
             return task.result(), await offload.submit("behave", item(), 60.0)
 
     assert run(main()) == (Scored(1.0), Scored(1.0))

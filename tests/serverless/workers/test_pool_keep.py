@@ -107,12 +107,12 @@ def test_a_shorter_keep_alive_is_for_those_that_idle_now() -> None:
     async def main(backend: Any) -> list[int]:
         await backend.invoke("behave", EVENT, deadline_s=50.0)
         await asyncio.sleep(20.0)
-        before = backend.workers("behave")
+        before = backend.load("behave").workers
         backend.keep("behave", 0, keep_alive_s=30.0)
         await asyncio.sleep(5.0)
-        during = backend.workers("behave")
+        during = backend.load("behave").workers
         await asyncio.sleep(5.5)
-        return [before, during, backend.workers("behave")]
+        return [before, during, backend.load("behave").workers]
 
     assert run(main, one=package(keep_alive_s=1000.0)) == [1, 1, 0]
 
@@ -179,7 +179,7 @@ def test_a_new_version_starts_from_its_own_settings() -> None:
         await asyncio.sleep(1.0)
         await backend.deploy(package(concurrency=4, memory_mb=256, warm=1))
         await asyncio.sleep(1.0)
-        found = [backend.workers("behave")]
+        found = [backend.load("behave").workers]
         with pytest.raises(UnknownFunction):
             backend.keep("another", 1)
         return found

@@ -237,7 +237,7 @@ def test_modelled_machines_take_their_workers_along() -> None:
                 machines.turn("one", up=False)
             assert [call.result().fault for call in calls] == [None] * 4
             machines.turn("two", up=False)
-            assert backend.workers("behave") == 0
+            assert backend.load("behave").workers == 0
             late = await backend.invoke("behave", EVENT, deadline_s=10.0)
             assert late.fault is not None
             assert late.fault.kind is FaultKind.DEADLINE

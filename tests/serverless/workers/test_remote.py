@@ -17,7 +17,7 @@ from serverless.errors import BackendFailed
 from serverless.pipeline.offload import Offload
 from serverless.types import Cause, FaultKind, Outcome, Scored
 from serverless.wire import encode
-from serverless.workers.channel import MessageDecoder, encode_message
+from serverless.workers.channel import encode_message, read_message
 from serverless.workers.host import FUNCTION_HOST_TOKEN, WorkerHost
 from serverless.workers.local import LocalBackend
 from serverless.workers.remote import HostedBackend, HostLink, HostLost, WorkerHosts
@@ -29,16 +29,29 @@ LIMIT_S = 120.0
 
 def test_frames_arrive_whole_however_they_are_cut() -> None:
     sent = [["a", 1.5, None], {"b": [b"\0" * 300]}, []]
-    data, frames, found = b"".join(encode_message(one) for one in sent), MessageDecoder(), []
-    for n in range(0, len(data), 7):
-        found += frames.feed(data[n : n + 7])
-    assert found == sent
+    data = b"".join(encode_message(one) for one in sent)
+
+    async def read() -> list[Any]:
+        reader = asyncio.StreamReader()
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(read_message(reader))
+            for n in range(0, len(data), 7):
+                reader.feed_data(data[n : n + 7])
+                await asyncio.sleep(0)
+        return [first.result(), await read_message(reader), await read_message(reader)]
+
+    assert asyncio.run(read()) == sent
 
 
 @pytest.mark.parametrize("data", [b"\xff\xff\xff\xff", encode_message(1)[:4] + b"\xc1"])
 def test_what_is_no_frame_is_an_error(data: bytes) -> None:
+    async def read() -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(data)
+        await read_message(reader)
+
     with pytest.raises(ValueError, match="frame"):
-        MessageDecoder().feed(data)
+        asyncio.run(read())
 
 
 class Machines:

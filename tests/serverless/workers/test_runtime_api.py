@@ -99,7 +99,7 @@ def test_a_killed_worker_is_replaced() -> None:
             reply = await backend.invoke("behave", [encode(item(do="pid"))], deadline_s=60.0)
             assert isinstance(reply.body, list)
             os.kill(int(reply.body[0]["aggregate_reward_score"]), signal.SIGKILL)
-            await until(lambda: backend.workers("behave") == 0)
+            await until(lambda: backend.load("behave").workers == 0)
             assert (await backend.invoke("behave", [encode(item())], deadline_s=60.0)).fault is None
 
     asyncio.run(main())
