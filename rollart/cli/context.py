@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -74,7 +74,10 @@ def split_arguments(arguments: tuple[str, ...]) -> tuple[Path | None, list[str]]
 
 def find_run(run: str | None, runs: Path) -> Path:
     """A run's directory from its name or path; the latest one if neither is given. UsageError if there is none."""
-    known = known_runs(runs)
+    known: list[Path] = []
+    with suppress(OSError):  # there is no such directory
+        known = [path for path in sorted(runs.iterdir()) if (path / RESOLVED).is_file()]
+    known.sort(key=lambda path: -(path / RESOLVED).stat().st_mtime_ns)  # ties: by name
     if run is None:
         if not known:
             raise UsageError(f"no runs in {runs}", remedy="start one with `rollart launch`, or give --runs-dir")
@@ -85,15 +88,6 @@ def find_run(run: str | None, runs: Path) -> Path:
 
     hint = did_you_mean(run, [path.name for path in known])
     raise UsageError(f"no run '{run}' in {runs}{hint}", remedy="give a run's name or directory")
-
-
-def known_runs(runs: Path) -> list[Path]:
-    """Runs in a directory, the latest started first (ties: by name)."""
-    try:
-        found = [path for path in sorted(runs.iterdir()) if (path / RESOLVED).is_file()]
-    except OSError:
-        return []
-    return sorted(found, key=lambda path: -(path / RESOLVED).stat().st_mtime_ns)
 
 
 def colour(stream: TextIO | None = None) -> bool:

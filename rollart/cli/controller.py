@@ -60,14 +60,20 @@ class ControllerProcess:
 
 @contextlib.contextmanager
 def hold_run(directory: Path) -> Iterator[None]:
-    """Record this process as the controller of the run in `directory` until the end of the block, and answer requests
-    of other machines."""
+    """Record this process as the controller of the run in `directory` until the end of the block, write heartbeats, and
+    answer requests of other machines."""
     path = directory / PID_FILE
     pid = os.getpid()
     process = ControllerProcess(
         pid, _start_ticks(pid) or 0, secrets.token_hex(8), socket.gethostname(), _pid_namespace()
     )
-    with heartbeat(directory, process.life):
+    done = threading.Event()
+    shutil.rmtree(directory / REQUESTS, ignore_errors=True)  # requests to earlier processes
+    with contextlib.suppress(OSError):  # the run's first write reports the error
+        (directory / REQUESTS).mkdir()
+    beats = threading.Thread(target=_heartbeat_loop, args=(directory, process.life, done), name="beat", daemon=True)
+    beats.start()
+    try:
         fresh = directory / f"{PID_FILE}.new"
         fresh.write_text(json.dumps(asdict(process)))
         fresh.replace(path)
@@ -75,6 +81,12 @@ def hold_run(directory: Path) -> Iterator[None]:
             yield
         finally:
             path.unlink(missing_ok=True)
+    finally:
+        done.set()
+        beats.join()
+        with contextlib.suppress(OSError):
+            (directory / BEAT_FILE).unlink(missing_ok=True)
+        shutil.rmtree(directory / REQUESTS, ignore_errors=True)
 
 
 def recorded_controller(directory: Path) -> ControllerProcess | None:
@@ -108,7 +120,7 @@ def age_s() -> float:
 def has_heartbeat(directory: Path, life: str, *, lost_s: float = HEARTBEAT_TIMEOUT_S) -> bool:
     """True if the process `life` writes a heartbeat; returns at its next one, or after `lost_s` seconds."""
     first = _read(directory / BEAT_FILE)
-    for _ in _poll_ticks(lost_s):
+    for _ in poll_ticks(lost_s):
         now = _read(directory / BEAT_FILE)
         if now != first and now.startswith(f"{life} "):
             return True
@@ -128,30 +140,11 @@ def send_request(directory: Path, life: str, action: str, *, lost_s: float = HEA
     unfinished.rename(request)
     try:
         # A controller that ends removes the requests.
-        return any(answer.exists() or not requests.exists() for _ in _poll_ticks(lost_s))
+        return any(answer.exists() or not requests.exists() for _ in poll_ticks(lost_s))
     finally:
         for path in (request, answer):
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def heartbeat(directory: Path, life: str) -> Iterator[None]:
-    """Write heartbeats and answer requests to the process `life` until the end of the block."""
-    done = threading.Event()
-    shutil.rmtree(directory / REQUESTS, ignore_errors=True)  # requests to earlier processes
-    with contextlib.suppress(OSError):  # the run's first write reports the error
-        (directory / REQUESTS).mkdir()
-    thread = threading.Thread(target=_heartbeat_loop, args=(directory, life, done), name="beat", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
-        with contextlib.suppress(OSError):
-            (directory / BEAT_FILE).unlink(missing_ok=True)
-        shutil.rmtree(directory / REQUESTS, ignore_errors=True)
 
 
 def _heartbeat_loop(directory: Path, life: str, done: threading.Event) -> None:
@@ -177,7 +170,7 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _poll_ticks(seconds: float) -> Iterator[None]:
+def poll_ticks(seconds: float) -> Iterator[None]:
     """Ticks over `seconds`, the first at once."""
     yield
     for _ in range(max(1, round(seconds / POLL_INTERVAL_S))):

@@ -66,12 +66,12 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader closed our output: no error
         return 0
-    except BaseException as error:
-        if isinstance(error, SystemExit):
-            if error.code == TERMINATED:
-                click.echo("rollart: terminated", err=True)
-                return TERMINATED
+    except SystemExit as error:
+        if error.code != TERMINATED:
             raise
+        click.echo("rollart: terminated", err=True)
+        return TERMINATED
+    except BaseException as error:
         return _failed(error)
     return 0
 

@@ -14,10 +14,10 @@ from pathlib import Path
 import click
 
 from placement.problem import DomainProfile
-from placement.types import Placement, Plan, Role
+from placement.types import ROLLOUT_ROLES, Placement, Plan, Role
 from rollart.cli.commands import SEEDS, STEPS
 from rollart.cli.context import native_output_to_stderr, print_report, split_arguments
-from rollart.cli.plan_tables import SERVING, comparison_report, plan_report
+from rollart.cli.plan_tables import comparison_report, plan_report
 from rollart.errors import SpecError, UsageError
 from rollart.report.profile import measured_profiles
 from rollart.report.simulation import FIGURES, SimulationFigures, interval
@@ -187,7 +187,7 @@ def _planned(plan: Placement, batch: int) -> Mapping[str, float]:
     if trainers:
         train_s = step_s * max(d.utilisation for d in trainers)
         found |= {"train_s": train_s, "waited_s": step_s - train_s}
-    serving = [d for d in plan.deployments if d.role in SERVING]
+    serving = [d for d in plan.deployments if d.role in ROLLOUT_ROLES]
     devices = sum(d.devices for d in serving)
     if devices:
         found["engine_busy"] = math.fsum(d.devices * d.utilisation for d in serving) / devices

@@ -12,7 +12,7 @@ from placement.explain import NEGLIGIBLE_GAIN, Explanation, Marginal, baselines,
 from placement.problem import Problem
 from placement.solve import solve
 from placement.training import mfu, training_layout
-from placement.types import Infeasible, Objective, Placement, Role
+from placement.types import ROLLOUT_ROLES, Infeasible, Objective, Placement, Role
 from placement.window import DomainWindow
 from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_share, as_usd, ratio, table
 from rollart.settings.planning import pools_of
@@ -278,7 +278,7 @@ def _by_role(resolved: Resolved, pool: str) -> str:
 @table("deployments", "What runs where")
 def _deployments(found: Placement) -> Iterator[Row]:
     for d in sorted(found.deployments, key=lambda d: (_ORDER[d.role], d.pool, d.tp)):
-        serving = d.role in SERVING
+        serving = d.role in ROLLOUT_ROLES
         yield {
             "role": str(d.role),
             "pool": d.pool,
@@ -292,7 +292,6 @@ def _deployments(found: Placement) -> Iterator[Row]:
 
 
 _ORDER = {role: n for n, role in enumerate(Role)}
-SERVING = (Role.ENGINE, Role.PREFILL, Role.DECODE)
 
 
 @table("flows", "Where trajectories go")
@@ -345,7 +344,7 @@ def _marginals(marginals: Sequence[Marginal], found: Placement) -> Iterator[Row]
     rows: list[tuple[Marginal, float, float, str]] = []
     for m in marginals:
         words = m.words.removesuffix(" (solved again)").removesuffix(" (at the margin)")
-        size = max((d.tp for d in found.deployments if d.pool == m.pool and d.role in SERVING), default=1)
+        size = max((d.tp for d in found.deployments if d.pool == m.pool and d.role in ROLLOUT_ROLES), default=1)
         amount, gain = m.amount, m.gain
         if not m.solved and m.pool is not None and m.amount == 1 and size > 1:
             amount, gain = size, m.gain * size

@@ -34,7 +34,7 @@ from rollart.settings.prices import PriceList
 from rollart.tools.prices import effective_prices
 from serverless.deploy import template
 from serverless.meter import MeterSink
-from serverless.providers.base import DeployedFunction, Deployer, DeploymentChange
+from serverless.providers.base import DeployedFunction, Deployer
 from serverless.rehearse import Rehearsal, read_cases, rehearse
 from serverless.types import InfraFault, ModelFault, Scored
 
@@ -80,7 +80,13 @@ def deploy(
         _with(provider, cluster, root, main, meter=trials)
     finally:  # also show what was deployed and billed before another deployment failed
         if dry_run and done:
-            show_changes(done, output, notes)
+            rows = [
+                {"function": c.function, "provider": c.provider, "change": line}
+                for c in done
+                for line in c.lines or ("nothing: this version is current",)
+            ]
+            changes = Table.of("changes", "Would change", rows)
+            print_report(Report("deploy", "functions", (changes,), tuple(notes)), output)
         elif done:
             show_deployed(done, output, notes, trials.bills)
         else:
@@ -339,14 +345,6 @@ def _outcome(outcome: object) -> str:
             return f"fault: {outcome.kind}"
         case _:
             return str(outcome)
-
-
-def show_changes(found: Sequence[DeploymentChange], output: str, notes: Sequence[str] = ()) -> None:
-    nothing = ("nothing: this version is current",)
-    rows = [
-        {"function": c.function, "provider": c.provider, "change": line} for c in found for line in c.lines or nothing
-    ]
-    print_report(Report("deploy", "functions", (Table.of("changes", "Would change", rows),), tuple(notes)), output)
 
 
 def show_deployed(

@@ -11,12 +11,10 @@ from pathlib import Path
 
 import click
 
+from rollart.cli import controller
 from rollart.cli.context import find_run
 from rollart.cli.controller import ControllerProcess, has_heartbeat, live_controller, recorded_controller, send_request
 from rollart.errors import RunFailed, UsageError
-
-POLL_INTERVAL_S = 0.1
-"""Seconds between two checks whether a controller on another machine has released its run."""
 
 LAUNCH = "launch"
 """The log of a detached run's controller."""
@@ -104,30 +102,29 @@ def stop(run: str | None, runs_dir: Path, wait_s: float, kill: bool) -> None:
 
 def _stop_elsewhere(directory: Path, owner: ControllerProcess, wait_s: float, kill: bool) -> None:
     """Stop a run whose controller is on another machine, by a request through the run's directory."""
-    controller = f"process {owner.pid} on {owner.host}"
+    process = f"process {owner.pid} on {owner.host}"
     try:
         answered = has_heartbeat(directory, owner.life) and send_request(directory, owner.life, "stop")
         if not answered and _is_held(directory, owner):
             raise RunFailed(
-                f"run '{directory.name}' is of {controller}, which gives no sign of life: it is dead, or does not "
+                f"run '{directory.name}' is of {process}, which gives no sign of life: it is dead, or does not "
                 f"reach {directory}",
                 remedy=f"`rollart stop` on {owner.host}; if that machine is gone, `rollart launch --resume` continues",
             )
-        checks = max(1, round(wait_s / POLL_INTERVAL_S))
-        if any(not _is_held(directory, owner) or threading.Event().wait(POLL_INTERVAL_S) for _ in range(checks)):
+        if any(not _is_held(directory, owner) for _ in controller.poll_ticks(wait_s)):
             click.echo(f"run {directory.name} stopped on {owner.host}", err=True)
         elif kill:
             if not send_request(directory, owner.life, "kill"):
-                raise RunFailed(f"{controller} no longer answers", remedy=f"`rollart stop --kill` on {owner.host}")
+                raise RunFailed(f"{process} no longer answers", remedy=f"`rollart stop --kill` on {owner.host}")
             click.echo(f"run {directory.name} killed on {owner.host}", err=True)
         else:
             raise RunFailed(
-                f"run '{directory.name}' ({controller}) was asked to stop, and has not within {wait_s:g} s",
+                f"run '{directory.name}' ({process}) was asked to stop, and has not within {wait_s:g} s",
                 remedy="wait longer with --wait, or `rollart stop --kill`",
             )
     except OSError as error:
         raise RunFailed(
-            f"{controller} cannot be asked to stop: {error.filename or directory}: {error.strerror}",
+            f"{process} cannot be asked to stop: {error.filename or directory}: {error.strerror}",
             remedy=f"`rollart stop` on {owner.host}",
         ) from None
 

@@ -35,9 +35,8 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         return
     with LedgerReader(directory) as reader:
         rows, config = collect(reader, directory.resolve().name), reader.config()
-        engines = _parts(reader, ENGINE_ROLES) if owner else []
-        hosts = _parts(reader, ("environment",)) if owner else []
-        workers = _parts(reader, ("reward",)) if owner else []
+        every: tuple[Collection[str], ...] = (ENGINE_ROLES, ("environment",), ("reward",))
+        engines, hosts, workers = (_parts(reader, roles) if owner else [] for roles in every)
         starting = _starting(reader, engines)
         plan = _plan(reader, engines, config)
     steps = config.get("run", {}).get("steps")

@@ -152,7 +152,7 @@ def timeline_chart(found: Timeline, *, until: float | None = None) -> MarkupElem
         y += 10.0 if band.kind != kind else 0.0
         kind = band.kind
         height = LOW if band.kind == FAULTS or (band.kind == DEVICES and band.members == 1) else HIGH
-        parts.append(_row(band, found, LEFT, LEFT + (x1 - LEFT) * found.seconds / end, y, height))
+        parts.append(_row(band, found, LEFT + (x1 - LEFT) * found.seconds / end, y, height))
         y += height + (GAP if height == HIGH else 3.0)
     marks = _time_axis(end, x1, y + 2.0)
     return _svg(found.label or "timeline", [*marks, *parts], TIMELINE_WIDTH, y + 26.0, "chart wide")
@@ -170,16 +170,11 @@ def timeline_legend(found: Sequence[Timeline]) -> MarkupElement:
     return legend((name, paint) for state, (paint, name) in PAINT.items() if state in seen)
 
 
-def series_paint(n: int) -> str:
-    """The class of the n-th compared series."""
-    return f"s{n % SERIES}"
-
-
-def nice_ticks(most: float, about: int = 5) -> list[float]:
-    """0 and equal round steps up to `most`: 1, 2 or 5 times a power of ten."""
+def nice_ticks(most: float) -> list[float]:
+    """0 and about five equal round steps up to `most`: 1, 2 or 5 times a power of ten."""
     if not most > 0:
         return [0.0]
-    rough = most / about
+    rough = most / 5
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * k for k in (1, 2, 5, 10) if power * k >= rough * 0.9)
     return [n * step for n in range(int(most / step * 1.000001) + 1)]
@@ -273,22 +268,22 @@ def _whisker(bar: Bar, plot: _Plot, y: float, thick: float) -> Iterable[MarkupEl
     yield element("path", d=ends, class_="whisker")
 
 
-def _row(band: Band, found: Timeline, x0: float, x1: float, y: float, height: float) -> MarkupElement:
-    width = (x1 - x0) / found.bins
+def _row(band: Band, found: Timeline, x1: float, y: float, height: float) -> MarkupElement:
+    width = (x1 - LEFT) / found.bins
     if band.kind == FAULTS:
-        return element("g", *_words(band, y, height), *_ticks(band, found, x0, width, y, height))
+        return element("g", *_words(band, y, height), *_ticks(band, found, width, y, height))
     parts: list[MarkupElement] = []
     low = [0.0] * found.bins
     for state in sorted(band.amounts, key=_order):
         high = [a + b for a, b in zip(low, band.amounts[state], strict=True)]
-        path = _area(low, high, band.whole, x0, width, y, height)
+        path = _area(low, high, band.whole, width, y, height)
         if path:
             parts.append(element("path", d=path, class_=_painted(state)[0]))
         low = high
-    return element("g", *_words(band, y, height), *parts, *_slots(band, found, x0, x1, y, height))
+    return element("g", *_words(band, y, height), *parts, *_slots(band, found, x1, y, height))
 
 
-def _ticks(band: Band, found: Timeline, x0: float, width: float, y: float, height: float) -> Iterable[MarkupElement]:
+def _ticks(band: Band, found: Timeline, width: float, y: float, height: float) -> Iterable[MarkupElement]:
     """A mark for each bin with faults, by logarithmic height; a single fault has a quarter of the height."""
     for n, column in enumerate(zip(*band.amounts.values(), strict=True)):
         count = math.fsum(column)
@@ -296,7 +291,7 @@ def _ticks(band: Band, found: Timeline, x0: float, width: float, y: float, heigh
             tall = height * (0.25 + 0.75 * math.log1p(count - 1) / math.log1p(max(1.0, band.whole - 1)))
             lines = [f"{duration(n * found.bin_s)} to {duration((n + 1) * found.bin_s)}"]
             lines += [f"{k.replace('_', ' ')}: {c:.0f}" for k, c in zip(band.amounts, column, strict=True) if c]
-            x, top, tip = x0 + n * width, y + height - tall, element("title", "\n".join(lines))
+            x, top, tip = LEFT + n * width, y + height - tall, element("title", "\n".join(lines))
             yield element("rect", tip, x=x, y=top, width=max(width, 2.0), height=tall, class_="down")
 
 
@@ -313,9 +308,7 @@ def _words(band: Band, y: float, height: float) -> Iterable[MarkupElement]:
         yield element("text", under, x=LEFT - 10.0, y=middle + 8.0, class_="tick", text_anchor="end")
 
 
-def _area(
-    low: Sequence[float], high: Sequence[float], whole: float, x0: float, width: float, y: float, height: float
-) -> str:
+def _area(low: Sequence[float], high: Sequence[float], whole: float, width: float, y: float, height: float) -> str:
     """Closed outline between two step curves; '' if they are equal."""
     if not whole > 0 or all(b - a < whole * 1e-4 for a, b in zip(low, high, strict=True)):
         return ""
@@ -323,26 +316,26 @@ def _area(
     def level(value: float) -> str:
         return f"{y + height * (1.0 - min(1.0, value / whole)):.1f}"
 
-    there = _stairs([level(v) for v in high], x0, width, forth=True)
-    back = _stairs([level(v) for v in low], x0, width, forth=False)
-    return f"M{x0:.1f} {level(low[0])}{there}{back}Z"
+    there = _stairs([level(v) for v in high], width, forth=True)
+    back = _stairs([level(v) for v in low], width, forth=False)
+    return f"M{LEFT:.1f} {level(low[0])}{there}{back}Z"
 
 
-def _stairs(levels: Sequence[str], x0: float, width: float, *, forth: bool) -> str:
+def _stairs(levels: Sequence[str], width: float, *, forth: bool) -> str:
     """A step curve in one direction; equal levels are merged into one line."""
     order = range(len(levels)) if forth else range(len(levels) - 1, -1, -1)
     pieces: list[str] = []
     last = ""
     for n in order:
         if levels[n] != last:
-            edge = x0 + width * (n if forth else n + 1)
+            edge = LEFT + width * (n if forth else n + 1)
             pieces.append((f"H{edge:.1f}" if last else "") + f"V{levels[n]}")
             last = levels[n]
-    pieces.append(f"H{x0 + width * len(levels) if forth else x0:.1f}")
+    pieces.append(f"H{LEFT + width * len(levels) if forth else LEFT:.1f}")
     return "".join(pieces)
 
 
-def _slots(band: Band, found: Timeline, x0: float, x1: float, y: float, height: float) -> Iterable[MarkupElement]:
+def _slots(band: Band, found: Timeline, x1: float, y: float, height: float) -> Iterable[MarkupElement]:
     count = min(SLOTS, found.bins)
     for n in range(count):
         a, b = n * found.bins // count, (n + 1) * found.bins // count
@@ -352,7 +345,7 @@ def _slots(band: Band, found: Timeline, x0: float, x1: float, y: float, height: 
             if amount >= band.whole * 5e-4:
                 share = f" ({amount / band.whole:.0%})" if band.kind == DEVICES else ""
                 lines.append(f"{_painted(state)[1]}: {amount:,.3g}{share}")
-        left, right = (x0 + (x1 - x0) * edge / found.bins for edge in (a, b))
+        left, right = (LEFT + (x1 - LEFT) * edge / found.bins for edge in (a, b))
         tip = element("title", "\n".join(lines))
         yield element("rect", tip, x=left, y=y, width=right - left, height=height, class_="hover")
 

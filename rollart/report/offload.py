@@ -229,16 +229,15 @@ def _serving_options(cases: Iterable[_OffloadCase]) -> Iterator[Row]:
     for case in cases:
         life, used = case.metered()
         starts = sum(row.cold_start_s > 0 for row in case.recorded)
-        waits = _waits(CallReplay(tuple(row.queued_s for row in case.recorded), 0, 0, 0, 0, 0, 0))
-        yield _served(case, "as billed", None, life, used, waits, starts, case.functions_usd)
+        billed = CallReplay(tuple(row.queued_s for row in case.recorded), 0, 0, 0, starts, 0, 0)
+        yield _served(case, "as billed", billed, None, life, used, case.functions_usd)
         # One, the fewest that are fast enough, and the fewest without any wait.
         chosen = {case.peak: "dedicated, no wait", case.fewest: "dedicated, enough"}
         if case.fewest > 1:
             chosen[1] = "dedicated, one"
         for workers, why in sorted(chosen.items()):
             one, worker_s, usd = case.dedicated(workers)
-            share = ratio(one.busy_s, worker_s)
-            yield _served(case, why, workers, worker_s, share, _waits(one), 0, usd)
+            yield _served(case, why, one, workers, worker_s, ratio(one.busy_s, worker_s), usd)
         if case.name == ALL:
             continue
         scalings: tuple[tuple[str, ScalingRule | None], ...] = (
@@ -248,18 +247,16 @@ def _serving_options(cases: Iterable[_OffloadCase]) -> Iterator[Row]:
         )
         for label, scaling in scalings:
             one, usd = case.elastic(scaling)
-            starts, waits = one.cold_starts, _waits(one)
-            yield _served(case, label, one.peak, one.worker_s, one.utilisation, waits, starts, usd)
+            yield _served(case, label, one, one.peak, one.worker_s, one.utilisation, usd)
 
 
 def _served(
     case: _OffloadCase,
     by: str,
+    one: CallReplay,
     workers: int | None,
     worker_s: float | None,
     used: float | None,
-    waits_ms: tuple[float, float],
-    cold_starts: int,
     usd: float,
 ) -> Row:
     return {
@@ -268,15 +265,11 @@ def _served(
         "workers": as_count(workers),
         "worker_s": as_seconds(worker_s),
         "used": as_share(used),
-        "wait_p50_ms": as_ms(waits_ms[0]),
-        "wait_p99_ms": as_ms(waits_ms[1]),
-        "cold_starts": as_count(cold_starts, people=False),
+        "wait_p50_ms": as_ms(1e3 * one.wait(0.5)),
+        "wait_p99_ms": as_ms(1e3 * one.wait(0.99)),
+        "cold_starts": as_count(one.cold_starts, people=False),
         "usd": as_usd(usd),
     }
-
-
-def _waits(one: CallReplay) -> tuple[float, float]:
-    return 1e3 * one.wait(0.5), 1e3 * one.wait(0.99)
 
 
 @table("summary", "Functions as billed against the fewest dedicated workers that are quick enough")

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from rollart.report.charts import (
+    SERIES,
     Bar,
     BarGroup,
     BarSegment,
     bar_chart,
     duration,
     legend,
-    series_paint,
     timeline_chart,
     timeline_legend,
 )
@@ -95,7 +95,7 @@ def simulation_page(report: Report, timelines: Sequence[Timeline]) -> str:
     figures = {
         str(row[0]): {name: _pair(row[3:], n) for n, name in enumerate(schedules)} for row in tables["figures"].rows
     }
-    paints = {name: series_paint(n) for n, name in enumerate(schedules)}
+    paints = {name: f"s{n % SERIES}" for n, name in enumerate(schedules)}
     waits = tables["waits"]
     # Without unused devices: thousands of idle cores would dominate the chart.
     used = replace(waits, rows=tuple(row for row in waits.rows if not str(row[0]).startswith("unused:")))
