@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
+from placement.types import Role
 from rollart.model import EngineId
 
 
@@ -66,12 +67,9 @@ class RuntimeEvent:
     detail: str = ""
 
 
-class EngineRole(enum.StrEnum):
-    """The router's use of an engine. Every engine supports all three roles: only the router changes them."""
-
-    ENGINE = "engine"
-    PREFILL = "prefill"
-    DECODE = "decode"
+EngineRole = Role
+"""The router's use of an engine: one of `ROLLOUT_ROLES`, all of which every engine supports. Only the router changes
+it."""
 
 
 class EngineKind(NamedTuple):

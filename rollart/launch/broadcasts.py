@@ -9,12 +9,11 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from placement.types import Role
+from placement.types import ROLLOUT_ROLES, Role
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.trainers.http import HttpTrainer
 from rollart.errors import EngineError, LeaseExpired, SpecError, TrainerError
 from rollart.launch.layout import torch_device
-from rollart.launch.routing import SERVING_ROLES
 from rollart.leases import Expiry, Leases
 from rollart.model import BroadcastResult, EngineId
 from rollart.ports import Recorder, RunEvent
@@ -42,7 +41,7 @@ def collective_backend(resolved: Resolved) -> str:
     """NCCL between GPUs, gloo where any part computes on CPU cores. SpecError for NCCL without GPUs."""
     spec, plan = resolved.run.weights.collective, resolved.plan
     assert spec is not None, "asked of runs that broadcast"
-    cores = [a for a in plan.of(Role.TRAINER, *SERVING_ROLES) if torch_device(resolved, a) == "cpu"]
+    cores = [a for a in plan.of(Role.TRAINER, *ROLLOUT_ROLES) if torch_device(resolved, a) == "cpu"]
     if spec.backend == "nccl" and cores:
         raise SpecError(
             f"weights.collective.backend is nccl, and {cores[0].name} runs on cores of pool '{cores[0].pool}' (rule: "

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from placement.diff import MoveCosts, diff
 from placement.problem import RunningPlan
-from placement.types import Assignment, Deployment, Role
+from placement.types import ROLLOUT_ROLES, Assignment, Deployment, Role
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.adapters.clusters.runtime import matches
 from rollart.errors import PartDied, SpecError, UsageError
@@ -22,7 +22,6 @@ from rollart.fleet import (
     ActorSpec,
     Bundle,
     EngineKind,
-    EngineRole,
     FleetObservation,
     Node,
     Proposal,
@@ -38,7 +37,6 @@ from rollart.launch.layout import (
     trainer_host_parts,
 )
 from rollart.launch.plan import PlacementPlanner, fleet_move, placement_planner, plan_with
-from rollart.launch.routing import SERVING_ROLES
 from rollart.model import EngineId
 from rollart.ports import Handle, Planner, RunEvent, Runtime
 from rollart.settings.planning import pool_labels, pools_of
@@ -93,15 +91,15 @@ def fit_to_devices(resolved: Resolved, devices: Mapping[str, int]) -> Resolved:
     """The run reduced to the parts of its plan that fit on these devices: mandatory parts first, then environment hosts
     and engines in plan order. `UsageError` if no engine fits."""
     left, kept = dict(devices), list[Assignment]()
-    later = (Role.ENVIRONMENT, *SERVING_ROLES)
-    parts = sorted(resolved.plan.assignments, key=lambda a: (a.role in later, a.role in SERVING_ROLES))  # stable
+    later = (Role.ENVIRONMENT, *ROLLOUT_ROLES)
+    parts = sorted(resolved.plan.assignments, key=lambda a: (a.role in later, a.role in ROLLOUT_ROLES))  # stable
     for part in parts:
         if part.role not in later or len(part.devices) <= left.get(part.pool, 0):
             left[part.pool] = left.get(part.pool, 0) - len(part.devices)
             kept.append(part)
     if len(kept) == len(parts):
         return resolved
-    if not any(part.role in SERVING_ROLES for part in kept):
+    if not any(part.role in ROLLOUT_ROLES for part in kept):
         raise UsageError(
             f"no engine of the plan fits on the nodes that are there ({dict(devices)} devices by pool)",
             remedy="start more nodes, or set a pool's min so that the run waits for them",
@@ -130,11 +128,11 @@ class FixedCountPlanner:
         self._pools = pools_of(wanted.cluster, wanted.prices)
         self._settings = wanted.run.placement.rebalance
         parts = wanted.plan.assignments
-        self._wanted = Counter(a.role for a in parts if a.role in SERVING_ROLES)
-        self._sizes = {a.role: len(a.devices) for a in parts if a.role in SERVING_ROLES}
-        self._others = Counter(a.pool for a in parts if a.role not in SERVING_ROLES for _ in a.devices)
+        self._wanted = Counter(a.role for a in parts if a.role in ROLLOUT_ROLES)
+        self._sizes = {a.role: len(a.devices) for a in parts if a.role in ROLLOUT_ROLES}
+        self._others = Counter(a.pool for a in parts if a.role not in ROLLOUT_ROLES for _ in a.devices)
         device = {p.name: p.device for p in wanted.cluster.pools}
-        types = {device[a.pool] for a in parts if a.role in SERVING_ROLES}
+        types = {device[a.pool] for a in parts if a.role in ROLLOUT_ROLES}
         self._serve = [p.name for p in self._pools if device[p.name] in types]
         """Pools with the device types of the plan's engines."""
 
@@ -167,40 +165,36 @@ class FixedCountPlanner:
         return {p.name: min(p.count, present.get(p.name, 0)) - self._others[p.name] for p in self._pools}
 
     def _target_engines(self, have: Counter[EngineKind], devices: Mapping[str, int]) -> Counter[EngineKind]:
-        """Serving engines; if a role has none, one reassigned from the largest role; then the missing engines."""
+        """Serving engines; the missing ones; then, if a role has none, one reassigned
+        from the largest role, if that has at least two."""
         engines, left = Counter(have), dict(devices)
         for kind, count in have.items():
             left[kind.pool] = left.get(kind.pool, 0) - kind.tp * count
         for role, number in self._wanted.items():
-            size, engine_role = self._sizes[role], EngineRole(role)
-            while sum(n for kind, n in engines.items() if kind.role is engine_role) < number:
+            size = self._sizes[role]
+            while sum(n for kind, n in engines.items() if kind.role is role) < number:
                 pool = max(self._serve, key=lambda name: left.get(name, 0))
                 if left.get(pool, 0) < size:
                     break
                 left[pool] -= size
-                engines[EngineKind(pool, engine_role, size)] += 1
+                engines[EngineKind(pool, role, size)] += 1
         for role in self._wanted:
-            if not any(n for kind, n in engines.items() if kind.role == EngineRole(role)):
-                _reassign_engine(engines, EngineRole(role))
+            if not any(n for kind, n in engines.items() if kind.role is role):
+                most = max(engines, key=lambda kind: (engines[kind], kind), default=None)
+                if most is not None and sum(n for kind, n in engines.items() if kind.role is most.role) > 1:
+                    engines[most] -= 1
+                    engines[most._replace(role=role)] += 1
         return +engines
 
     def _rate(self, engines: Counter[EngineKind]) -> float:
         """Rates are unknown: engines count alike, and the rate is 0 if a role has no engine."""
-        if any(not any(n for kind, n in engines.items() if kind.role == EngineRole(role)) for role in self._wanted):
+        if any(not any(n for kind, n in engines.items() if kind.role is role) for role in self._wanted):
             return 0.0
         return float(sum(engines.values()))
 
 
-def _reassign_engine(engines: Counter[EngineKind], role: EngineRole) -> None:
-    """Reassign one engine of the largest role to `role`, if that role has at least two."""
-    most = max(engines, key=lambda kind: (engines[kind], kind), default=None)
-    if most is not None and sum(n for kind, n in engines.items() if kind.role is most.role) > 1:
-        engines[most] -= 1
-        engines[most._replace(role=role)] += 1
-
-
 def _deployments(engines: Counter[EngineKind]) -> list[Deployment]:
-    return [Deployment(kind.pool, Role(kind.role), kind.tp, count) for kind, count in sorted(engines.items())]
+    return [Deployment(*kind, count) for kind, count in sorted(engines.items())]
 
 
 NODE_POLL_S = 0.25

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from placement.types import Assignment, Role
+from placement.types import ROLLOUT_ROLES, Assignment, Role
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import VllmEngine, VllmHost
 from rollart.adapters.engines.vllm_options import VllmOptions, wrong_options
@@ -30,7 +30,7 @@ from rollart.launch.layout import (
     part_clock,
     required_vllm_options,
 )
-from rollart.launch.routing import SERVING_ROLES, engine_placement
+from rollart.launch.routing import engine_placement
 from rollart.launch.start_limits import engine_start_limits, watch_start
 from rollart.launch.trainer import MultiHostTrainer
 from rollart.launch.weight_store import SharedWeightStore, probe_logprobs, write_agreement
@@ -390,7 +390,7 @@ class ClusterEngineSite:
         self._next: Counter[Role] = Counter()
         for name in (*names, *self._assignments):
             role, _, number = name.rpartition("-")
-            if role in SERVING_ROLES and number.isdecimal():
+            if role in ROLLOUT_ROLES and number.isdecimal():
                 self._next[Role(role)] = max(self._next[Role(role)], int(number) + 1)
         now = asyncio.get_running_loop().time()
         owned = sum(pool.count * pool.usd_per_device_hour for pool in self._pools.values() if not pool.rented)
@@ -399,7 +399,7 @@ class ClusterEngineSite:
 
     async def open(self) -> None:
         """Create the plan's engines by role, without starting them."""
-        for assignment in self._resolved.plan.of(*SERVING_ROLES):
+        for assignment in self._resolved.plan.of(*ROLLOUT_ROLES):
             await self._make_engine(assignment)
         for pool in self._pools:
             self._rebill_idle(pool)
@@ -435,10 +435,9 @@ class ClusterEngineSite:
         devices = free_devices(pool, taken, kind.tp) if kind.tp <= free else None
         if devices is None:
             raise RunFailed(f"pool '{kind.pool}' has {free} free devices, and no {kind.tp} of them in one host")
-        role = Role(kind.role)
-        assignment = Assignment(role, self._next[role], kind.pool, devices)
+        assignment = Assignment(kind.role, self._next[kind.role], kind.pool, devices)
         part = await self._make_engine(assignment)
-        self._next[role] += 1
+        self._next[kind.role] += 1
         self._rebill_idle(kind.pool)
         return ReservedEngine(part, engine_placement(self._resolved, assignment))
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from placement.types import Assignment, Role
+from placement.types import ROLLOUT_ROLES, Assignment, Role
 from rollart.adapters.env_hosts.client import HostConnection
 from rollart.adapters.env_hosts.host import ENVIRONMENT_HOST_TOKEN
 from rollart.adapters.envs.worked import WORKED, worked_example_domain
@@ -31,7 +31,6 @@ from rollart.fleet import ActorSpec
 from rollart.hosted import EnvironmentHost, FunctionHost
 from rollart.launch.clusters import exit_cause, place_actor, present_devices
 from rollart.launch.layout import cpu_pool, device_clock, node_selector, part_resources, program_actor, resource_kind
-from rollart.launch.routing import SERVING_ROLES
 from rollart.launch.strategies import node_wait_s
 from rollart.launch.weight_store import run_id
 from rollart.leases import Leases
@@ -201,7 +200,7 @@ def fitting_hosts(resolved: Resolved, devices: Mapping[str, int] | None) -> int:
     if devices is None:
         return len(given)
     fixed = {
-        a.name: a for a in resolved.plan.assignments if a.role not in SERVING_ROLES and a.role is not Role.ENVIRONMENT
+        a.name: a for a in resolved.plan.assignments if a.role not in ROLLOUT_ROLES and a.role is not Role.ENVIRONMENT
     }
     left = {pool: n - sum(len(a.devices) for a in fixed.values() if a.pool == pool) for pool, n in devices.items()}
     found = 0

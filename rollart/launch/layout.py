@@ -16,11 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from placement.types import Assignment, Pool, Role
+from placement.types import ROLLOUT_ROLES, Assignment, Pool, Role
 from rollart.adapters.engines.vllm_options import VllmOptions
 from rollart.errors import SpecError
 from rollart.fleet import ActorSpec, Node
-from rollart.launch.routing import SERVING_ROLES
 from rollart.launch.vllm import CONNECTOR, VllmCommand, vllm_command, vllm_python
 from rollart.launch.weight_store import weight_store_location
 from rollart.ledger.intervals import ResourceClock
@@ -272,7 +271,7 @@ def engine_tolerance(resolved: Resolved) -> float:
 
 def attached_urls(resolved: Resolved) -> dict[str, str]:
     """URLs of attached servers, by engine name."""
-    names = [a.name for a in resolved.plan.of(*SERVING_ROLES)]
+    names = [a.name for a in resolved.plan.of(*ROLLOUT_ROLES)]
     return dict(zip(names, resolved.cluster.engines.attach, strict=False))
 
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from placement.diff import Move as PlacedMove
 from placement.diff import MoveCosts, diff
 from placement.problem import DomainProfile, EnvironmentCost, Problem, Quantity, RunningPlan
-from placement.types import Assignment, Deployment, Infeasible, Objective, Placement, Plan, Pool, Role
+from placement.types import ROLLOUT_ROLES, Assignment, Deployment, Infeasible, Objective, Placement, Plan, Pool, Role
 from rollart.errors import RunFailed, UsageError
 from rollart.fleet import (
     DomainWork,
@@ -28,7 +28,7 @@ from rollart.fleet import (
     Routes,
 )
 from rollart.launch.layout import free_devices
-from rollart.launch.routing import SERVING_ROLES, routes_of
+from rollart.launch.routing import routes_of
 from rollart.launch.start_limits import engine_start_limits
 from rollart.ledger.events import PLAN_ADOPTED
 from rollart.ledger.intervals import RESOURCE_OPENED
@@ -165,8 +165,8 @@ class PlacementPlanner:
             raise RunFailed(f"no plan for this work on these engines: {best.message}")
         rate_now = 0.0 if isinstance(now, Infeasible) else now.rate
         costs = MoveCosts.of(problem.pools, running)
-        engines = [d for d in serving if d.role in SERVING_ROLES]  # other parts stay in place during a run
-        placed = diff(engines, [d for d in best.deployments if d.role in SERVING_ROLES], costs=costs)
+        engines = [d for d in serving if d.role in ROLLOUT_ROLES]  # other parts stay in place during a run
+        placed = diff(engines, [d for d in best.deployments if d.role in ROLLOUT_ROLES], costs=costs)
         if not placed and best.rate <= rate_now:
             return None
         lost = sum(move.device_seconds for move in placed)
@@ -185,12 +185,8 @@ class PlacementPlanner:
 
     def _serving(self, observed: FleetObservation) -> tuple[Deployment, ...]:
         """Serving engines, and the plan's other parts, which do not change."""
-        engines = [
-            Deployment(kind.pool, Role(kind.role), kind.tp, load.healthy)
-            for kind, load in sorted(observed.load.items())
-            if load.healthy
-        ]
-        return (*engines, *(d for d in self.found.deployments if d.role not in SERVING_ROLES))
+        engines = [Deployment(*kind, load.healthy) for kind, load in sorted(observed.load.items()) if load.healthy]
+        return (*engines, *(d for d in self.found.deployments if d.role not in ROLLOUT_ROLES))
 
     def updated_problem(self, observed: FleetObservation) -> Problem:
         """The problem with measured work, and with training in its current place."""
@@ -261,8 +257,8 @@ def fleet_move(placed: PlacedMove) -> FleetMove:
         placed.pool,
         placed.tp,
         placed.replicas,
-        None if placed.before is None else EngineRole(placed.before),
-        None if placed.after is None else EngineRole(placed.after),
+        placed.before,
+        placed.after,
     )
 
 
@@ -318,12 +314,12 @@ def _with_engines(
     assert problem is not None
     assert plan.placement is not None
     pools = {p.name: p for p in pools_of(resolved.cluster, resolved.prices)}
-    others = [a for a in plan.assignments if a.role not in SERVING_ROLES]
+    others = [a for a in plan.assignments if a.role not in ROLLOUT_ROLES]
     placed = _assign_devices(pools, others, engines)
     if isinstance(placed, str):
         return placed
-    counts = Counter((kind.pool, Role(kind.role), kind.tp) for kind in engines.values())
-    kept = [d for d in plan.placement.deployments if d.role not in SERVING_ROLES]
+    counts = Counter(engines.values())
+    kept = [d for d in plan.placement.deployments if d.role not in ROLLOUT_ROLES]
     fixed = (*(Deployment(*key, n) for key, n in sorted(counts.items())), *kept)
     train, trainer = problem.train, next((d for d in kept if d.role is Role.TRAINER), None)
     if train is not None and trainer is not None:

@@ -33,7 +33,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from placement.types import Role
+from placement.types import ROLLOUT_ROLES, Role
 from rollart.adapters.env_hosts.checks import MODULE, WARM_START_ARGUMENT, EnvironmentProblem, check_environments
 from rollart.adapters.text import HubTokenizer
 from rollart.architecture import LINEAR, read_architecture, refuse_truncated, refuse_unsupported, weight_files
@@ -51,7 +51,6 @@ from rollart.launch.prepare import (
 )
 from rollart.launch.requirements import CPU_INDEX, refuse_missing, refuse_without_cuda, torch_build
 from rollart.launch.rewards import check_function, function_packages
-from rollart.launch.routing import SERVING_ROLES
 from rollart.launch.strategies import refuse_lending
 from rollart.settings.base import host_and_port
 from rollart.settings.cluster import UNLESS_QUICK
@@ -247,7 +246,7 @@ def dry_run_lines(resolved: Resolved) -> Iterator[str]:
     """One line per engine and one for the trainer, none for embedded parts in float32 on cores; one for broadcasts, and
     one per host of function workers."""
     ours, urls = resolved.cluster.engines.kind != "vllm", attached_urls(resolved)
-    for assignment in resolved.plan.of(*SERVING_ROLES):
+    for assignment in resolved.plan.of(*ROLLOUT_ROLES):
         if ours:
             device = torch_device(resolved, assignment)
             yield from _dtype_line(assignment.name, device, engine_dtype(resolved, device))
@@ -274,7 +273,7 @@ def dry_run_lines(resolved: Resolved) -> Iterator[str]:
 def _refuse_programs(resolved: Resolved) -> None:
     """SpecError for parts whose programs cannot be described, or cannot run on this machine."""
     cluster, plan = resolved.cluster, resolved.plan
-    engines = list(plan.of(*SERVING_ROLES))
+    engines = list(plan.of(*ROLLOUT_ROLES))
     with tempfile.TemporaryDirectory() as name:
         config = trainer_config(resolved, Path(name), Path(name))
         trainer_actors(resolved, Path(name), config)

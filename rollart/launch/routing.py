@@ -9,15 +9,12 @@ from dataclasses import dataclass, field
 from placement.hardware import device_name
 from placement.problem import Problem
 from placement.roofline import Roofline, RooflinePerformance, transfer_s
-from placement.types import Assignment, Deployment, Device, Placement, Role
+from placement.types import ROLLOUT_ROLES, Assignment, Deployment, Device, Placement
 from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
 from rollart.policy.routing import HardwareAffinity, RoutingPolicy, prefill_rule
 from rollart.serving.kv_admission import ConcurrencySettings, TrajectoryDispatch
 from rollart.settings.resolve import Resolved
 from rollart.strategies.skew_aware import SkewAwareDispatcher
-
-SERVING_ROLES = (Role.ENGINE, Role.PREFILL, Role.DECODE)
-"""Roles of engines, in starting order."""
 
 
 def engine_placements(resolved: Resolved, roles: Mapping[str, EngineRole] | None = None) -> dict[str, EnginePlacement]:
@@ -25,16 +22,14 @@ def engine_placements(resolved: Resolved, roles: Mapping[str, EngineRole] | None
     return {
         a.name: engine_placement(resolved, a, (roles or {}).get(a.name))
         for a in resolved.plan.assignments
-        if a.role in SERVING_ROLES
+        if a.role in ROLLOUT_ROLES
     }
 
 
 def engine_placement(resolved: Resolved, assignment: Assignment, role: EngineRole | None = None) -> EnginePlacement:
     """An engine's placement; by default with the role of its assignment."""
     device = next(pool.device for pool in resolved.cluster.pools if pool.name == assignment.pool)
-    return EnginePlacement(
-        assignment.pool, device_name(device), role or EngineRole(assignment.role), len(assignment.devices)
-    )
+    return EnginePlacement(assignment.pool, device_name(device), role or assignment.role, len(assignment.devices))
 
 
 def make_router(resolved: Resolved) -> RoutingPolicy:
@@ -47,8 +42,8 @@ def make_router(resolved: Resolved) -> RoutingPolicy:
 def routes_of(problem: Problem, found: Placement) -> Routes:
     """Prices, predictions and shares of a placement."""
     prices = found.prices
-    engines = {engine_kind(*key): price for key, price in prices.deployments.items()}
-    kv = {engine_kind(*key): price for key, price in prices.kv.items()}
+    engines = {EngineKind(*key): price for key, price in prices.deployments.items()}
+    kv = {EngineKind(*key): price for key, price in prices.kv.items()}
     model = PlannedTurnModel.of(problem, found.deployments)
     return Routes(RoutePrices(engines, kv, dict(prices.links), prices.in_flight), model, _shares(found))
 
@@ -71,10 +66,6 @@ def concurrency_settings(resolved: Resolved) -> ConcurrencySettings | None:
     )
 
 
-def engine_kind(pool: str, role: Role, tp: int) -> EngineKind:
-    return EngineKind(pool, EngineRole(role), tp)
-
-
 @dataclass(frozen=True, slots=True)
 class PlannedTurnModel:
     """Implements `TurnModel` with the placer's performance model. `batches`: concurrent turns of an engine by kind; for
@@ -93,7 +84,7 @@ class PlannedTurnModel:
             problem.performance,
             {pool.name: pool.device for pool in problem.pools},
             {ends: (c.gb_per_s, c.latency_s) for ends, c in problem.kv_channels().items()},
-            {engine_kind(d.pool, d.role, d.tp): max(d.batch, 1.0) for d in deployments if d.role in SERVING_ROLES},
+            {EngineKind(d.pool, d.role, d.tp): max(d.batch, 1.0) for d in deployments if d.role in ROLLOUT_ROLES},
         )
 
     def prefill_s(self, kind: EngineKind, new: float, cached: float) -> float:

@@ -11,14 +11,13 @@ from functools import partial
 from typing import Literal
 
 from placement.roofline import RooflinePerformance
-from placement.types import Pool
+from placement.types import ROLLOUT_ROLES, Pool
 from rollart.control.admission import PromptAdmission
 from rollart.control.control_plane import RolloutContext, RolloutOptions
 from rollart.control.strategy import RolloutStrategy
 from rollart.errors import SpecError
 from rollart.fleet import EngineKind
 from rollart.launch.plan import rebalance_settings
-from rollart.launch.routing import SERVING_ROLES
 from rollart.launch.start_limits import engine_start_limits
 from rollart.ledger.intervals import ResourceState
 from rollart.policy.schedules import Admission
@@ -177,7 +176,7 @@ def reshard_settings(resolved: Resolved) -> ReshardSettings | None:
         return None
     rules = {}
     for pool in problem.pools:
-        engines = [a for a in resolved.plan.assignments if a.role in SERVING_ROLES and a.pool == pool.name]
+        engines = [a for a in resolved.plan.assignments if a.role in ROLLOUT_ROLES and a.pool == pool.name]
         sizes = _sizes(spec, problem.performance, pool, sorted(len(a.devices) for a in engines))
         if len(sizes) > 1:
             host = min(pool.device.devices_per_host or pool.count, pool.count)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from placement.types import ROLLOUT_ROLES
 from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
@@ -49,7 +50,7 @@ from rollart.launch.layout import part_clock
 from rollart.launch.plan import RunStart, engines_are_movable, rebalance_settings
 from rollart.launch.prepare import prepare_tokenizer, runtime_domains, trainer_config
 from rollart.launch.rewards import RunRewards
-from rollart.launch.routing import SERVING_ROLES, concurrency_settings, engine_placements, make_router
+from rollart.launch.routing import concurrency_settings, engine_placements, make_router
 from rollart.launch.servers import open_harnesses
 from rollart.launch.start_limits import engine_start_limits, trainer_start_s
 from rollart.launch.strategies import (
@@ -464,7 +465,7 @@ async def open_run(
             stack.push_async_callback(stored.aclose)
         runtime, resolved = await stack.enter_async_context(open_cluster(resolved, directory, progress))
         hosts = environment_host_names(resolved) | planned_function_hosts(resolved)
-        others = [a for a in resolved.plan.assignments if a.role not in SERVING_ROLES and a.name not in hosts]
+        others = [a for a in resolved.plan.assignments if a.role not in ROLLOUT_ROLES and a.name not in hosts]
         by_part = {a.name: part_clock(resolved, ledger, a) for a in others}  # the others have a part with a clock
         for clock in by_part.values():
             stack.callback(clock.close)

@@ -31,7 +31,7 @@ from placement.calibrate import FREE, FREE_EFFECTIVE, Fit, Row, fit
 from placement.problem import DomainProfile, TrainingConstants
 from placement.publish import PublishSpeeds
 from placement.training import fit_training_constants
-from placement.types import Device, Role
+from placement.types import ROLLOUT_ROLES, Device, Role
 from rollart.adapters.clusters.local import LocalRuntime
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.trainers.http import HttpTrainer
@@ -39,7 +39,6 @@ from rollart.errors import UsageError
 from rollart.launch.launch import launch
 from rollart.launch.layout import engine_actor, pool_nodes, trainer_actors
 from rollart.launch.prepare import prepare_tokenizer, trainer_config
-from rollart.launch.routing import SERVING_ROLES
 from rollart.ledger.events import ENGINE_DID
 from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import LedgerReader
@@ -332,7 +331,7 @@ def fit_engines(resolved: Resolved, directory: Path) -> list[Fit]:
     """One fit per device type with enough intervals. UsageError if there is none."""
     pools = {pool.name: pool.device for pool in pools_of(resolved.cluster, resolved.prices)}
     placed = {
-        a.name: (pools[a.pool].name, len(a.devices)) for a in resolved.plan.assignments if a.role in SERVING_ROLES
+        a.name: (pools[a.pool].name, len(a.devices)) for a in resolved.plan.assignments if a.role in ROLLOUT_ROLES
     }
     devices: dict[str, Device] = {device.name: device for device in pools.values()}
     with LedgerReader(directory) as reader:

@@ -7,9 +7,8 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from placement.types import Role
+from placement.types import ROLLOUT_ROLES, Role
 from rollart.launch.hosts import ENVIRONMENT_ROLE, host_count, initial_function_hosts
-from rollart.launch.routing import SERVING_ROLES
 from rollart.report.simulation import ObservedFaults
 from rollart.settings.faults import LINK, FaultPlanSpec, OutageSpec, RateSpec, matching_names
 from rollart.settings.resolve import Resolved
@@ -29,7 +28,7 @@ def fault_targets(resolved: Resolved) -> dict[str, tuple[str, ...]]:
     machines: dict[str, list[str]] = {}
     per_host = {pool.name: pool.devices_per_host for pool in resolved.cluster.pools}
     for a in resolved.plan.assignments:
-        if a.role not in (*SERVING_ROLES, Role.TRAINER):
+        if a.role not in (*ROLLOUT_ROLES, Role.TRAINER):
             continue
         found[a.name] = (a.name,)
         size = per_host[a.pool]
@@ -38,7 +37,7 @@ def fault_targets(resolved: Resolved) -> dict[str, tuple[str, ...]]:
                 machines.setdefault(f"machine-{a.pool}-{number}", []).append(a.name)
     if resolved.cluster.runtime.elastic is not None:
         machines = {name: [name, *machines.get(name, [])] for name in cluster_machines(resolved)}
-    engines = [a.name for a in resolved.plan.assignments if a.role in SERVING_ROLES]
+    engines = [a.name for a in resolved.plan.assignments if a.role in ROLLOUT_ROLES]
     links = [f"{LINK}weights", *(f"{LINK}weights-{name}" for name in engines)]
     links += [f"{LINK}kv-{a}-{b}" for a, b in kv_pairs(resolved)]
     return {
@@ -82,7 +81,7 @@ def cluster_machines(resolved: Resolved) -> dict[str, SimulatedMachine]:
         size = min(pool.devices_per_host or pool.count, pool.count)
         for number, start in enumerate(range(0, pool.count, size)):
             found[f"machine-{pool.name}-{number}"] = SimulatedMachine(pool.name, min(size, pool.count - start))
-    later = (*SERVING_ROLES, Role.ENVIRONMENT) if host_count(resolved) else SERVING_ROLES
+    later = (*ROLLOUT_ROLES, Role.ENVIRONMENT) if host_count(resolved) else ROLLOUT_ROLES
     for a in resolved.plan.assignments:
         for device in a.devices if a.role not in later else ():
             found[machine_name(resolved, a.pool, device)].taken += 1

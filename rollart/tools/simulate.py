@@ -20,7 +20,7 @@ from placement.architecture import DecoderShape as ModelShape
 from placement.problem import DomainProfile, Quantity, log_normal
 from placement.roofline import Roofline
 from placement.training import mfu as training_mfu
-from placement.types import Assignment, Role
+from placement.types import ROLLOUT_ROLES, Assignment, Role
 from rollart.adapters.rewards.offload import OffloadRewarder
 from rollart.control.domain import Domain
 from rollart.errors import SpecError, UsageError
@@ -28,7 +28,7 @@ from rollart.fleet import EngineKind, EnginePlacement
 from rollart.launch.clusters import PLACEMENT_S, elastic_nodes, elastic_planner, fit_to_devices
 from rollart.launch.hosts import HostAssignments, host_count, host_count_keepers
 from rollart.launch.layout import cpu_pool
-from rollart.launch.routing import SERVING_ROLES, engine_placement
+from rollart.launch.routing import engine_placement
 from rollart.launch.start_limits import trainer_start_s
 from rollart.launch.strategies import engines_are_elastic, reshard_settings
 from rollart.launch.wiring import control_settings
@@ -221,7 +221,7 @@ class _ModelledCluster:
             self._problem.pools,
             self._problem.links,
             self.train.pool,
-            {a.pool for a in resolved.plan.assignments if a.role in SERVING_ROLES},
+            {a.pool for a in resolved.plan.assignments if a.role in ROLLOUT_ROLES},
         )
         self._pull_link, self._pool_link = cache(self._make_pull_link), cache(self._make_pool_link)
         self._steps = cache(self._make_steps)
@@ -244,7 +244,7 @@ class _ModelledCluster:
             return {}
         found = {f"{LINK}weights": self.transfer.push_link}
         for a in self._resolved.plan.assignments:
-            if a.role in SERVING_ROLES:
+            if a.role in ROLLOUT_ROLES:
                 found[f"{LINK}weights-{a.name}"] = self._pull_link(a.name)
         for one, other in kv_pairs(self._resolved):
             found[f"{LINK}kv-{one}-{other}"] = self._pool_link(one, other)
@@ -257,13 +257,13 @@ class _ModelledCluster:
         return SharedLink(LinkProfile(min(path.pull.gb_per_s, INSTANT_GB_PER_S)))
 
     def engines(self) -> list[PlacedEngine]:
-        return [self._make_engine(a) for a in self._resolved.plan.of(*SERVING_ROLES)]
+        return [self._make_engine(a) for a in self._resolved.plan.of(*ROLLOUT_ROLES)]
 
     def site(self, ledger: TracedLedger, machines: MachineInventory | None) -> ModelledSite:
         """Devices of the plan's engines and idle devices, for a run with elastic engines."""
         resolved, devices = self._resolved, dict.fromkeys(self._devices, 0)
         for assignment in resolved.plan.assignments:
-            if assignment.role in SERVING_ROLES:
+            if assignment.role in ROLLOUT_ROLES:
                 devices[assignment.pool] += len(assignment.devices)
         for pool, count in resolved.plan.idle.items():
             devices[pool] += count
@@ -281,7 +281,7 @@ class _ModelledCluster:
     def _start_engine(self, kind: EngineKind) -> PlacedEngine:
         number = 1 + max(a.replica for a in self._resolved.plan.assignments) + self._made
         self._made += 1
-        assignment = Assignment(Role(kind.role), number, kind.pool, tuple(range(kind.tp)))
+        assignment = Assignment(kind.role, number, kind.pool, tuple(range(kind.tp)))
         self._pool_of[assignment.name] = kind.pool
         return self._make_engine(assignment)
 

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 
 from placement.publish import PublishPath
 from placement.solve import solve
-from placement.types import Infeasible, Role
+from placement.types import ROLLOUT_ROLES, Infeasible, Role
 from placement.window import DomainWindow, domain_windows, longest_member_ratios
-from rollart.launch.routing import SERVING_ROLES
 from rollart.settings.planning import publishing_of, window_of
 from rollart.settings.resolve import Resolved
 from rollart.settings.run import LAG, MAX_STALENESS
@@ -99,5 +98,5 @@ def publish_paths(resolved: Resolved) -> dict[str, PublishPath]:
     if problem is None or not trained:
         return {}
     publishing = publishing_of(resolved.run, resolved.cluster, problem.performance.shape)
-    pools = sorted({a.pool for a in resolved.plan.assignments if a.role in SERVING_ROLES})
+    pools = sorted({a.pool for a in resolved.plan.assignments if a.role in ROLLOUT_ROLES})
     return {pool: publishing.path(problem.pools, problem.links, trained[0].pool, pool) for pool in pools}

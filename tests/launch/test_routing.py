@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from placement.types import Role
+from placement.types import ROLLOUT_ROLES
 from rollart.errors import RunFailed
 from rollart.fleet import (
     DomainWork,
@@ -25,7 +25,7 @@ from rollart.fleet import (
     Routes,
 )
 from rollart.launch.plan import MIN_FINISHED, PlacementPlanner, placement_planner, rebalance_settings
-from rollart.launch.routing import SERVING_ROLES, PlannedTurnModel, engine_placements, make_router, routes_of
+from rollart.launch.routing import PlannedTurnModel, engine_placements, make_router, routes_of
 from rollart.policy.routing import PREFILL_RULES
 from rollart.settings.resolve import Resolved, resolve_files
 from rollart.supervise.rebalance import worth_moving
@@ -140,7 +140,7 @@ class TestPlanned:
             for kind, n in (
                 (EngineKind(d.pool, EngineRole(d.role), d.tp), d.replicas)
                 for d in found.deployments
-                if d.role in SERVING_ROLES
+                if d.role in ROLLOUT_ROLES
             )
         }
         observed = FleetObservation(work={}, load=load, rate=1.0, seconds=30.0)
@@ -204,7 +204,7 @@ class TestPlanned:
         made, found = placement_planner(resolved), resolved.plan.placement
         assert made is not None
         assert found is not None
-        planned = [d for d in found.deployments if d.role in SERVING_ROLES]
+        planned = [d for d in found.deployments if d.role in ROLLOUT_ROLES]
         load = {
             EngineKind(d.pool, EngineRole(d.role), d.tp): KindLoad(d.replicas, d.replicas, 0.0, 1.0) for d in planned
         }
@@ -261,8 +261,3 @@ class TestPlanned:
         assert placement_planner(resolve("placement.rebalance={reprice_s: 0, flows_s: 0}")) is None
         settings = rebalance_settings(resolve("placement.rebalance.drift=0.3"))
         assert (settings.spec.drift, settings.baseline["chat"].turns) == (0.3, 4)
-
-
-def test_roles_of_engines() -> None:
-    assert {str(role) for role in SERVING_ROLES} == {str(role) for role in EngineRole}
-    assert Role.TRAINER not in SERVING_ROLES

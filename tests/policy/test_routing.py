@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from placement.types import ROLLOUT_ROLES
 from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
 from rollart.policy.routing import (
     DYNAMO_TOKENS,
@@ -73,7 +74,7 @@ turns = st.builds(
     returns=st.booleans(),
     no_handoff=st.booleans(),
 )
-kinds = [EngineKind(p, r, t) for p in "ab" for r in EngineRole for t in (1, 2)]
+kinds = [EngineKind(p, r, t) for p in "ab" for r in ROLLOUT_ROLES for t in (1, 2)]
 routes_ = st.just(Routes()) | st.builds(
     lambda prices, in_flight, shares: Routes(
         RoutePrices(dict(zip(kinds, prices, strict=True)), in_flight=in_flight), LinearModel(), shares
