@@ -6,10 +6,11 @@ import asyncio
 
 from benchmarks.papers.models import steps
 from benchmarks.papers.row import Claim, Figure, Found, Row
+from benchmarks.papers.workloads import PUSH, alone_s
 from rollart.model import GenerateRequest, Sampling, WeightsRef
 from rollart.sim import loop as virtual
 from rollart.sim.engine import ModelledEngine
-from rollart.sim.links import PUSH, RDMA, TCP, SharedLink
+from rollart.sim.links import RDMA, TCP, SharedLink
 from rollart.sim.weights import WeightTransfer
 from rollart.sim.workload import PRESETS, GeneratedWorkload
 
@@ -20,8 +21,8 @@ SIZES = {"8B": (15.26, 1), "14B": (27.51, 2), "32B": (61.02, 4)}
 
 
 def _links(seeds: int) -> Found:
-    tcp = {n: TCP.seconds(gb, tp) for n, (gb, tp) in SIZES.items()}
-    rdma = {n: RDMA.seconds(gb, tp) for n, (gb, tp) in SIZES.items()}
+    tcp = {n: alone_s(TCP, gb, tp) for n, (gb, tp) in SIZES.items()}
+    rdma = {n: alone_s(RDMA, gb, tp) for n, (gb, tp) in SIZES.items()}
     ratio = {n: tcp[n] / rdma[n] for n in SIZES}
     figures = (
         Figure("TCP 32B s", 29.649, tcp["32B"], tuned=True),

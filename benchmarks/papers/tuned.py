@@ -1,7 +1,8 @@
 """Every constant that was chosen so that a published figure comes out: once, for all rows, with the reason.
 
-Tuned besides, where they are used: the bandwidths of `rollart.sim.links` (to RA-7 and RA-16), FrozenLake's tokens and
-the seconds of resets in `rollart.sim.workload` (to RA-3 and RA-5). Everything else is a datasheet's or a paper's.
+Tuned besides, where they are used: the bandwidths of `rollart.sim.links` (to RA-7) and `workloads` (to RA-16),
+FrozenLake's tokens and the seconds of resets in `rollart.sim.workload` (to RA-3 and RA-5). Everything else is a
+datasheet's or a paper's.
 """
 
 from __future__ import annotations

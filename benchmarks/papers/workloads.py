@@ -1,12 +1,23 @@
-"""Variants of the published workloads."""
+"""Variants of the published workloads, and the link into the store of weights."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
+from placement.publish import PRESETS
+from rollart.sim.links import LinkProfile
 from rollart.sim.workload import WorkloadShape
 
-__all__ = ["cap_answers"]
+__all__ = ["PUSH", "alone_s", "cap_answers"]
+
+PUSH = LinkProfile(PRESETS["rollart"].push_gb_per_s or math.inf)
+"""Weights from a trainer into the store: 0.41 to 0.48 GB/s were measured on the 200 Gb/s link (RA-16); tuned once."""
+
+
+def alone_s(link: LinkProfile, gb: float, streams: int) -> float:
+    """Seconds of a transfer that is alone on the link."""
+    return link.latency_s + gb / min(link.gb_per_s, streams * link.stream_gb_per_s)
 
 
 def cap_answers(shape: WorkloadShape, cap: int) -> WorkloadShape:

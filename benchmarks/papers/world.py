@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from benchmarks.papers.models import shape, steps
 from benchmarks.papers.tuned import TRAIN_FIXED_S, TRAIN_MFU
+from benchmarks.papers.workloads import PUSH
 from placement.hardware import device
 from rollart.control.admission import SchedulerSettings
 from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
@@ -35,7 +36,7 @@ from rollart.settings.rollout import TailBatchingSpec
 from rollart.sim import loop as virtual
 from rollart.sim.engine import DisaggregatedEngine, EngineLimits, KvFabric, ModelledEngine, SimulatedJob
 from rollart.sim.environments import SimulatedDomain, SimulatedHost
-from rollart.sim.links import PUSH, RDMA, LinkProfile, SharedLink
+from rollart.sim.links import RDMA, LinkProfile, SharedLink
 from rollart.sim.run import MemoryWeights
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from placement.publish import PRESETS
-
 
 @dataclass(frozen=True, slots=True)
 class LinkProfile:
@@ -33,17 +31,11 @@ class LinkProfile:
         if not (0 < self.gb_per_s < math.inf and self.stream_gb_per_s > 0 and 0 <= self.latency_s < math.inf):
             raise ValueError(f"{self} (rule: rates above 0, that of the link finite, latency at least 0)")
 
-    def seconds(self, gb: float, streams: int = 1) -> float:
-        """Seconds of a transfer that is alone on the link."""
-        return self.latency_s + gb / min(self.gb_per_s, streams * self.stream_gb_per_s)
-
 
 TCP = LinkProfile(gb_per_s=61.02 / 29.649)
 """Weights over 200 Gb/s Ethernet, TCP, as Mooncake moves them (RA-7)."""
 RDMA = LinkProfile(gb_per_s=61.02 / 9.442, stream_gb_per_s=15.26 / (15.26 / TCP.gb_per_s / 1.264))
 """Weights over 400 Gb/s InfiniBand (RA-7)."""
-PUSH = LinkProfile(PRESETS["rollart"].push_gb_per_s or math.inf)
-"""Weights from a trainer into the store: 0.41 to 0.48 GB/s were measured on the 200 Gb/s link (RA-16); tuned once."""
 
 
 @dataclass(slots=True, eq=False)

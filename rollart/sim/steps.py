@@ -64,7 +64,6 @@ class StepModel:
             raise ValueError(f"a pace of {pace} (rule: finite, above 0)")
         self._pace = pace
         shape, tp, decode_per_s = roofline.shape, roofline.tp, roofline.decode_flops_per_s
-        self.roofline = roofline
         self._bytes_per_s, self._fixed_s, self._expert_s = roofline.bytes_per_s, roofline.fixed_s, roofline.expert_s
         self._row_s, self._request_s = roofline.constants.row_s, roofline.constants.request_s
         self._touched = shape.touched_weight_bytes
@@ -85,7 +84,6 @@ class StepModel:
         """KV of a token of context, one copy."""
         self.kv_tokens = int(roofline.kv_capacity_bytes / self.kv_bytes_per_token)
         """Tokens of KV that an instance holds."""
-        self.weight_bytes = shape.weight_bytes
 
     def decoding(self, n: int) -> StepTimeLines:
         """A step that only decodes, for n sequences."""

@@ -45,10 +45,6 @@ class Script(NamedTuple):
     def turns(self) -> int:
         return len(self.answers)
 
-    @property
-    def tokens(self) -> int:
-        return sum(self.shown) + sum(self.answers)
-
 
 class Workload(Protocol):
     """Where an environment's script comes from. `member` counts the resets of one prompt."""

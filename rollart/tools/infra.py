@@ -73,7 +73,17 @@ def render(
             f"functions of {provider})",
             remedy=f"set it in the cluster spec, or add cluster.functions.backend={provider}",
         )
-    packages = _packages(specs, target, bucket) if provider in chain else ()
+    packages: tuple[Package, ...] = ()
+    if provider in chain:
+        with tempfile.TemporaryDirectory(prefix="rollart-infra-") as directory:
+            # Producers make their artefacts here, as for a run.
+            packages = function_packages(specs, asyncio.run(produce_artefacts(specs, Path(directory))))
+        if not packages and not bucket:
+            raise SpecError(
+                f"run '{specs.run.name}' has no reward function that leaves for functions: nothing to render for "
+                f"{target}",
+                remedy="give it `functions`, or render kuberay or ray",
+            )
     name, given = specs.cluster.name, specs.cluster.functions
     with translated_errors():
         if target == "modal":
@@ -157,17 +167,4 @@ def _given_images(given: Sequence[str], pools: Sequence[str]) -> dict[str, str]:
                 remedy="give POOL=IMAGE, head=IMAGE, or an image for all others",
             )
         found[where] = image
-    return found
-
-
-def _packages(specs: Specs, target: str, bucket: str) -> tuple[Package, ...]:
-    """Packages of the run's functions. Producers make their artefacts here, as for a run."""
-    with tempfile.TemporaryDirectory(prefix="rollart-infra-") as directory:
-        artefacts = asyncio.run(produce_artefacts(specs, Path(directory)))
-        found = function_packages(specs, artefacts)
-    if not found and not bucket:
-        raise SpecError(
-            f"run '{specs.run.name}' has no reward function that leaves for functions: nothing to render for {target}",
-            remedy="give it `functions`, or render kuberay or ray",
-        )
     return found

@@ -148,21 +148,16 @@ def _run_in_processes(
 JOIN_S = 1.0
 """Longest wait for final messages of processes that have ended."""
 
-_progress_queue: Queue[TaskProgress | None] | None = None
-"""In a simulation's process: the queue for progress."""
+_queue_progress: ProgressWatcher
+"""In a simulation's process: sends progress to the parent."""
 
 
 def _init_worker(queue: Queue[TaskProgress | None]) -> None:
-    global _progress_queue
+    global _queue_progress
     # An interrupt at the terminal reaches every process; only the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     queue.cancel_join_thread()
-    _progress_queue = queue
-
-
-def _report_progress(progress: TaskProgress) -> None:
-    if _progress_queue is not None:
-        _progress_queue.put(progress)
+    _queue_progress = queue.put
 
 
 def simulation_finding(done: SimulationResult, *, with_timeline: bool = False) -> SimulationFigures:
@@ -183,14 +178,15 @@ def simulation_finding(done: SimulationResult, *, with_timeline: bool = False) -
 
 
 def _run_task(
-    task: SimulationTask, directory: Path, number: int, on_progress: ProgressWatcher = _report_progress
+    task: SimulationTask, directory: Path, number: int, on_progress: ProgressWatcher | None = None
 ) -> SimulationFigures:
-    steps = 0
+    """`on_progress` is None in a process of its own."""
+    report, steps = on_progress or _queue_progress, 0
 
     def stepped(seen: StepTrace) -> None:
         nonlocal steps
         steps += 1
-        on_progress(TaskProgress(number, steps, seen.ended))
+        report(TaskProgress(number, steps, seen.ended))
 
     gc.freeze()
     gc.set_threshold(200_000, 50, 1000)  # objects are long-lived: full collections find nothing and cost a third
@@ -209,7 +205,7 @@ def _run_task(
                 replay=task.replay,
                 faults=task.faults,
                 on_step=stepped,
-                on_time=lambda now: on_progress(TaskProgress(number, steps, now)),
+                on_time=lambda now: report(TaskProgress(number, steps, now)),
             ),
             with_timeline=task.timeline,
         )

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.papers.workloads import PUSH, alone_s
 from rollart.model import WeightsRef
-from rollart.sim.links import PUSH, RDMA, TCP, LinkProfile, SharedLink
+from rollart.sim.links import RDMA, TCP, LinkProfile, SharedLink
 from rollart.sim.loop import run
 from rollart.sim.weights import VersionTransfer, WeightTransfer
 
@@ -148,7 +149,7 @@ def test_ra_16_what_of_an_update_is_exposed(model: str, push: float, pull: float
 def test_without_prefetch_the_whole_pull_is_exposed() -> None:
     gb, tp = MODELS["32B"]
     late, early = moved("32B", prefetch=False), moved("32B")
-    assert late.exposed_s["e1"] == pytest.approx(TCP.seconds(gb, tp) + gb / RDMA.gb_per_s)
+    assert late.exposed_s["e1"] == pytest.approx(alone_s(TCP, gb, tp) + gb / RDMA.gb_per_s)
     assert early.exposed_s["e1"] < 0.3 * late.exposed_s["e1"]
     assert early.push_s == late.push_s
 

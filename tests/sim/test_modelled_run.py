@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+from benchmarks.papers.workloads import PUSH
 from placement.hardware import device
 from rollart.control.trajectory import WaitLimits
 from rollart.model import TrainReport, WeightsRef
@@ -12,7 +13,7 @@ from rollart.serving.engine_registry import GatewayLimits
 from rollart.settings.faults import ResetTroubleSpec
 from rollart.sim.engine import ModelledEngine
 from rollart.sim.environments import SimulatedDomain
-from rollart.sim.links import PUSH, TCP, SharedLink
+from rollart.sim.links import TCP, SharedLink
 from rollart.sim.loop import run
 from rollart.sim.trainers import ModelledTrainer, TrainerSpeed
 from rollart.sim.weights import WeightTransfer

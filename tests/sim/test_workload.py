@@ -72,7 +72,7 @@ def test_a_script_is_whole_and_within_its_bounds(name: str) -> None:
         assert 1 <= script.turns == len(script.shown) == len(script.step_s) <= shape.most_turns
         assert min(script.shown) >= 1
         assert 1 <= min(script.answers) <= max(script.answers) <= shape.answers.cap
-        assert script.tokens <= shape.context
+        assert sum(script.shown + script.answers) <= shape.context
         assert min(script.step_s) >= 0 <= script.reset_s
 
 
@@ -163,7 +163,11 @@ def replayed(rows: list[FinishedRow], *, seed: int = 0, resample: bool = False) 
 def test_a_replay_has_the_recorded_sums(rows: list[FinishedRow]) -> None:
     found = replayed(rows)
     for row, script in zip(rows, [found.script(p, 0) for p in range(len(rows))], strict=True):
-        assert (script.turns, script.tokens, sum(script.answers)) == (row.turns, row.tokens, row.action_tokens)
+        assert (script.turns, sum(script.shown + script.answers), sum(script.answers)) == (
+            row.turns,
+            row.tokens,
+            row.action_tokens,
+        )
         assert (script.shown[0], script.reset_s) == (row.first_tokens, row.reset_s)
         assert sum(script.step_s) == pytest.approx(row.env_s)
     assert found.script(0, 0) == found.groups[0][0], "a prompt keeps its group"
@@ -205,4 +209,4 @@ def test_a_shape_without_room_still_answers() -> None:
     tight = WorkloadShape(Constant(9), Constant(500), Constant(400), AnswerLengths(300, 0.1, cap=1000), context=1000)
     script = GeneratedWorkload(tight, 0).script(0, 0)
     assert script.turns == 1
-    assert script.tokens <= 1000
+    assert sum(script.shown + script.answers) <= 1000

@@ -168,7 +168,7 @@ def make(tmp_path: Path, resolved: Resolved, *, starts: int = 1) -> Path:
 def test_what_a_ledger_says_of_its_machine(recorded: Path, resolved: Resolved) -> None:
     seen = read_recording(recorded)
     ((script,),) = set(seen.scripts["chat"])
-    assert (script.turns, script.tokens, script.shown[0], sum(script.answers)) == (3, 44, 10, 24)
+    assert (script.turns, sum(script.shown + script.answers), script.shown[0], sum(script.answers)) == (3, 44, 10, 24)
     assert sum(script.step_s) == pytest.approx(0.06)
     assert seen.timings.trainer.step_s([44] * BATCH) == pytest.approx(TRAIN_S)
     assert seen.timings.publish_s + seen.timings.load_s + FLUSH_SECONDS == pytest.approx(PUBLISH_S)
