@@ -45,3 +45,11 @@ async def terminate(process: asyncio.subprocess.Process, grace_s: float) -> None
     except TimeoutError:
         process.kill()
         await process.wait()
+
+
+def stop_event() -> asyncio.Event:
+    """Set by SIGTERM and SIGINT, from now on for the running loop."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop

@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from rollart.cli.process import INTERRUPTED
 from rollart.errors import ProviderError, UsageError
 from rollart.launch.functions import backend, packages_in, translated_errors
 from rollart.launch.servers import serve_proxy, serve_service
+from rollart.lifeline import stop_event
 from rollart.settings.base import is_loopback
 from serverless.deploy.package import Package
 from serverless.providers.base import Backend
@@ -155,10 +155,7 @@ def _serve(server: AbstractAsyncContextManager[str], announce: Callable[[str], N
     """Announce the server's URL, and wait for SIGINT or SIGTERM."""
 
     async def until_stopped() -> None:
-        stopped = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stopped.set)
+        stopped = stop_event()
         async with server as url:
             announce(url)
             await stopped.wait()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from rollart.engine.server import EngineServer
 from rollart.engine.shm import SHM_BASE
 from rollart.engine.weights import published_version, read_tensors
 from rollart.errors import RollartError, UsageError, first_line
-from rollart.lifeline import die_with_parent
+from rollart.lifeline import die_with_parent, stop_event
 
 SHUTDOWN_S = 2.0
 """Time limit for open connections to end after SIGTERM, seconds."""
@@ -90,10 +89,7 @@ def load(args: argparse.Namespace) -> Runner:
 
 
 async def serve_runner(runner: Runner, args: argparse.Namespace) -> None:
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for sig in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(sig, stop.set)
+    stop = stop_event()
     driver = Driver(runner, threads=args.threads)
     handoff = HandoffSettings(
         lease_s=args.kv_lease_s,

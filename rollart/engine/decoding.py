@@ -54,17 +54,12 @@ class GraphDecoder:
             operations, self.why = select_operations(network.architecture, *network.rope)
         self.operations = operations
         self._sizes = captured_sizes(cache.slots - 1)
-        self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
+        self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
         most = 3 * _stride(self._sizes[-1])
         self._device = torch.zeros(most, dtype=torch.int64, device=network.device)
         self._host = torch.zeros(most, dtype=torch.int64, pin_memory=network.device.type == "cuda")
         self._copied = torch.cuda.Event() if network.device.type == "cuda" else None  # type: ignore[no-untyped-call]
-
-    @property
-    def graphs(self) -> int:
-        """Number of captured graphs."""
-        return len(self._graphs)
 
     @torch.inference_mode()
     def prepare(self) -> None:
@@ -96,7 +91,7 @@ class GraphDecoder:
             self._copied.record()
         if not self._capture:
             return self._run(rows, length)[:n]
-        found = self._graphs.get((rows, length)) or self._captured(rows, length)
+        found = self.graphs.get((rows, length)) or self._captured(rows, length)
         if found is None:
             return self._run(rows, length)[:n]
         graph, logits = found
@@ -129,7 +124,7 @@ class GraphDecoder:
             self.why = f"no CUDA graph: {str(error).splitlines()[0][:200]}"
             return None
         self._pool = self._pool or graph.pool()
-        self._graphs[rows, length] = graph, logits
+        self.graphs[rows, length] = graph, logits
         return graph, logits
 
 

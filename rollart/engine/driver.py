@@ -86,7 +86,7 @@ class Driver:
             self._held[name] = self._open[name] = job
             return
         self._open[name] = job
-        self._run_or_defer(lambda: self._add(job))
+        self.apply_soon(lambda: self._add(job))
 
     def discard(self, name: str) -> None:
         """Abort a request whose caller is gone; nothing is delivered."""
@@ -99,11 +99,7 @@ class Driver:
             job = self._held.pop(name, None)
             if job is not None:
                 self._settle([FinishedJob(job, Completion((), (), (), FinishReason.ABORT, len(job.prompt)))])
-        self._run_or_defer(lambda: self._settle(self.runner.abort(request_ids)))
-
-    def release_soon(self, session: str) -> None:
-        """Free a session's prefix before the next step."""
-        self._run_or_defer(lambda: self.runner.release(session))
+        self.apply_soon(lambda: self._settle(self.runner.abort(request_ids)))
 
     async def generate(self, job: EngineJob) -> FinishedJob:
         """Run a request to its end. Cancelling this call aborts it. EngineError if it is refused."""
@@ -153,7 +149,7 @@ class Driver:
         self._drained.set()
         held, self._held = self._held, {}
         for job in held.values():
-            self._run_or_defer(lambda job=job: self._add(job))  # type: ignore[misc]
+            self.apply_soon(lambda job=job: self._add(job))  # type: ignore[misc]
         self._wake.set()
 
     async def apply(self, action: Callable[[], T]) -> T:
@@ -173,7 +169,7 @@ class Driver:
         self._deferred.append(deferred)
         return await done
 
-    def _run_or_defer(self, action: Callable[[], object]) -> None:
+    def apply_soon(self, action: Callable[[], object]) -> None:
         """Run `action` now, or right after the current step if one runs in a worker thread."""
         if self._stepping:
             self._deferred.append(action)

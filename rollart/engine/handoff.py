@@ -108,11 +108,6 @@ class KvHandoffs:
         self._http: aiohttp.ClientSession | None = None
         self._tasks: asyncio.TaskGroup | None = None
 
-    @property
-    def pulling(self) -> int:
-        """Number of requests that wait for their KV."""
-        return len(self.pull_timeouts)
-
     async def run(self) -> None:
         """Sweep, and hold the tasks of `start`, until cancelled."""
         try:

@@ -292,7 +292,7 @@ class StreamConnection(MessageConnection):
                 self._discard(one)
         elif kind == "r":
             self._handoffs.exports.drop_session(str(message[1]))
-            self._driver.release_soon(str(message[1]))
+            self._driver.apply_soon(lambda: self._driver.runner.release(str(message[1])))
         else:
             raise ValueError(f"unknown message kind {kind!r}")
 
@@ -345,7 +345,7 @@ def render_metrics(runner: Runner, handoffs: KvHandoffs, *, held: int, paused: b
     computed = s.prompt_tokens - s.cached_tokens
     gauges = {
         "vllm:num_requests_running": s.running,
-        "vllm:num_requests_waiting": s.waiting + held + handoffs.pulling,
+        "vllm:num_requests_waiting": s.waiting + held + len(handoffs.pull_timeouts),
         "vllm:kv_cache_usage_perc": s.kv_used,
         "vllm:engine_sleep_state": 0,
         f'vllm:cache_config_info{{block_size="{runner.context}",num_gpu_blocks="{runner.table.slots}"}}': 1,

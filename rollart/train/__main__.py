@@ -16,12 +16,11 @@ import argparse
 import asyncio
 import ctypes
 import os
-import signal
 import socket
 import sys
 from typing import TYPE_CHECKING
 
-from rollart.lifeline import die_with_parent
+from rollart.lifeline import die_with_parent, stop_event
 
 if TYPE_CHECKING:  # torch takes seconds to load: a port in use and a wrong config are reported first
     from rollart.errors import UsageError
@@ -169,12 +168,8 @@ def _listen(host: str, port: int) -> socket.socket | None:
 async def _serve(service: TrainerService, listener: socket.socket, followers: LocalRankProcesses) -> None:
     from aiohttp import web
 
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
+    stop, loop = stop_event(), asyncio.get_running_loop()
     followers.lost = lambda reason: loop.call_soon_threadsafe(service.lost, reason)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     runner = web.AppRunner(service.app(), access_log=None, shutdown_timeout=0.2)
     await runner.setup()
     await web.SockSite(runner, listener).start()

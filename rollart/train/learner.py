@@ -237,7 +237,7 @@ class Learner:
 
     def _policy_objective(self, batch: TrainingBatch, used: IntArray, advantage: FloatArray, version: int) -> Objective:
         config = self.config.loss
-        terms = PolicyObjective(
+        return PolicyObjective(
             config,
             batch,
             advantage,
@@ -246,15 +246,7 @@ class Learner:
             dtype=self.policy.dtype,
             proximal=self._score(batch, used) if config.kind == "decoupled" else None,
             reference=self._reference_logprobs(batch) if config.kl else None,
-        ).terms
-
-        def objective(logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, penalty, values = terms(logprobs, entropy, pick)
-            if config.entropy:
-                loss = loss - config.entropy * entropy
-            return (loss if penalty is None else loss + config.kl * penalty), values
-
-        return objective
+        )
 
     def _reference_logprobs(self, batch: TrainingBatch) -> Tensor:
         """Log-probabilities [N] of the loss tokens under the reference policy. If a rank cannot load it, all ranks

@@ -87,6 +87,13 @@ class PolicyObjective:
         self._credit = torch.from_numpy(advantage).to(device, dtype)
         self._fresh = torch.from_numpy(batch.versions[at] == version).to(device, dtype)
 
+    def __call__(self, logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of the loss tokens `pick` [M], with the bonus and the penalty, and the statistics of `terms`."""
+        loss, penalty, values = self.terms(logprobs, entropy, pick)
+        if self._config.entropy:
+            loss = loss - self._config.entropy * entropy
+        return (loss if penalty is None else loss + self._config.kl * penalty), values
+
     def terms(self, logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """The policy loss, the KL estimate (None without a penalty), and the statistics (without gradient) of the loss
         tokens `pick`; all [M], before weighting. `_fresh` is 1 for tokens sampled under the trained version."""

@@ -102,18 +102,14 @@ class TrainedPolicy:
         first = next(model.parameters())
         self.device: torch.device = first.device
         self.dtype = torch.promote_types(dtype or first.dtype, torch.float32)
-        self._scorer = Scorer(model)
-        self.vocab_size = int(self._scorer.head.weight.shape[0])
+        self.scorer = Scorer(model)
+        self.vocab_size = int(self.scorer.head.weight.shape[0])
         self._check_head()
-        self._scorer.trims_last_layer = self._matches_model(self._scorer.last_layer_trimmed)
+        self.scorer.trims_last_layer = self._matches_model(self.scorer.last_layer_trimmed)
         self._sharded = ranks is not None and ranks.mesh is not None
         if parallel is not None:
             self._distribute(parallel, ranks or Ranks(), dtype)
             self.device = next(model.parameters()).device
-
-    @property
-    def trims_last_layer(self) -> bool:
-        return self._scorer.trims_last_layer
 
     def reshard(self) -> None:
         """Reshard the parameters. After a forward pass without a backward pass, parameters outside all blocks stay
@@ -122,13 +118,13 @@ class TrainedPolicy:
         if self._sharded:
             from torch.distributed.fsdp import FSDPModule
 
-            for part in self._scorer.modules():
+            for part in self.scorer.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
 
     def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [M] of a micro-batch's loss tokens, in the order of `micro.pick`."""
-        logits = self._scorer(micro.ids, micro.at).to(self.dtype)
+        logits = self.scorer(micro.ids, micro.at).to(self.dtype)
         if self.temperature != 1.0:
             logits = logits / self.temperature
         free, total = micro.free, len(micro.pick)
@@ -151,7 +147,7 @@ class TrainedPolicy:
         at = torch.tensor([1, 3, 6], device=self.device)
         with torch.no_grad():
             try:
-                whole, ours = self._scorer.whole(ids, at), shortcut(ids, at)
+                whole, ours = self.scorer.whole(ids, at), shortcut(ids, at)
                 if whole.dtype.itemsize == 2:  # a product of fewer rows may round differently
                     return bool((whole - ours).float().norm() <= MAX_ROUNDING_ERROR * whole.float().norm())
                 return torch.allclose(whole, ours, atol=1e-5, rtol=1e-4)
@@ -164,7 +160,7 @@ class TrainedPolicy:
         with torch.no_grad():
             ids = torch.arange(min(4, self.vocab_size), device=self.device)[None]
             whole = self.model(input_ids=ids, use_cache=False).logits.float()
-            ours = self._scorer.head(self._scorer.body(input_ids=ids, use_cache=False).last_hidden_state).float()
+            ours = self.scorer.head(self.scorer.body(input_ids=ids, use_cache=False).last_hidden_state).float()
         if not torch.allclose(whole, ours, atol=1e-4, rtol=1e-4):
             raise UsageError(f"{type(self.model).__name__} transforms its logits after the output head: not supported")
 
@@ -172,7 +168,7 @@ class TrainedPolicy:
         """Prepare the model for several devices: compilation, activation checkpointing, and parameters that are
         converted to `dtype`, if given, and sharded. Blocks are gathered, run and released one after the other;
         parameters outside all blocks (embeddings, head, norms) stay gathered during a step."""
-        blocks = self._scorer.blocks()
+        blocks = self.scorer.blocks()
         for block in blocks:
             if config.compile:
                 block.forward = torch.compile(block.forward, dynamic=True)
@@ -186,13 +182,13 @@ class TrainedPolicy:
         if config.dtype == "bfloat16":
             # Gradients are summed over the ranks in full precision: a sum of 64 terms in bf16 loses its last bits.
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in (*blocks, self._scorer):  # one at a time, which limits the peak memory of the conversion
+        for block in (*blocks, self.scorer):  # one at a time, which limits the peak memory of the conversion
             if dtype is not None:
                 for parameter in block.parameters():
                     if local_rows(parameter) is parameter:  # not sharded yet
                         parameter.data = parameter.data.to(dtype)
             fully_shard(block, mesh=ranks.mesh, mp_policy=policy)
-        for part in (*blocks, self._scorer):
+        for part in (*blocks, self.scorer):
             assert isinstance(part, FSDPModule)
             # The loss is a share of the whole mini-batch's (`losses.py`), so gradients are summed, not averaged.
             part.set_force_sum_reduction_for_comms(True)

@@ -284,16 +284,12 @@ class TrainerService:
                 outcome = working.result()
                 if outcome.sound or self._ranks.size == 1:
                     return outcome
-                await self._await_lost_rank(outcome)
+                try:  # it may have been caused by the loss of another rank, whose watcher reports it in a moment
+                    async with asyncio.timeout(WATCH_INTERVAL_S):
+                        await self._broken_event.wait()
+                except TimeoutError:
+                    self.lost(outcome.error)
         return CommandOutcome.failed(500, self._broken or "", "it is restarted and restored", sound=False)
-
-    async def _await_lost_rank(self, outcome: CommandOutcome) -> None:
-        """A failure may have been caused by the loss of another rank: wait a moment for its watcher to report it."""
-        try:
-            async with asyncio.timeout(WATCH_INTERVAL_S):
-                await self._broken_event.wait()
-        except TimeoutError:
-            self.lost(outcome.error)
 
     def _has_staged(self, body: bytes) -> bool:
         try:

@@ -241,7 +241,7 @@ def test_a_request_given_up_during_its_pull_leaves_nothing(qwen: Path, how: str,
                 await d.client.abort(["a"])
                 answer = await task
                 assert (answer.finish, answer.token_ids) == (FinishReason.ABORT, ())
-            while d.server.handoffs.pulling:
+            while d.server.handoffs.pull_timeouts:
                 await asyncio.sleep(0)
             assert not d.server.handoffs.runner.busy
             assert (await d.client.generate(ask("a", range(20), session="s"))).finish is FinishReason.LENGTH

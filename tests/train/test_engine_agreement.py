@@ -78,7 +78,7 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
         "np.save(root / 'reference', learner.reference.logprobs(made))\n"
         "half = {'model': {'path': str(root / 'half')}, 'parallel': {'dtype': 'bfloat16'}}\n"
         "model = Learner(config(root, **half), ranks).policy\n"
-        "assert model.trims_last_layer\n"
+        "assert model.scorer.trims_last_layer\n"
         "kept = read_tensors(root / 'half')\n"
         "for name, p in model.model.named_parameters():\n"
         "    assert p.dtype == torch.float32 and torch.equal(p.to_local(), kept[name].float()), name\n"

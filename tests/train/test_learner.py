@@ -66,8 +66,8 @@ def test_a_model_that_is_built_differently_takes_the_general_way() -> None:
     short = Learner(config())
     eager = short.config.model.model_copy(update={"attention": "eager"})
     general = Learner(short.config.model_copy(update={"model": eager}))
-    assert short.policy.trims_last_layer
-    assert not general.policy.trims_last_layer
+    assert short.policy.scorer.trims_last_layer
+    assert not general.policy.scorer.trims_last_layer
     made = batch(mixed())
     assert short.logprobs(made) == pytest.approx(general.logprobs(made), abs=2e-6)
     reports = [learner.train(made, 0).metrics for learner in (short, general)]

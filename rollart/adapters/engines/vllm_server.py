@@ -12,7 +12,6 @@ import asyncio
 import functools
 import json
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import aiohttp
 
-from rollart.lifeline import die_with_parent, terminate
+from rollart.lifeline import die_with_parent, stop_event, terminate
 
 HEALTH_POLL_S = 0.25
 """Seconds between two polls of the starting server; vLLM takes at least 20 s to start."""
@@ -63,10 +62,7 @@ async def _main(args: argparse.Namespace) -> int:
     except OSError as error:
         print(f"vllm: {args.python} cannot be run: {error.strerror}", file=sys.stderr)
         return 2
-    loop = asyncio.get_running_loop()
-    stopped = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stopped.set)
+    stopped = stop_event()
     async with asyncio.TaskGroup() as tasks:
         ended = tasks.create_task(process.wait(), name="the end of vllm")
         ended.add_done_callback(lambda _: stopped.set())
