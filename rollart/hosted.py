@@ -16,9 +16,6 @@ class EnvironmentOrigin:
     how: str
     make_s: float
 
-    def values(self) -> list[str | float]:
-        return [self.how, self.make_s]
-
 
 @dataclass(frozen=True, slots=True)
 class HostHealth:

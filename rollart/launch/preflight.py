@@ -553,9 +553,7 @@ def _is_provided(name: str, package: Package, pinned: Collection[str]) -> bool:
     return any(_canonical(one) in pinned for one in (name, *_distributions().get(name, ())))
 
 
-@functools.cache
-def _distributions() -> dict[str, list[str]]:
-    return dict(importlib.metadata.packages_distributions())
+_distributions = functools.cache(importlib.metadata.packages_distributions)
 
 
 def _canonical(name: str) -> str:

@@ -38,7 +38,14 @@ class RunRewards:
 def check_function(function: FunctionEntry, specs: Specs) -> None:
     """Check a function's source before a start: `RollartError` for anything that would be refused later."""
     functions, base = specs.cluster.functions, Path(specs.base)
-    _refuse_artefacts(function, base)
+    given = [function.artefact] if isinstance(function.artefact, str) else function.artefact or []
+    for artefact in given:
+        module, colon, _ = artefact.partition(":")
+        if colon and len(given) == 1:  # a producer
+            if not module_exists(module):
+                raise SpecError(f"artefact of function '{function.name}': there is no module '{module}'")
+        elif not (base / artefact).exists():
+            raise SpecError(f"artefact of function '{function.name}': there is no {base / artefact}")
     try:
         package = _package(function, (), base)
     except NotOffloadable as refused:
@@ -50,18 +57,6 @@ def check_function(function: FunctionEntry, specs: Specs) -> None:
                 check_isolation(package)
             if specs.cluster.runtime.backend == "local" or specs.cluster.runtime.address == "local":
                 check_importable(package)
-
-
-def _refuse_artefacts(function: FunctionEntry, base: Path) -> None:
-    """`SpecError` for a missing file, or a producer whose module is missing."""
-    given = [function.artefact] if isinstance(function.artefact, str) else function.artefact or []
-    for artefact in given:
-        module, colon, _ = artefact.partition(":")
-        if colon and len(given) == 1:
-            if not module_exists(module):
-                raise SpecError(f"artefact of function '{function.name}': there is no module '{module}'")
-        elif not (base / artefact).exists():
-            raise SpecError(f"artefact of function '{function.name}': there is no {base / artefact}")
 
 
 def build_rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> RunRewards:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rollart.adapters.trainers.http import HttpTrainer
-from rollart.errors import PartDied, RollartError
-from rollart.launch.clusters import place_actor
+from rollart.errors import RollartError
+from rollart.launch.clusters import exit_cause, place_actor
 from rollart.launch.layout import trainer_actors
 from rollart.ports import Handle, Runtime
 from rollart.settings.resolve import Resolved
@@ -49,7 +49,7 @@ class MultiHostTrainer:
         """`start`: the trainer's address. `PartDied` of the first host that ends before all are ready; no host is left
         running then."""
         assert method == "start"
-        await self._cancel_watch()
+        await self.aclose()
         meet = str(await self._leader.call("begin", [*extra, "--meet", ":0"]))
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -66,20 +66,13 @@ class MultiHostTrainer:
         self._watching = asyncio.get_running_loop().create_task(self._watch(address), name="hosts of the trainer")
         return address
 
-    async def aclose(self) -> None:
-        await self._cancel_watch()
-
     async def _watch(self, address: str) -> None:
         async with asyncio.TaskGroup() as tasks:
             for number, other in enumerate(self._others, 1):
                 tasks.create_task(self._report_exit(number, other, address))
 
     async def _report_exit(self, number: int, other: Handle, address: str) -> None:
-        try:
-            cause = str(await other.call("wait"))
-        except PartDied as error:  # the actor, or its node
-            cause = error.message
-        trainer = HttpTrainer(address)
+        cause, trainer = await exit_cause(other), HttpTrainer(address)
         try:
             await trainer.lost(f"the trainer's host {number}: {cause}")
         except RollartError:  # the first host has ended as well
@@ -92,7 +85,7 @@ class MultiHostTrainer:
             for host in (self._leader, *self._others):
                 tasks.create_task(_stop_host(host))
 
-    async def _cancel_watch(self) -> None:
+    async def aclose(self) -> None:
         watching, self._watching = self._watching, None
         if watching is not None:
             watching.cancel()

@@ -155,11 +155,9 @@ class SharedWeightStore(DirectoryWeightStore):
         if self._keep:
             await self.pusher.collect([*self._keep, weights.version])
 
-    async def local(self, program: WeightPullProgram, weights: WeightsRef) -> str:
-        """The version's directory on the program's host. `EngineError` if the pull fails or takes too long."""
-        return await self._pull(program, weights, None)
-
-    async def _pull(self, program: WeightPullProgram, weights: WeightsRef, coming: bytes | None) -> str:
+    async def local(self, program: WeightPullProgram, weights: WeightsRef, coming: bytes | None = None) -> str:
+        """The version's directory on the program's host, once it is there. `coming`: the manifest of a version that is
+        being pushed. `EngineError` if the pull fails or takes too long."""
         try:
             async with self._leases.hold(program.name, f"v{weights.version} from the store", self.pull_s, Expiry.RETRY):
                 stamp = self.stamps.get(weights.version)
@@ -215,7 +213,7 @@ class SharedWeightStore(DirectoryWeightStore):
                 forwarding = tasks.create_task(
                     self._forward_arrivals(program, manifest, arrivals), name=f"buckets for {program.name}"
                 )
-                await self._pull(program, weights, manifest)
+                await self.local(program, weights, manifest)
                 forwarding.cancel()
         except EngineError as error:  # not fatal: the engine pulls again when it loads
             self._event("weights_not_pulled", program.name, version=weights.version, why=error.message)

@@ -248,7 +248,7 @@ class RunContext:
             self.leases,
             self.ledger,
             shares=self.site.shares,
-            weights=self._current_weights,
+            weights=lambda: self.current or weights,
             start_s=engine_start_limits(self.resolved).most_s,
             on_gone=self._on_engine_gone,
             patience_s=node_wait_s(self.resolved),
@@ -330,10 +330,6 @@ class RunContext:
             return self.emitted
         gateway = self.control.gateway
         return self.emitted + gateway.served + gateway.version + self.supervisor.waited
-
-    def _current_weights(self) -> WeightsRef:
-        assert self.current is not None, "engines start after the first version is published"
-        return self.current
 
     def _on_engine_gone(self, engine: EngineId, cause: str) -> None:
         self.fleet.gone(engine)

@@ -25,7 +25,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -218,7 +218,7 @@ class EnvironmentHostServer:
                 hosted.environment = await episode.pool.make()
                 episode.made = EnvironmentOrigin("cold", asyncio.get_running_loop().time() - began)
             observation = await require_awaitable(hosted.environment.reset(seed), "reset")
-            return [encode_result(lambda: packed_observation(checked_observation(observation))), *episode.made.values()]
+            return [encode_result(lambda: packed_observation(checked_observation(observation))), *astuple(episode.made)]
 
         episode.over = False
         try:
