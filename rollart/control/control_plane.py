@@ -201,7 +201,7 @@ class ControlPlane:
                 trainer_clock,
                 hooks.borrow,
                 meter=self._workload,
-                round=lambda: self.scheduler.round,
+                round=lambda: self.scheduler.admission.round,
             )
         )
         self.strategies = [*options.strategies]

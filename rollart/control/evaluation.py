@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 
 from rollart.control.domain import Domain
 from rollart.control.scheduler import FaultMeter, trajectory_charge
@@ -61,22 +61,8 @@ class Evaluation:
             whole = [t for t in ended if t is not None]
             known = [t.success for t in whole if t.success is not None]
             results[name] = EvaluationResult(len(known), sum(known), len(whole) - len(known), len(ended) - len(whole))
-            self.recorder.event(
-                RunEvent(
-                    asyncio.get_running_loop().time(),
-                    "evaluation",
-                    name,
-                    {
-                        "label": label,
-                        "version": version,
-                        "episodes": len(known),
-                        "successes": results[name].successes,
-                        "unknown": results[name].unknown,
-                        "faults": results[name].faults,
-                        "success": results[name].rate,
-                    },
-                )
-            )
+            fields = {"label": label, "version": version, **asdict(results[name]), "success": results[name].rate}
+            self.recorder.event(RunEvent(asyncio.get_running_loop().time(), "evaluation", name, fields))
         return results
 
     async def _episode(self, label: str, domain: Domain, seed: int) -> Trajectory | None:

@@ -6,7 +6,6 @@ A group's members finish, are retried, or the whole group is dropped with a reas
 from __future__ import annotations
 
 import asyncio
-import enum
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
@@ -93,16 +92,6 @@ class IncompleteGroup:
         return PacedGroup(self.id, version if self.v0 is None else self.v0, self.samples)
 
 
-class GroupDecision(enum.Enum):
-    """The action for a group after an event."""
-
-    WAIT = "wait"
-    COMPLETE = "complete"
-    RETRY = "retry"
-    DROP = "drop"
-    RESTART_STALE = "restart_stale"
-
-
 @dataclass(slots=True)
 class GroupState:
     """Counters of one group. `finished` maps a finished member to its v0; `attempts` counts failed attempts of the
@@ -115,14 +104,14 @@ class GroupState:
     stale: int = 0
     incidents: set[str] = field(default_factory=set)
 
-    def finish(self, member: str, v0: int) -> GroupDecision:
-        """A member is scored. Finishing one member twice is a bug of the caller."""
+    def finish(self, member: str, v0: int) -> bool:
+        """A member is scored. True if the group is complete. Finishing one member twice is a bug of the caller."""
         assert member not in self.finished, f"{member} finished twice"
         self.finished[member] = v0
-        return GroupDecision.COMPLETE if len(self.finished) == self.size else GroupDecision.WAIT
+        return len(self.finished) == self.size
 
-    def fail(self, reason: AbortReason, incident: str = "") -> GroupDecision:
-        """A member's attempt failed: retry it in a fresh environment, or give the group up.
+    def fail(self, reason: AbortReason, incident: str = "") -> bool:
+        """A member's attempt failed. True: retry it in a fresh environment. False: give the group up.
 
         An incident that ended several members counts once: several losses give no more evidence about the prompt than
         one.
@@ -132,20 +121,13 @@ class GroupState:
         """
         if reason is AbortReason.STALE:
             self.stale += 1
-            return GroupDecision.DROP if self.stale > STALE_RESTARTS * self.size else GroupDecision.RETRY
+            return self.stale <= STALE_RESTARTS * self.size
         if incident in self.incidents:
-            return GroupDecision.RETRY
+            return True
         if incident:
             self.incidents.add(incident)
         self.attempts += 1
-        return GroupDecision.DROP if self.attempts >= self.max_attempts else GroupDecision.RETRY
-
-    def published(self, version: int, bound: StalenessBound) -> GroupDecision:
-        """A version was published. A group with a finished stale member can never be consumed whole, so it is dropped;
-        otherwise its stale members in flight are restarted."""
-        if any(bound.stale(v0, version) for v0 in self.finished.values()):
-            return GroupDecision.DROP
-        return GroupDecision.RESTART_STALE
+        return self.attempts < self.max_attempts
 
 
 @dataclass(slots=True)
@@ -280,7 +262,7 @@ class GroupTable:
         run.samples[member] = sample
         run.trying.discard(member)
         self.on_sample(run, sample)
-        if run.state.finish(sample.id, sample.v0) is GroupDecision.COMPLETE:
+        if run.state.finish(sample.id, sample.v0):
             self._leave(run, AbortReason.REDUNDANT)
             run.cancel(list(run.live), AbortReason.REDUNDANT)
             self.on_complete(run)
@@ -293,7 +275,7 @@ class GroupTable:
         if run.spares(member):
             run.trying.discard(member)
             return False
-        if run.state.fail(reason, incident) is GroupDecision.RETRY:
+        if run.state.fail(reason, incident):
             self.on_retry()
             return True
         self.drop(run, reason, detail, besides=member)
@@ -308,17 +290,9 @@ class GroupTable:
         self._leave(run, reason)
         run.cancel(list(run.live), reason)
 
-    def under_way(self, domain: str) -> list[GroupRun]:
-        """Incomplete groups of a domain, oldest first."""
-        return [run for run in self.runs.values() if run.domain.name == domain]
-
     def unfinished(self) -> list[IncompleteGroup]:
         """The incomplete groups."""
         return [IncompleteGroup(r.id, r.v0, r.domain.group_size, r.domain.name) for r in self.runs.values()]
-
-    def get(self, group_id: str) -> GroupRun | None:
-        """The incomplete group of that id."""
-        return self.runs.get(group_id)
 
     def published(self, version: int, judged: StalenessCheck = StalenessCheck.EVERY_TURN) -> None:
         """Apply a new current version. With the staleness check at every turn: drop groups that can never be consumed
@@ -332,7 +306,7 @@ class GroupTable:
         if judged is not StalenessCheck.EVERY_TURN:
             return
         for run in list(self.runs.values()):
-            if run.state.published(version, self.bound) is GroupDecision.DROP:
+            if any(self.bound.stale(v0, version) for v0 in run.state.finished.values()):
                 self.drop(run, AbortReason.STALE, f"a finished member is stale at v{version}")
             else:
                 stale = [m for m, live in run.live.items() if self.bound.stale(live.begun, version)]

@@ -8,7 +8,7 @@ part as `RolloutStrategy`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from rollart.control.admission import PromptAdmission, SchedulerSettings
@@ -416,18 +416,6 @@ class Scheduler:
         for strategy in self._strategies:
             strategy.before_publish()
 
-    def outstanding(self) -> Mapping[str, int]:
-        """Samples per domain that hold a slot: running, waiting in the buffer, or in training."""
-        return dict(self._slots.outstanding)
-
-    def live(self) -> int:
-        return self.groups.live()
-
-    @property
-    def round(self) -> str:
-        """The kind of the current round of tail batching; '' without tail batching."""
-        return self.admission.round
-
     def _evict(self, version: int) -> None:
         if not self._rules.drops_stale:
             return
@@ -509,7 +497,7 @@ class Scheduler:
 
     def _surplus(self, group_id: GroupId, domain: Domain) -> None:
         """End a group that the full batch does not need."""
-        if (run := self.groups.get(group_id)) is not None:
+        if (run := self.groups.runs.get(group_id)) is not None:
             self.groups.dismiss(run, AbortReason.REDUNDANT)
             for strategy in self._strategies:
                 strategy.surplus(run)
@@ -520,7 +508,7 @@ class Scheduler:
         """End the launch of these prompts. They wait for a later round, each as a new group."""
         for prompt in prompts:
             old = prompt.group
-            if (run := self.groups.get(old)) is not None:
+            if (run := self.groups.runs.get(old)) is not None:
                 self.groups.dismiss(run, AbortReason.DEFERRED)
             if old not in self._slots.held:  # a replacement of a dropped prompt that has not begun
                 self.admission.withdraw(prompt)

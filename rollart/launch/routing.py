@@ -11,7 +11,7 @@ from placement.problem import Problem
 from placement.roofline import Roofline, RooflinePerformance, transfer_s
 from placement.types import ROLLOUT_ROLES, Assignment, Deployment, Device, Placement
 from rollart.fleet import EngineKind, EnginePlacement, EngineRole, RoutePrices, Routes
-from rollart.policy.routing import HardwareAffinity, RoutingPolicy, prefill_rule
+from rollart.policy.routing import PREFILL_RULES, HardwareAffinity, RoutingPolicy
 from rollart.serving.kv_admission import ConcurrencySettings, TrajectoryDispatch
 from rollart.settings.resolve import Resolved
 from rollart.strategies.skew_aware import SkewAwareDispatcher
@@ -36,7 +36,7 @@ def make_router(resolved: Resolved) -> RoutingPolicy:
     """The run's router. Without a placement it has no prices: load, affinity and thresholds decide."""
     found, problem = resolved.plan.placement, resolved.problem
     routes = Routes() if found is None or problem is None else routes_of(problem, found)
-    return RoutingPolicy(routes, _affinity(resolved), prefill_rule(resolved.run.placement.router))
+    return RoutingPolicy(routes, _affinity(resolved), PREFILL_RULES[resolved.run.placement.router])
 
 
 def routes_of(problem: Problem, found: Placement) -> Routes:

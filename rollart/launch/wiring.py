@@ -295,7 +295,7 @@ class RunContext:
                     seen=meter,
                     rolling=scheduler.rolling,
                     domains=self.resolved.run.domains,
-                    live=scheduler.live,
+                    live=scheduler.groups.live,
                     events=self.ledger,
                     directory=self.directory,
                 )
@@ -343,7 +343,9 @@ class RunContext:
         if why := self.collapse.step(done.report.metrics):
             self.emit("learning_stopped", "training", step=done.step + 1, why=why)
         self.emit(
-            "step", "training", **step_fields(done, steps=self.resolved.run.steps, live=self.control.scheduler.live())
+            "step",
+            "training",
+            **step_fields(done, steps=self.resolved.run.steps, live=self.control.scheduler.groups.live()),
         )
 
     def _on_evaluated(self, label: str, results: Mapping[str, EvaluationResult]) -> None:

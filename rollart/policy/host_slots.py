@@ -1,5 +1,4 @@
-"""Priorities for slots on environment hosts: which waiting episode gets the next slot, and which prefetched ones are
-reclaimed."""
+"""Priorities for slots on environment hosts: which waiting episode gets the next slot."""
 
 from __future__ import annotations
 
@@ -77,9 +76,3 @@ class PlacementQueue(Generic[T]):
     def pressing(self) -> int:
         """Waiting requests for which prefetched environments yield their slots."""
         return sum(count for claim, count in self.waiting.items() if not claim.gives_up)
-
-
-def slots_to_reclaim(*, pressing: int, going: int, held: int) -> int:
-    """How many more of the `held` prefetched slots to reclaim, the newest first: one per pressing request, less the
-    slots that are being freed already (`going`)."""
-    return max(0, min(pressing - going, held))

@@ -145,11 +145,11 @@ class HostSelector:
             least = min((live for live, most in room.values() if live < most), default=0)
             bound = self.rules.crowd * least + self.rules.crowd_from
             fewest = min(
-                (missing.get(n, 0) for n, (live, _) in room.items() if self._serves(n, now) and live <= bound),
+                (missing.get(n, 0) for n, (live, _) in room.items() if not self.standing[n].proofs and live <= bound),
                 default=0,
             )
             near = {n: r for n, r in room.items() if missing.get(n, 0) <= fewest and r[0] <= min(bound, r[1] - 1)}
-            near = {n: r for n, r in near.items() if self._serves(n, now)}
+            near = {n: r for n, r in near.items() if not self.standing[n].proofs}
             if near:
                 return self.choose(near, now)
         return self._least(room, now)
@@ -177,10 +177,6 @@ class HostSelector:
         if well is not None:
             return probed if probed is not None and least["probed"] <= least["well"] else well
         return tried or anyone
-
-    def _serves(self, host: str, now: float) -> bool:
-        """True if the host is neither quarantined nor on probation."""
-        return not self.standing[host].proofs
 
     def _tried(self, host: str, one: HostRecord, fault: bool, now: float) -> str | None:
         if now < one.until:  # the episode began before the back-off

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -37,7 +38,7 @@ SEEN_VERSIONS = 8
 informative."""
 
 
-def in_flight(work_s: float, delay_s: float, *, jitter_s: float = 0.0, least: int = 1, most: int | None = None) -> int:
+def in_flight(work_s: float, delay_s: float, *, jitter_s: float = 0.0, most: int | None = None) -> int:
     """The fewest items in flight on a hop that keep its consumer busy: ceil((work + 2 delay) / work).
 
     The consumer works `work_s` on an item; then the request for another one takes `delay_s` to its producer, and the
@@ -45,21 +46,19 @@ def in_flight(work_s: float, delay_s: float, *, jitter_s: float = 0.0, least: in
     round.
 
     `most` (memory) takes precedence over the rule; a hop whose work takes no time needs a `most`. ValueError for
-    negative or infinite times, for least > most, and for no work without `most`.
+    negative or infinite times, and for no work without `most`.
     """
     if not (0 <= work_s < math.inf and 0 <= delay_s < math.inf and 0 <= jitter_s < math.inf):
         raise ValueError(f"work {work_s} s, delay {delay_s} s, jitter {jitter_s} s: finite and not negative")
-    if least < 1 or (most is not None and most < least):
-        raise ValueError(f"look-ahead between {least} and {most}: at least 1, and the least not above the most")
     round_trip = 2 * (delay_s + jitter_s)
     if round_trip <= 0:
-        return least
+        return 1
     need = (work_s + round_trip) / work_s if work_s > 0 else math.inf
     if most is not None and need >= most:
         return most
     if math.isinf(need):
         raise ValueError(f"a consumer that takes {work_s} s is never kept busy by a finite look-ahead: give `most`")
-    return max(_whole(need), least)
+    return math.ceil(need * (1 - ROUNDING))
 
 
 def weight_buckets_in_flight(
@@ -125,22 +124,7 @@ class BucketDepth:
         return min(need, MOST_BUCKETS)
 
 
-def handoff_depth(admit_s: float, transfer_s: float, *, jitter_s: float = 0.0, most: int | None = None) -> int:
-    """Depth of the queue of prefilled requests before a decode engine that admits one every `admit_s`, where the
-    request for more and the KV cache take `transfer_s` each way. `most`: the requests whose KV fits beside the decoding
-    ones. Prefill engines are assumed to keep pace; the placement ensures that."""
-    return in_flight(admit_s, transfer_s, jitter_s=jitter_s, most=most)
-
-
-def prefetched_environments(episode_s: float, reset_s: float, *, jitter_s: float = 0.0, most: int | None = None) -> int:
-    """Environments per slot to reset ahead of need, beside the one in use: as many as keep the slot busy where an
-    episode takes `episode_s` and a reset `reset_s`, `jitter_s` more in the worst case. Resets of one slot run
-    concurrently. `most` bounds the result; it is 0 where a reset takes no time."""
-    if most is not None and most < 0:
-        raise ValueError(f"most {most}: a number of environments is not negative")
-    bound = None if most is None else most + 1
-    return in_flight(episode_s, reset_s / 2, jitter_s=jitter_s / 2, most=bound) - 1
-
-
-def _whole(x: float) -> int:
-    return math.ceil(x * (1 - ROUNDING))
+def mean_and_jitter(seconds: Collection[float]) -> tuple[float, float]:
+    """The mean of measured durations, and by how much their 90th percentile exceeds it."""
+    mean = math.fsum(seconds) / len(seconds)
+    return mean, max(sorted(seconds)[math.ceil(0.9 * len(seconds)) - 1] - mean, 0.0)

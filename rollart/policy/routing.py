@@ -97,17 +97,9 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class PathCost:
-    """`price` in the plan's units; `seconds` is the trajectory's latency for the turn."""
-
-    price: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class PathPricing:
-    """Prices applied to turns. Where nothing is scarce (every price 0), the price of a turn is its duration. A path
-    without a KV connection has an infinite price."""
+    """Prices applied to turns, in the plan's units. Where nothing is scarce (every price 0), the price of a turn is its
+    duration. A path without a KV connection has an infinite price."""
 
     prices: RoutePrices
     model: TurnModel
@@ -121,14 +113,14 @@ class PathPricing:
         object.__setattr__(self, "scarce", bool(scarce))
         object.__setattr__(self, "floor", IDLE_SHARE * max(prices.engines.values(), default=0.0))
 
-    def local(self, target: EngineLoad, tokens: int, output: float) -> PathCost:
+    def local(self, target: EngineLoad, tokens: int, output: float) -> float:
         """Cost of the whole turn on `target`."""
         prefill = self.model.prefill_s(target.kind, max(tokens - target.cached, 0), min(target.cached, tokens))
         decode = self.model.decode_s(target.kind, tokens, output)
         seconds = target.backlog_s + prefill + decode * self.model.batch(target.kind)
         return self._cost(self.second(target) * (prefill + decode), 0.0, target, tokens, seconds)
 
-    def remote(self, prefill: EngineLoad, target: EngineLoad, tokens: int, output: float, *, returns: bool) -> PathCost:
+    def remote(self, prefill: EngineLoad, target: EngineLoad, tokens: int, output: float, *, returns: bool) -> float:
         """Cost of prefill on `prefill` and decode on `target`. `returns`: the decode engine returns its KV to the
         prefill engine, so only tokens that neither holds are computed. In both directions only missing KV is
         transferred."""
@@ -157,11 +149,11 @@ class PathPricing:
         the highest such price, lest every turn go there. Devices that the plan does not use at all are free."""
         return max((p for k, p in self.prices.engines.items() if (k.pool, k.tp) == (kind.pool, kind.tp)), default=0.0)
 
-    def _cost(self, work: float, sent: float, target: EngineLoad, tokens: int, seconds: float) -> PathCost:
+    def _cost(self, work: float, sent: float, target: EngineLoad, tokens: int, seconds: float) -> float:
         if not self.scarce or math.isinf(seconds):
-            return PathCost(seconds, seconds)
+            return seconds
         held = self.prices.kv.get(target.kind, 0.0) * tokens + self.prices.in_flight
-        return PathCost(work + sent + held * seconds, seconds)
+        return work + sent + held * seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,16 +170,6 @@ class PrefillChoice:
 
 PrefillRule = Callable[[PrefillChoice], bool]
 """True: prefill on the other engine."""
-
-
-def prefill_rule(name: str) -> PrefillRule:
-    """The rule of that name. ValueError for an unknown name."""
-    try:
-        return PREFILL_RULES[name]
-    except KeyError:
-        raise ValueError(
-            f"routing rule '{name}' is unknown (rule: one of {', '.join(sorted(PREFILL_RULES))})"
-        ) from None
 
 
 def _priced(offer: PrefillChoice) -> bool:
@@ -254,8 +236,8 @@ class EngineView(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TurnView:
     """The turn to route: `tokens` of context in total, `output` expected. `was_remote`: the trajectory's last turn was
-    prefilled remotely. `returns`: its sticky engine can return its KV to a prefill engine. `at_home`: it must be
-    prefilled on the sticky engine."""
+    prefilled remotely. `returns`: its sticky engine can return its KV to a prefill engine. `no_handoff`: it must
+    be prefilled on the sticky engine."""
 
     tokens: int
     output: float = 1.0
@@ -267,13 +249,12 @@ class TurnView:
 
 class TurnPath(NamedTuple):
     """The engines of a turn. `prefill` None: the whole turn runs on `decode`. `preferred` is False where affinity had
-    to fall back; `predicted_s` is the duration that the pricing model predicts."""
+    to fall back."""
 
     decode: str
     prefill: str | None
     why: str
     preferred: bool = True
-    predicted_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,14 +278,10 @@ class RoutingPolicy:
         return not self.affinity and (kinds <= 1 or (self.routes.prices is None and not self.routes.shares))
 
 
-def choose_engine(engines: Sequence[EngineView], *, sticky: str | None, version: int) -> str | None:
+def choose_engine(engines: Sequence[EngineView], *, version: int) -> str | None:
     """The id of the engine to use, or None if none is eligible (the caller waits for one)."""
     eligible = [e for e in engines if e.healthy and e.version == version]
-    if sticky is not None and any(e.id == sticky for e in eligible):
-        return sticky
-    if not eligible:
-        return None
-    return min(eligible, key=_least_loaded).id
+    return min(eligible, key=_least_loaded).id if eligible else None
 
 
 def route(
@@ -334,18 +311,18 @@ def route(
         decode, preferred = _sticky_engine(serving, prefills, turn, router, tariff, assignments)
     local = None if tariff is None else tariff.local(decode.load, turn.tokens, turn.output)
     if not prefills:
-        return TurnPath(decode.id, None, "no prefill engine", preferred, None if local is None else local.seconds)
-    prefill, price, seconds = _prefill(prefills, decode, turn, tariff)
+        return TurnPath(decode.id, None, "no prefill engine", preferred)
+    prefill, price = _prefill(prefills, decode, turn, tariff)
     offer = PrefillChoice(
         tokens=turn.tokens,
         uncached=max(turn.tokens - decode.cached, 0),
-        local=None if local is None else local.price,
+        local=local,
         remote=price,
         was_remote=turn.was_remote,
     )
     if router.rule(offer) and offer.remote != math.inf:
-        return TurnPath(decode.id, prefill.id, "remote", preferred, seconds)
-    return TurnPath(decode.id, None, "local", preferred, None if local is None else local.seconds)
+        return TurnPath(decode.id, prefill.id, "remote", preferred)
+    return TurnPath(decode.id, None, "local", preferred)
 
 
 def _sticky_engine(
@@ -393,10 +370,10 @@ def _cheapest(
     """The price of the turn by way of `decode`; 0 without prices: all engines tie."""
     if tariff is None:
         return 0.0
-    local = tariff.local(decode.load, turn.tokens, turn.output).price
+    local = tariff.local(decode.load, turn.tokens, turn.output)
     if not prefills:
         return local
-    _, remote, _ = _prefill(prefills, decode, turn, tariff)
+    _, remote = _prefill(prefills, decode, turn, tariff)
     uncached = max(turn.tokens - decode.cached, 0)
     assert remote is not None, "a tariff prices every path"
     goes = rule(PrefillChoice(turn.tokens, uncached, local, remote, turn.was_remote)) and remote != math.inf
@@ -405,17 +382,17 @@ def _cheapest(
 
 def _prefill(
     prefills: Sequence[EngineView], decode: EngineView, turn: TurnView, tariff: PathPricing | None
-) -> tuple[EngineView, float | None, float | None]:
-    """The prefill engine, and the price and predicted seconds of the path. By prefix, then load, then id; with prices
+) -> tuple[EngineView, float | None]:
+    """The prefill engine, and the price of the path. By prefix, then load, then id; with prices
     the cheapest among, for every kind, the engine with the longest prefix and the one with the least backlog."""
     if tariff is None:
-        return min(prefills, key=_prefix_first), None, None
+        return min(prefills, key=_prefix_first), None
     costs = []
     for engine in _candidates(prefills):
-        cost = tariff.remote(engine.load, decode.load, turn.tokens, turn.output, returns=turn.returns)
-        costs.append((cost.price, _prefix_first(engine), cost.seconds, engine))
-    price, _, seconds, engine = min(costs, key=lambda x: x[:2])
-    return engine, price, seconds
+        price = tariff.remote(engine.load, decode.load, turn.tokens, turn.output, returns=turn.returns)
+        costs.append((price, _prefix_first(engine), engine))
+    price, _, engine = min(costs, key=lambda x: x[:2])
+    return engine, price
 
 
 def _candidates(prefills: Iterable[EngineView]) -> list[EngineView]:

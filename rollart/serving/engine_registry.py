@@ -416,7 +416,6 @@ class EngineRegistry:
         self.roles = False
         """True if any engine has a specific role (prefill or decode)."""
         self.kinds = 0
-        self._prefills: list[str] = []
         self._alike: tuple[list[RegisteredEngine], ...] | None = None
         """Members by kind and role; None after a change."""
         self._seated()
@@ -554,7 +553,6 @@ class EngineRegistry:
         seats = self._seats.values()
         self.roles = any(s.role is not EngineRole.ENGINE for s in seats)
         self.kinds = len({s.kind for s in seats})
-        self._prefills = [e for e, s in self._seats.items() if s.role is EngineRole.PREFILL]
 
     def doubts(self, now: float) -> list[EnginePlacement]:
         """Placements of suspected engines that most likely serve again in a moment."""

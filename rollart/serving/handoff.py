@@ -22,7 +22,7 @@ from rollart.errors import EngineError, HandoffFailed, LeaseExpired
 from rollart.leases import Expiry, Leases
 from rollart.ledger.events import HANDOFFS
 from rollart.model import Completion, EngineId, GenerateRequest
-from rollart.policy.pipeline import handoff_depth
+from rollart.policy.pipeline import in_flight, mean_and_jitter
 from rollart.serving.engine_registry import RegisteredEngine
 
 WEIGHT_VERSION_KEY = "weight_version"
@@ -232,10 +232,9 @@ class HandoffDepth:
             return self.fixed
         if not self.prefills_s or not self.gaps_s:
             return FIRST
-        mean = math.fsum(self.prefills_s) / len(self.prefills_s)
-        slow = sorted(self.prefills_s)[math.ceil(0.9 * len(self.prefills_s)) - 1]
+        mean, jitter = mean_and_jitter(self.prefills_s)
         admit_s = math.fsum(self.gaps_s) / len(self.gaps_s)
-        return handoff_depth(admit_s, mean / 2, jitter_s=max(slow - mean, 0.0) / 2, most=MOST_HANDED)
+        return in_flight(admit_s, mean / 2, jitter_s=jitter / 2, most=MOST_HANDED)
 
 
 @dataclass(slots=True)

@@ -208,7 +208,7 @@ class TurnRouter:
         registry = self.registry
         if not self._special:
             loads = _without_avoided(turn, kv, registry.loads(turn.session, kv.version))
-            chosen = choose_engine(loads, sticky=None, version=kv.version)
+            chosen = choose_engine(loads, version=kv.version)
             return None if chosen is None else TurnPath(chosen, None, "least loaded")
         view = TurnView(
             tokens=turn.length,

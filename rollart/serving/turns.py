@@ -36,8 +36,6 @@ from rollart.serving.handoff import (
 from rollart.serving.kv_admission import ConcurrencySettings, KvAdmission
 from rollart.serving.routing import TurnRoute, TurnRouter
 
-__all__ = ["GatewayLimits", "TurnRequest", "TurnExecutor"]
-
 MAX_LEASE_RENEWAL = 2.0
 """Longest wait of a prefill in a moving queue, as a multiple of its lease. Measured on the 32B example: at 1 (never
 renewed) 3.5 % of the hand-offs fail, at 2 0.4 %, at 3 0.1 %. Without a bound, turns wait for a prefill engine whose

@@ -19,7 +19,7 @@ from rollart.control.strategy import RolloutStrategy
 from rollart.leases import Expiry, Leases
 from rollart.model import Group, GroupId, Observation, TrajectoryId
 from rollart.policy.host_slots import PlacementPriority, PlacementRequest
-from rollart.policy.pipeline import prefetched_environments
+from rollart.policy.pipeline import in_flight, mean_and_jitter
 from rollart.ports import Environment, Recorder, RunEvent
 from rollart.supervise.environment_hosts import has_host_slot, mark_in_use, prepare_environment
 from rollart.user_code import UserCodeGuard, checked_observation, require_awaitable
@@ -61,18 +61,16 @@ class PrefetchDepth:
 
 def environments_to_prefetch(quota: int, period_s: float | None, resets_s: Sequence[float]) -> int:
     """Whole batches of environments: slots are freed a batch at a time, one batch every `period_s`, and the resets of a
-    batch should have ended by then. The number of batches is `prefetched_environments` of the mean reset with its 90th
-    percentile as jitter, at most `MOST_AHEAD`; one while no period is known; none before the first measured reset."""
+    batch should have ended by then. The number of batches is that of the look-ahead rule for the mean reset, with its
+    90th percentile as jitter, at most `MOST_AHEAD`; one while no period is known; none before the first measured
+    reset."""
     if not resets_s or max(resets_s) <= 0:
         return 0
     if period_s is None or period_s <= 0:
         return quota
-    mean = math.fsum(resets_s) / len(resets_s)
-    slow = sorted(resets_s)[math.ceil(0.9 * len(resets_s)) - 1]
-    return quota * prefetched_environments(period_s, mean, jitter_s=max(slow - mean, 0.0), most=MOST_AHEAD)
-
-
-PREFETCH_REQUEST = PlacementRequest(PlacementPriority.AHEAD)
+    mean, jitter = mean_and_jitter(resets_s)
+    # Beside the environment in use; the reset is the whole round trip of the rule.
+    return quota * (in_flight(period_s, mean / 2, jitter_s=jitter / 2, most=MOST_AHEAD + 1) - 1)
 
 
 @dataclass(slots=True)
@@ -257,7 +255,11 @@ class Prefetcher(RolloutStrategy):
     ) -> None:
         try:
             await prepare_environment(
-                environment, seed, trajectory, PREFETCH_REQUEST, lambda: self._yield(domain, trajectory, ahead)
+                environment,
+                seed,
+                trajectory,
+                PlacementRequest(PlacementPriority.AHEAD),
+                lambda: self._yield(domain, trajectory, ahead),
             )
             ahead.ready.set()
             began = asyncio.get_running_loop().time()

@@ -20,8 +20,8 @@ from rollart.leases import Expiry, Leases
 from rollart.ledger.events import ENVIRONMENTS_MADE, PLACES
 from rollart.ledger.intervals import ResourceState
 from rollart.model import Observation, Step
-from rollart.policy.host_slots import PlacementPriority, PlacementQueue, PlacementRequest, slots_to_reclaim
-from rollart.policy.hosts import HostRules, HostSelector, MemoryAction, MemoryRules, MemoryWatch
+from rollart.policy.host_slots import PlacementPriority, PlacementQueue, PlacementRequest
+from rollart.policy.hosts import HostSelector, MemoryAction, MemoryRules, MemoryWatch
 from rollart.policy.incidents import IncidentTracker
 from rollart.ports import Environment, EnvironmentFactory, Recorder, RunEvent
 from rollart.supervise.supervisor import HostLimits, HostProcess, HostState, HostSupervisor, loop_time
@@ -193,8 +193,8 @@ class HostSlotPool:
             first.got.set_result(place)
         pressing = self.line.pressing
         if pressing > self.going and self.ahead:
-            count = slots_to_reclaim(pressing=pressing, going=self.going, held=len(self.ahead))
-            for place in list(reversed(self.ahead))[:count]:
+            # One per pressing request, the newest first, less the slots that are being freed already.
+            for place in list(reversed(self.ahead))[: pressing - self.going]:
                 self._give_up(place)
 
     def lost(self, host: EnvironmentHostState) -> None:
@@ -258,7 +258,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
         numbers = itertools.chain(range(count), itertools.count(max(count, later)))
         names = (f"environment-{number}" for number in numbers)
         super().__init__(make, names, count, leases=leases, recorder=recorder, limits=limits)
-        self._policy = HostSelector(HostRules())
+        self._policy = HostSelector()
         self._episodes = itertools.count()
         self.places: HostSlotPool = HostSlotPool(self._choose, leases, recorder)
         self._images = ImageResolver(leases, limits.pull_s, self._seen)

@@ -42,7 +42,7 @@ def sound(run: SimulatedRun, steps: int) -> None:
     for _, batch in run.trainer.batches:
         assert Counter(s.domain for s in batch) == {"a": 8, "b": 3}
         assert set(Counter(s.group for s in batch if s.domain == "a").values()) == {2}
-    assert sum(run.control.scheduler.outstanding().values()) == 0
+    assert sum(run.control.scheduler.admission.slots.outstanding.values()) == 0
     assert not run.leases.open
 
 

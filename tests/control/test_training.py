@@ -32,7 +32,7 @@ def test_a_refused_batch_is_dropped_and_the_run_goes_on() -> None:
     assert len(run.trainer.batches) == 3
     assert run.journal.dropped == dict.fromkeys(run.journal.dropped, "refused")  # type: ignore[attr-defined]
     assert len(run.journal.dropped) == 2  # type: ignore[attr-defined]
-    assert sum(run.control.scheduler.outstanding().values()) == 0
+    assert sum(run.control.scheduler.admission.slots.outstanding.values()) == 0
     trained = [s.id for _, batch in run.trainer.batches for s in batch]
     assert len(trained) == len(set(trained)) == 12
 

@@ -20,7 +20,7 @@ from rollart.fleet import EnginePlacement, EngineRole
 from rollart.leases import Leases
 from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import EngineId, Sampling
-from rollart.policy.routing import RoutingPolicy, prefill_rule
+from rollart.policy.routing import PREFILL_RULES, RoutingPolicy
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.gateway import Gateway
 from rollart.testing.ledger import MemoryRecorder
@@ -170,7 +170,7 @@ def test_a_prefill_engine_keeps_the_kv_of_a_last_turn_no_longer_than_the_hand_ov
             version=0,
             on_suspect=lambda _: None,
             recorder=recorder,
-            router=RoutingPolicy(rule=prefill_rule("remote")),
+            router=RoutingPolicy(rule=PREFILL_RULES["remote"]),
             seats=seats,
         )
         prompts = {f"s{i}": tuple((7 * j + i) % 512 for j in range(200)) for i in range(6)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.policy.host_slots import PlacementPriority, PlacementQueue, PlacementRequest, slots_to_reclaim
+from rollart.policy.host_slots import PlacementPriority, PlacementQueue, PlacementRequest
 from rollart.policy.incidents import REMEMBERED, TOGETHER_S, IncidentTracker, IncidentWindow
 
 wishes = st.builds(PlacementRequest, st.sampled_from(PlacementPriority), st.integers(0, 3))
@@ -28,14 +28,6 @@ def test_places_go_by_claim_then_seniority_then_as_they_came(asked: list[tuple[P
     assert not line.heap
     assert not line.gone
     assert set(line.waiting.values()) == {0}
-
-
-@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
-def test_as_many_give_up_as_press_and_no_more_than_there_are(pressing: int, going: int, held: int) -> None:
-    count = slots_to_reclaim(pressing=pressing, going=going, held=held)
-    assert 0 <= count <= held
-    assert count + going >= min(pressing, held)
-    assert not count or count + going <= pressing
 
 
 def test_hosts_of_a_node_that_end_together_are_one_incident_and_a_host_that_ends_again_is_another() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rollart.policy.pipeline import handoff_depth, in_flight, prefetched_environments, weight_buckets_in_flight
+from rollart.policy.pipeline import in_flight, weight_buckets_in_flight
 
 ITEMS = 40
 
@@ -57,7 +57,6 @@ def test_bounds(work: float, delay: float, most: int) -> None:
     free = in_flight(work, delay)
     assert free >= 1
     assert in_flight(work, delay, most=most) == min(free, most)
-    assert in_flight(work, delay, least=5) == max(free, 5)
     assert in_flight(work, delay + 1.0) >= free, "no less for a longer delay"
 
 
@@ -84,11 +83,6 @@ def test_times_are_finite(bad: dict[str, float]) -> None:
         in_flight(**{"work_s": 1.0, "delay_s": 1.0, **bad})
 
 
-def test_bounds_must_fit_together() -> None:
-    with pytest.raises(ValueError, match="between 3 and 2"):
-        in_flight(1.0, 1.0, least=3, most=2)
-
-
 def test_weight_buckets_stay_within_memory() -> None:
     gb = 2**30
     assert weight_buckets_in_flight(0.1, 0.45, bucket_bytes=gb, memory_bytes=64 * gb) == 10
@@ -98,25 +92,16 @@ def test_weight_buckets_stay_within_memory() -> None:
 
 
 def test_the_hand_off_queue_is_as_deep_as_the_rule_says() -> None:
-    assert handoff_depth(0.05, 0.1) == 5
-    assert handoff_depth(0.05, 0.1, most=3) == 3
+    assert in_flight(0.05, 0.1) == 5
+    assert in_flight(0.05, 0.1, most=3) == 3
 
 
 @given(st.integers(1, 60), st.integers(0, 300))
 def test_prefetched_environments_keep_a_slot_busy(episode: int, reset: int) -> None:
     """A slot with `ahead` environments reset or being reset, one in use: the next reset begins as one is used up."""
-    ahead = prefetched_environments(episode, reset)
+    ahead = in_flight(episode, reset / 2) - 1
     items = 3 * ahead + ITEMS
     none = [0.0] * items
     assert idle(ahead + 1, episode, none, [float(reset)] * items) == 0
     if ahead:
         assert idle(ahead, episode, none, [float(reset)] * items) > 0
-
-
-def test_prefetch_bounds() -> None:
-    assert prefetched_environments(10, 0) == 0
-    assert prefetched_environments(10, 25) == 3
-    assert prefetched_environments(10, 25, most=1) == 1
-    assert prefetched_environments(10, 25, most=0) == 0
-    with pytest.raises(ValueError, match="not negative"):
-        prefetched_environments(10, 25, most=-1)

@@ -110,7 +110,7 @@ def test_every_row_is_filled_once_per_task_and_trained_with_all_of_them(world: S
         groups = Counter(row.rpartition(".")[0] for row in ids)
         assert all(count == sizes[group.split("-")[0]] for group, count in groups.items()), "group-atomic"
     if world.due is None:
-        assert sum(world.control.scheduler.outstanding().values()) == 0, "every slot came back"
+        assert sum(world.control.scheduler.admission.slots.outstanding.values()) == 0, "every slot came back"
     assert not world.leases.open, "every lease ended"
     buffer = world.control.scheduler.buffer
     assert set(buffer.filled) == {s.id for g in buffer.groups.values() for s in g.samples} | {

@@ -78,7 +78,7 @@ def test_no_group_starts_that_no_batch_can_take(world: SimulatedRun, fuzz: int) 
     watch(world, done=0, journal=MemoryRecorder())
     loop.run(world.run(), seed=fuzz)
     assert world.published == list(range(1, world.steps + 1))
-    assert sum(world.control.scheduler.outstanding().values()) == 0
+    assert sum(world.control.scheduler.admission.slots.outstanding.values()) == 0
     assert all(g.state != "live" for g in world.journal.groups.values()), "every group ended"  # type: ignore[attr-defined]
 
 

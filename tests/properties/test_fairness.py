@@ -115,7 +115,7 @@ def test_shares_hold_at_every_step_and_nothing_wedges(world: SimulatedRun, fuzz:
 
     class Watched(MemoryRecorder):
         def charge(self, charge: Any) -> None:
-            seen.append(sum(world.control.scheduler.outstanding().values()))
+            seen.append(sum(world.control.scheduler.admission.slots.outstanding.values()))
             super().charge(charge)
 
     world.journal = world.recorder = Watched()
@@ -125,7 +125,7 @@ def test_shares_hold_at_every_step_and_nothing_wedges(world: SimulatedRun, fuzz:
     assert len(batches) == world.steps
     fair(world, batches)
     assert max(seen, default=0) <= bound, "I4"
-    assert sum(world.control.scheduler.outstanding().values()) == 0
+    assert sum(world.control.scheduler.admission.slots.outstanding.values()) == 0
     assert all(g.state != "live" for g in world.journal.groups.values()), "every group ended"
     assert all(v - s.v0 <= world.alpha or world.schedule == "areal" for v, b in batches for s in b), "I3"
     told = [e for e in world.journal.events if e.kind == DOMAIN_SHARE]

@@ -118,7 +118,7 @@ def test_every_prompt_is_trained_filtered_or_dropped_and_nothing_wedges(world: S
         assert not any(alike(batch) for _, batch in world.trainer.batches), "none of them teaches nothing"
     filtered = Counter(g.split("-")[0] for g, why in world.journal.dropped.items() if why == "filtered")
     assert all(filtered[d] <= n * (world.steps + 1) for d, n in limit.items()), "bounded per step"
-    assert sum(world.control.scheduler.outstanding().values()) == 0
+    assert sum(world.control.scheduler.admission.slots.outstanding.values()) == 0
     by_outcome = Counter(c.outcome for c in world.recorder.charges)
     assert by_outcome["finished"] >= sum(len(b) for _, b in world.trainer.batches)
 

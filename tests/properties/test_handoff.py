@@ -29,7 +29,7 @@ from rollart.fleet import (
     RoutePrices,
     Routes,
 )
-from rollart.policy.routing import HardwareAffinity, RoutingPolicy, prefill_rule
+from rollart.policy.routing import PREFILL_RULES, HardwareAffinity, RoutingPolicy
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.handoff import MOST_HANDED, HandoffQueue
 from rollart.serving.turns import TurnExecutor
@@ -90,7 +90,7 @@ class World:
         }
         kinds = {seat.kind for seat in self.run.seats.values()}
         prices = Routes(RoutePrices(dict.fromkeys(kinds, 1.0)), LinearModel()) if priced else Routes()
-        self.run.router = RoutingPolicy(routes=prices, rule=prefill_rule(rule_name))
+        self.run.router = RoutingPolicy(routes=prices, rule=PREFILL_RULES[rule_name])
 
     def check(self) -> None:
         """Whatever happened: fenced, complete, nothing held, nothing twice."""

@@ -78,7 +78,7 @@ def watch_outstanding(world: World) -> list[tuple[int, int]]:
             # Counted where they are, not where the slots are kept: under way, waiting for their group, in the buffer.
             groups = scheduler.groups.runs.values()
             outstanding = sum(len(g.live) + len(g.samples) for g in groups) + sum(scheduler.buffer.held.values())
-            assert outstanding <= sum(scheduler.outstanding().values())
+            assert outstanding <= sum(scheduler.admission.slots.outstanding.values())
             seen.append((outstanding, (world.alpha + 1) * batch))
             super().charge(charge)
 
@@ -110,7 +110,7 @@ def test_invariants_hold_under_any_interleaving(world: World, fuzz: int) -> None
     assert all(count == 1 for count in trained.values()), "I6: exactly once"
     assert all(outstanding <= bound for outstanding, bound in seen), "I4"
     assert world.published == list(range(1, world.steps + 1))
-    assert sum(world.control.scheduler.outstanding().values()) == 0, "every slot came back"
+    assert sum(world.control.scheduler.admission.slots.outstanding.values()) == 0, "every slot came back"
     assert not world.leases.open, "every lease ended"
     assert {i for i, end in world.journal.gone.items() if end == "trained"} == set(trained)
 

@@ -25,7 +25,7 @@ from rollart.fleet import (
 )
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.model import Completion, GenerateRequest
-from rollart.policy.routing import RoutingPolicy, prefill_rule
+from rollart.policy.routing import PREFILL_RULES, RoutingPolicy
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.settings.placement import RebalanceSpec
 from rollart.sim import loop
@@ -102,7 +102,7 @@ class World:
             recorder=self.recorder,
             journal=self.recorder,
             planner=self.planner,
-            router=RoutingPolicy(rule=prefill_rule(rule_name)),
+            router=RoutingPolicy(rule=PREFILL_RULES[rule_name]),
             rebalance=RebalanceSettings(RebalanceSpec(reprice_s=0.1, flows_s=0.5), measure_s=0.1, settle_s=0.1),
             kinds=[EngineKind("fast", EngineRole.ENGINE, 1), EngineKind("wide", EngineRole.ENGINE, 2)],
             drain_s=drain_s,

@@ -107,7 +107,7 @@ def test_invariants_hold_with_a_version_on_its_way(world: World, fuzz: int) -> N
     assert current == list(range(1, world.steps + 1)) == [d.version for d in done]
     assert [d.step for d in done] == list(range(world.steps))
     assert all(outstanding <= bound for outstanding, bound in seen), "I4"
-    assert sum(world.control.scheduler.outstanding().values()) == 0
+    assert sum(world.control.scheduler.admission.slots.outstanding.values()) == 0
     assert not world.leases.open
 
 

@@ -100,7 +100,7 @@ def ended(world: SimulatedRun) -> None:
     """Every step was trained, every group ended, and no slot stays reserved."""
     assert len(world.trainer.batches) == world.steps
     assert all(g.state != "live" for g in world.journal.groups.values())  # type: ignore[attr-defined]
-    assert sum(world.control.scheduler.outstanding().values()) == 0
+    assert sum(world.control.scheduler.admission.slots.outstanding.values()) == 0
     turns = world.control.gateway.turns
     assert turns.colocation is not None
     assert not turns.colocation.units

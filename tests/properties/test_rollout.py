@@ -62,7 +62,7 @@ def watch(world: SimulatedRun) -> list[tuple[int, int, int, int]]:
     class Watched(MemoryRecorder):
         def charge(self, charge: Any) -> None:
             scheduler = world.control.scheduler
-            slots = sum(scheduler.outstanding().values())
+            slots = sum(scheduler.admission.slots.outstanding.values())
             bound = sum(
                 (world.alpha + 1) * d.quota + int((factor - 1) * groups[d.name] + 1e-9) * d.group_size
                 for d in world.domains
@@ -107,7 +107,7 @@ def check(world: SimulatedRun) -> Counter[str]:
     rows = Counter(c.trajectory for c in world.journal.charges)
     assert all(count == 1 for count in rows.values()), "a trajectory has one row"
     assert {c.trajectory for c in world.journal.charges if c.outcome == "finished"} >= set(trained)
-    assert sum(world.control.scheduler.outstanding().values()) == 0, "every slot came back"
+    assert sum(world.control.scheduler.admission.slots.outstanding.values()) == 0, "every slot came back"
     assert not world.leases.open, "every lease ended"
     assert {i for i, end in world.journal.gone.items() if end == "trained"} == set(trained)
     assert all(g.state != "live" for g in world.journal.groups.values()), "every group ended"

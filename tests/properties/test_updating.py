@@ -108,7 +108,7 @@ def sound(world: World) -> None:
             assert all(sample.v0 <= sample.versions[i] <= world.steps for i in acts), "I1"
             assert version - sample.v0 <= world.alpha or world.schedule == "areal", "I3"
     assert world.published == list(range(1, world.steps + 1))
-    assert sum(world.control.scheduler.outstanding().values()) == 0
+    assert sum(world.control.scheduler.admission.slots.outstanding.values()) == 0
     assert not world.leases.open
 
 

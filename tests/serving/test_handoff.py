@@ -29,7 +29,7 @@ from rollart.model import (
     WeightsRef,
 )
 from rollart.policy.engine_health import HandoffCircuitBreaker
-from rollart.policy.routing import HardwareAffinity, RoutingPolicy, prefill_rule
+from rollart.policy.routing import PREFILL_RULES, HardwareAffinity, RoutingPolicy
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.gateway import Gateway
 from rollart.serving.handoff import HandoffCounts
@@ -84,7 +84,7 @@ class Bench:
             version=0,
             on_suspect=self.suspected.append,
             recorder=self.recorder,
-            router=RoutingPolicy(rule=prefill_rule(rule_name), affinity=affinity or HardwareAffinity()),
+            router=RoutingPolicy(rule=PREFILL_RULES[rule_name], affinity=affinity or HardwareAffinity()),
             seats=seats,
         )
         self.engines = {n: Asked(n, self.fabric, pace=pace, versioned=versioned) for n in seats}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.policy.pipeline import handoff_depth
+from rollart.policy.pipeline import in_flight
 from rollart.serving.handoff import FIRST, MOST_HANDED, SEEN, HandoffDepth
 
 seconds = st.floats(0.001, 100.0)
@@ -25,7 +25,7 @@ def seen(prefills: list[float], ends: list[float]) -> HandoffDepth:
 
 def test_it_is_the_look_ahead_rule_on_what_was_seen() -> None:
     """A turn ends every 0.5 s, prefills take 2 s: the way there and back is four turns' time, and one decodes."""
-    assert seen([2.0] * 5, [0.5] * 6).depth() == 5 == handoff_depth(0.5, 1.0)
+    assert seen([2.0] * 5, [0.5] * 6).depth() == 5 == in_flight(0.5, 1.0)
     slow = seen([2.0] * 8 + [6.0] * 2, [0.5] * 6)
     assert slow.depth() == 13, "the 90th percentile of prefills, 6 s"
 
