@@ -23,7 +23,7 @@ from serverless.deploy.package import Package
 from serverless.errors import SpecInvalid
 from serverless.meter import billed_seconds
 from serverless.providers.base import Backend, Reply
-from serverless.spec import FunctionSpec
+from serverless.spec import FunctionSpec, Settings
 from serverless.types import FaultKind, InfraFault, Invocation, Item, ModelFault, Outcome, Scored
 from serverless.workers.local import LocalBackend
 
@@ -36,11 +36,9 @@ IDLE_LEAST_S, IDLE_MOST_S = 2.0, 3600.0
 """Modal's bounds, in seconds, of a container's idle time before it stops."""
 
 
-class ExpectedOutcome(BaseModel):
+class ExpectedOutcome(Settings):
     """The expected outcome of a case. `fault`: "model", "any" (of the platform), or a kind ("crash", "timeout",
     ...)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     score: float | None = None
     min: float | None = None

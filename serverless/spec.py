@@ -30,10 +30,14 @@ Trust = Literal["trusted", "untrusted"]
 """"untrusted": the function executes code that the policy wrote, and therefore only runs inside a sandbox."""
 
 
-class FunctionBatchSpec(BaseModel):
-    """The items of one call. A batch is sent when it is full or its oldest item has waited `max_wait_ms`."""
+class Settings(BaseModel):
+    """Settings are immutable and refuse unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FunctionBatchSpec(Settings):
+    """The items of one call. A batch is sent when it is full or its oldest item has waited `max_wait_ms`."""
 
     max_items: int = Field(default=32, ge=1, le=10_000)
     max_wait_ms: float = Field(default=2.0, ge=0.0, le=60_000.0)
@@ -41,10 +45,8 @@ class FunctionBatchSpec(BaseModel):
     """Lambda's synchronous payload limit is 6 MB."""
 
 
-class FunctionSpec(BaseModel):
+class FunctionSpec(Settings):
     """A stateless function. Defaults are Lambda's where Lambda has one."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     source: str = Field(min_length=1)

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from serverless.deploy.package import Package, zip_archive
 from serverless.errors import PackageError, SpecInvalid
-from serverless.spec import FunctionSpec
+from serverless.spec import FunctionSpec, Settings
 
 ALIAS = "live"
 """The alias of the current version: deployments and rollbacks move it. A run calls its own alias."""
@@ -53,10 +53,8 @@ _MB_PER_CORE = 1_769
 """Memory per core of Lambda."""
 
 
-class AwsSettings(BaseModel):
+class AwsSettings(Settings):
     """Settings of one account and region. Credentials come from the environment, a profile or a role."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     region: str = Field(default="", validate_default=True)
     """Empty: AWS_REGION, AWS_DEFAULT_REGION or the profile's, in this order."""

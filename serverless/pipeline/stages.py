@@ -12,8 +12,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from serverless.spec import Settings
 from serverless.types import FaultKind, InfraFault, ModelFault, Outcome
 
 
@@ -34,10 +35,8 @@ class OffloadStage(enum.StrEnum):
     SCHEMA = "schema"
 
 
-class StageSpec(BaseModel):
+class StageSpec(Settings):
     """A stage with no setting but its switch."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     enabled: bool = True
 
@@ -115,11 +114,9 @@ class BreakerSpec(StageSpec):
     learns of an outage in seconds (7 s with these pauses), before its items' deadlines."""
 
 
-class LimitsSpec(BaseModel):
+class LimitsSpec(Settings):
     """Time limits of single items from observed answers (RollPacker, arXiv 2509.21009, section on rewards): T =
     min(max(min_s, factor * slowest correct answer to the same prompt), max_s)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     scope: Literal["declared", "all", "off"] = "declared"
     """declared: functions with a `timeout_floor`, where a timeout is the policy's fault."""
@@ -138,10 +135,8 @@ class LimitsSpec(BaseModel):
         return self
 
 
-class PipelineSpec(BaseModel):
+class PipelineSpec(Settings):
     """The stages of `serverless.pipeline.offload.Offload`, in the order in which an item passes them."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     dedupe: StageSpec = StageSpec()
     cache: CacheSpec = CacheSpec()

@@ -88,8 +88,7 @@ def fault_of_status(status: int, body: bytes, headers: Mapping[str, str], now: d
     detail = f"HTTP {status}: {body[:300].decode(errors='replace').strip()}"
     wait = retry_after_s(headers.get("Retry-After", ""), now)
     if status == 429:
-        known = {reason: throttle for throttle, reason in REASONS.items() if throttle is not Throttle.QUEUE}
-        throttle = next((t for reason, t in known.items() if f'"{reason}"'.encode() in body), None)
+        throttle = next((t for reason, t in _BY_REASON.items() if f'"{reason}"'.encode() in body), None)
         return InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=throttle, retry_after_s=wait)
     if status >= 500 or status == 408:
         retryable = status not in AMBIGUOUS
@@ -129,13 +128,11 @@ NOT_ALLOWED = frozenset(
 )
 """Error codes for which retries do not help: the user is unknown or lacks the permission."""
 
-_THROTTLES = {
-    "ConcurrentInvocationLimitExceeded": Throttle.CONCURRENCY,
-    "ReservedFunctionConcurrentInvocationLimitExceeded": Throttle.RESERVED,
-    "FunctionInvocationRateLimitExceeded": Throttle.RATE,
+_BY_REASON = {reason: throttle for throttle, reason in REASONS.items() if throttle is not Throttle.QUEUE}
+
+_THROTTLES = _BY_REASON | {
     "ReservedFunctionInvocationRateLimitExceeded": Throttle.RATE,
     "CallerRateLimitExceeded": Throttle.RATE,
-    "ConcurrentSnapshotCreateLimitExceeded": Throttle.SCALING,
 }
 """Limits by ThrottleReason of the Lambda API; a reserved function's rate limit passes with time like any other rate."""
 

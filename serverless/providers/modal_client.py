@@ -38,10 +38,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict
-
 from serverless.errors import BackendFailed, CredentialsMissing, ExtraMissing, SpecInvalid, UnknownFunction
 from serverless.meter import billed_seconds
+from serverless.spec import Settings
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
 if TYPE_CHECKING:
@@ -270,11 +269,9 @@ _NAME = 63
 """Maximum characters of an app's name."""
 
 
-class ModalSettings(BaseModel):
+class ModalSettings(Settings):
     """Settings of functions on Modal. `python` is the minor version of the interpreter in the container ('' for this
     one's); `keep` is the number of versions before the live one that are kept for a rollback."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prefix: str = "rollart-"
     environment: str = ""

@@ -105,14 +105,14 @@ class RehearsedLauncher:
         self._rngs: dict[str, random.Random] = {}
         self._tokens: dict[str, tuple[float, float]] = {}
 
-    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
+    async def start(self, package: Package, slot: int, gone: Callable[[], None]) -> Worker:
         name, platform = package.spec.name, self._platform
         if not self._may_scale(name):
             detail = f"rehearsal: {platform.name} starts {platform.scale_per_s:g} environments a second"
             raise WorkerFault(InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.SCALING))
         cold_s = platform.cold_start.draw(self._rngs.setdefault(name, random.Random(f"{self._seed}/{name}")))
         await asyncio.sleep(cold_s)
-        started = await self._launcher.start(package, worker, slot, gone)
+        started = await self._launcher.start(package, slot, gone)
         started.init_s += cold_s if platform.init_billed else 0.0
         return started
 

@@ -74,9 +74,9 @@ class SimulatedMachines:
             changed = self._changed
             await changed.wait()
 
-    async def hold(self, start_s: float) -> Callable[[_SimulatedWorker], None]:
-        """Wait `start_s` seconds for a slot on a machine. Returns a function that assigns a worker to it. Raises
-        `WorkerLost` if the machine goes down."""
+    async def hold(self, start_s: float) -> dict[_SimulatedWorker, None]:
+        """Wait `start_s` seconds for a slot on a machine. Returns the machine's workers. Raises `WorkerLost` if the
+        machine goes down."""
         up = [name for name, there in self._up.items() if there]
         if not up:
             raise _lost()
@@ -89,12 +89,7 @@ class SimulatedMachines:
             self._starting[name] -= 1
         if self._lives[name] != life:
             raise _lost()
-
-        def take(worker: _SimulatedWorker) -> None:
-            self._workers[name][worker] = None
-            worker.left = lambda: self._workers[name].pop(worker, None)
-
-        return take
+        return self._workers[name]
 
 
 def _lost() -> WorkerLost:
@@ -124,23 +119,23 @@ class SimulatedBackend(PooledBackend):
         self._seed = seed
         self._rngs: dict[str, random.Random] = {}
 
-    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> _SimulatedWorker:
+    async def start(self, package: Package, slot: int, gone: Callable[[], None]) -> _SimulatedWorker:
         """Implements `Launcher`: a simulated cold start."""
         name = package.spec.name
         profile = self._profiles.get(name, Profile())
         rng = self._rngs.setdefault(name, random.Random(f"{self._seed}/{name}"))
         init_s = profile.cold_start_s * rng.lognormvariate(0.0, profile.sigma)
         fails = rng.random() < profile.failed_start
+        machine = None
         if self._machines is None:
-            take = None
             await asyncio.sleep(init_s)
         else:
-            take = await self._machines.hold(init_s)
+            machine = await self._machines.hold(init_s)
         if fails:
             raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail="simulated: start failed"))
-        made = _SimulatedWorker(self._handler(package), profile, rng, init_s, gone)
-        if take is not None:
-            take(made)
+        made = _SimulatedWorker(self._handler(package), profile, rng, init_s, gone, machine)
+        if machine is not None:
+            machine[made] = None
         return made
 
     def _handler(self, package: Package) -> ListHandler:
@@ -157,9 +152,9 @@ class _SimulatedWorker:
     rng: random.Random
     init_s: float
     gone: Callable[[], None]
+    machine: dict[_SimulatedWorker, None] | None
+    """The workers of its machine, None without a machine that may go down."""
     alive: bool = True
-    left: Callable[[], object] | None = None
-    """Called at the worker's end, if it is on a machine that may go down."""
     lost: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def call(self, request: WorkerRequest) -> WorkerReply:
@@ -185,8 +180,8 @@ class _SimulatedWorker:
 
     def kill(self) -> None:
         self.alive = False
-        if self.left is not None:
-            self.left()
+        if self.machine is not None:
+            self.machine.pop(self, None)
 
     def lose(self) -> None:
         """Handle the loss of its machine."""
@@ -196,7 +191,7 @@ class _SimulatedWorker:
 
     async def _pass(self, seconds: float) -> None:
         """Let a part of a call's time pass. Raises `WorkerLost` if the machine goes down meanwhile."""
-        if self.left is None:
+        if self.machine is None:
             await asyncio.sleep(seconds)
             return
         with contextlib.suppress(TimeoutError):

@@ -295,8 +295,12 @@ class SandboxProcess:
         reasons = []
         for method in [self.method] if self.method else self._methods:
             try:
-                self._launched = method.start()
-                await _handshake(io, self._launched)
+                self._launched = launched = method.start()
+                answer = await _ask(io, launched, encode_message(launched.config), _START_S)
+                if answer is None:
+                    raise RungUnavailable(launched.complaint() or "it ended before it was ready")
+                if answer.get("ready") is not True:
+                    raise RungUnavailable(str(answer.get("error"))[:1000])
             except (RungUnavailable, TimeoutError) as refused:
                 reasons.append(f"{method.rung} ({method.name}): {refused or 'not ready in time'}")
                 self.discard()
@@ -358,14 +362,6 @@ class SandboxProcess:
         if ran is None or (answer or {}).get("clean") is not True:
             self.discard()
         return ran or Ran("", "the program ended its supervisor", Status.KILLED, -9, 0.0, 0.0, 0.0)
-
-
-async def _handshake(io: SandboxIo, launched: Launched) -> None:
-    answer = await _ask(io, launched, encode_message(launched.config), _START_S)
-    if answer is None:
-        raise RungUnavailable(launched.complaint() or "it ended before it was ready")
-    if answer.get("ready") is not True:
-        raise RungUnavailable(str(answer.get("error"))[:1000])
 
 
 def read_answer(answer: dict[str, Any]) -> Ran | None:

@@ -149,8 +149,7 @@ class WorkerHost:
             if package is None:
                 detail = f"no version {version[:8]} here"
                 raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail))
-            name = f"{package.spec.name}/{slot}"
-            worker = await self._backend.start(package, name, slot, lambda: requests.put_nowait(None))
+            worker = await self._backend.start(package, slot, lambda: requests.put_nowait(None))
             writer.write(encode_message(["", "ready", worker.init_s]))
             while (request := await requests.get()) is not None:
                 current = request.id

@@ -132,7 +132,7 @@ class LocalBackend(PooledBackend):
                 if self._given is None and self._root is not None:
                     shutil.rmtree(self._root, ignore_errors=True)
 
-    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
+    async def start(self, package: Package, slot: int, gone: Callable[[], None]) -> Worker:
         """Launcher: fork a worker and wait until the function is loaded."""
         try:
             if self._runtime == "awslambdaric":

@@ -68,7 +68,7 @@ class Worker(Protocol):
 
 
 class Launcher(Protocol):
-    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
+    async def start(self, package: Package, slot: int, gone: Callable[[], None]) -> Worker:
         """Start a worker and wait until it is ready. Raises `WorkerFault`. `gone` is called once if the worker ends by
         itself. Cleans up if cancelled."""
 
@@ -400,9 +400,7 @@ class WorkerPool:
                 finally:  # the slot's life begins once there is a machine
                     slot.since = asyncio.get_running_loop().time()
             async with asyncio.timeout(self._spec.init_timeout_s):
-                slot.worker = await self._backend.launcher.start(
-                    self.package, slot.name, slot.slot, lambda: self._gone(slot)
-                )
+                slot.worker = await self._backend.launcher.start(self.package, slot.slot, lambda: self._gone(slot))
         except TimeoutError:
             limit = self._spec.init_timeout_s
             fault = InfraFault(FaultKind.TIMEOUT, retryable=False, detail=f"not ready in {limit:g} s (init_timeout_s)")

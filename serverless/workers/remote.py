@@ -117,7 +117,7 @@ class WorkerHosts:
             changed = self._changed
             await changed.wait()
 
-    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
+    async def start(self, package: Package, slot: int, gone: Callable[[], None]) -> Worker:
         if not (links := self.links):
             raise WorkerLost(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail="no machine takes workers"))
         return await min(links, key=lambda link: len(link.workers) / link.weight).worker(package, slot, gone)

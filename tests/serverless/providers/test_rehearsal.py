@@ -38,7 +38,7 @@ async def starts(platform: Platform, count: int, seed: int = 0) -> list[float]:
     loop, seconds = asyncio.get_running_loop(), []
     for slot in range(count):
         began = loop.time()
-        worker = await launcher.start(PLAIN, "w", slot, lambda: None)
+        worker = await launcher.start(PLAIN, slot, lambda: None)
         seconds.append(loop.time() - began)
         assert worker.alive
         assert worker.init_s == pytest.approx(seconds[-1])
@@ -69,7 +69,7 @@ def test_environments_start_no_faster_than_the_platform_scales() -> None:
         for wait in (0.0, 0.0, 0.0, 0.5, 0.5, 0.0):
             await asyncio.sleep(wait)
             try:
-                await launcher.start(PLAIN, "w", 0, lambda: None)
+                await launcher.start(PLAIN, 0, lambda: None)
                 outcomes.append("started")
             except WorkerFault as error:
                 outcomes.append((error.fault.kind, error.fault.throttle))

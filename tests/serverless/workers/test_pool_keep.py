@@ -151,8 +151,8 @@ def test_an_idle_worker_that_dies_is_replaced_after_a_pause() -> None:
     began: list[float] = []
 
     class Dying(SimulatedBackend):
-        async def start(self, package: Any, worker: str, slot: int, gone: Any) -> Any:
-            made = await super().start(package, worker, slot, gone)
+        async def start(self, package: Any, slot: int, gone: Any) -> Any:
+            made = await super().start(package, slot, gone)
             loop = asyncio.get_running_loop()
             began.append(loop.time())
 

@@ -92,7 +92,7 @@ class Machines:
             self.changed.clear()
             await self.changed.wait()
 
-    async def start(self, package: Package, worker: str, slot: int, gone: Callable[[], None]) -> Worker:
+    async def start(self, package: Package, slot: int, gone: Callable[[], None]) -> Worker:
         if not self.there:
             raise WorkerLost(LOST)
         machine = min(self.there, key=lambda one: len(one.workers))
