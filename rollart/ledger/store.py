@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -346,14 +347,9 @@ class InlineWriter:
 
 def _deliver(outcomes: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:
     """Hand results to their futures, in one call per loop. Futures of a loop that is gone are left alone."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Any], Any]]] = {}
-    for future, result in outcomes:
-        by_loop.setdefault(future.get_loop(), []).append((future, result))
-    for loop, own in by_loop.items():
-        try:
-            loop.call_soon_threadsafe(_settle, own)
-        except RuntimeError:
-            continue
+    for loop, own in itertools.groupby(outcomes, key=lambda outcome: outcome[0].get_loop()):
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(_settle, list(own))
 
 
 def _settle(outcomes: Sequence[tuple[asyncio.Future[Any], Any]]) -> None:

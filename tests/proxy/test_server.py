@@ -16,7 +16,7 @@ from rollart.adapters.proxy.api import ChatCompletions, Messages
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import CompletionRequest as Ask_
 from rollart.adapters.proxy.messages import Message, PolicyResponse, PromptInput, ResponseHeader
-from rollart.adapters.proxy.record import READ_BLOCK, SessionRecorder, read_sessions
+from rollart.adapters.proxy.record import SessionRecorder, read_sessions
 from rollart.adapters.proxy.server import Proxy
 from rollart.adapters.proxy.sessions import SessionLimits
 from rollart.errors import EngineError, StorageFailed, UsageError
@@ -403,7 +403,7 @@ def test_sessions_that_are_idle_make_room(form: ChatFormat, tmp_path: Path) -> N
     assert {**kept, "e": more["e"]} == more, "the next life begins a line of its own"
 
 
-@pytest.mark.parametrize("torn", [b"", b"{", b"x" * (READ_BLOCK - 3), b"x" * READ_BLOCK, b"x" * (2 * READ_BLOCK + 1)])
+@pytest.mark.parametrize("torn", [b"", b"{", b"x" * 200_000])
 @pytest.mark.parametrize("whole", [b"", b"{}\n", b"{}\n{}\n"])
 def test_a_line_that_was_torn_goes_before_the_next_is_written(tmp_path: Path, whole: bytes, torn: bytes) -> None:
     path = tmp_path / "turns.jsonl"

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import math
 import queue
 import random
 import re
@@ -286,9 +287,7 @@ def default_renderer(space: Any, *, digits: int = 3) -> SpaceRenderer:
     if kind == "Discrete":
         return lambda value: str(int(value))
     if kind in ("MultiDiscrete", "MultiBinary", "Box"):
-        size = 1
-        for length in space.shape:
-            size *= length
+        size = math.prod(space.shape)
         if size > MOST_NUMBERS:
             raise ValueError(
                 f"observations are {space}: {size} numbers (rule: at most {MOST_NUMBERS}, or give `render`)"

@@ -13,7 +13,7 @@ import asyncio
 import os
 import shutil
 import tarfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +48,7 @@ class ImageCache:
     max_bytes: int | None = None
     present: OrderedDict[str, int] = field(default_factory=OrderedDict)
     """Bytes by image, the least recently used one first."""
-    pinned: dict[str, int] = field(default_factory=dict)
+    pinned: Counter[str] = field(default_factory=Counter)
     pulling: dict[str, asyncio.Task[str]] = field(default_factory=dict)
     removing: dict[str, asyncio.Event] = field(default_factory=dict)
     """Set once the removal has ended: the image is not pulled before."""
@@ -62,8 +62,7 @@ class ImageCache:
 
     async def ensure(self, images: Sequence[str]) -> int:
         """Pull and pin all images; the number of images that had to be pulled. `PullFailed`."""
-        for image in images:
-            self.pinned[image] = self.pinned.get(image, 0) + 1
+        self.pinned.update(images)
         try:
             pulls = [self._pull(image) for image in dict.fromkeys(images) if image not in self.present]
             failed = [error for pull in pulls if (error := await asyncio.shield(pull))]
@@ -79,10 +78,7 @@ class ImageCache:
 
     async def release(self, images: Sequence[str]) -> None:
         """Unpin images of one `ensure`."""
-        for image in images:
-            self.pinned[image] -= 1
-            if not self.pinned[image]:
-                del self.pinned[image]
+        self.pinned -= Counter(images)  # keeps positive counts only
         await self._evict()
 
     def _pull(self, image: str) -> asyncio.Task[str]:

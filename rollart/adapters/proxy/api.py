@@ -198,12 +198,7 @@ def tool_call(name: Any, arguments: Any, id: Any) -> ToolCall:
     """A call of an earlier response. `arguments` is a JSON object or the text of one."""
     if not isinstance(name, str) or not name:
         raise ValueError("names no function")
-    found = arguments
-    if isinstance(arguments, str):
-        try:
-            found = read_json(arguments or "{}")
-        except ValueError:
-            found = None
+    found = read_json(arguments or "{}") if isinstance(arguments, str) else arguments
     if isinstance(found, Mapping):
         return ToolCall(name, found, str(id or ""))
     if isinstance(arguments, str) and isinstance(id, str) and id:  # possibly a call that the policy left truncated

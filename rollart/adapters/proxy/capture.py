@@ -209,15 +209,13 @@ class SessionCapture:
     def _plan_plain(self, prompt: PromptInput) -> PlannedTurn:
         """Plan a text or token-id prompt: continue the longest turn that is its exact prefix."""
         ids, text = prompt.token_ids, prompt.text or ""
-        best: CapturedTurn | None = None
-        for turn in self.turns:
-            if turn.planned.prompt.chat or (ids is None) != (turn.planned.prompt.token_ids is None):
-                continue
-            goes_on = (
-                text.startswith(self._plain_text(turn)) if ids is None else ids[: len(turn.token_ids)] == turn.token_ids
-            )
-            if goes_on and (best is None or len(turn.token_ids) >= len(best.token_ids)):
-                best = turn
+        if ids is None:
+            texts = [t for t in self.turns if t.planned.prompt.text is not None]
+            continued = [t for t in texts if text.startswith(self._plain_text(t))]
+        else:
+            given_ids = [t for t in self.turns if t.planned.prompt.token_ids is not None]
+            continued = [t for t in given_ids if ids[: len(t.token_ids)] == t.token_ids]
+        best = max(continued, key=lambda t: (len(t.token_ids), t.number), default=None)
         if best is not None:
             rest = self._form.encode(text[len(self._plain_text(best)) :]) if ids is None else ids[len(best.token_ids) :]
             return self._planned(prompt, rest, text, "", after=best)

@@ -145,11 +145,10 @@ class ProxyEpisode:
     async def close(self) -> None:
         """Fail all queued and future requests, and end the program."""
         self._closed = True
-        waiting = [self._current] if self._current is not None else []
+        waiting = [self._current]
         while not self._queue.empty():
-            if (request := self._queue.get_nowait()) is not None:
-                waiting.append(request)
-        for request in waiting:
+            waiting.append(self._queue.get_nowait())
+        for request in filter(None, waiting):
             _reject(request, EngineError("the episode is over", retryable=False))
         await self._proxy.close(self._session.name)
         await self.end_program()

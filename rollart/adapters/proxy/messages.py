@@ -207,11 +207,11 @@ class PolicyResponse:
 
 
 def read_json(text: str) -> Any:
-    """Parse strict JSON. ValueError for invalid JSON and for Python's extensions to it: NaN, infinities, lone
-    surrogates, and nesting too deep to read or write. Policies generate all of these."""
+    """Parse strict JSON. None for invalid JSON and for Python's extensions to it: NaN, infinities, lone surrogates, and
+    nesting too deep to read or write. Policies generate all of these."""
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except RecursionError:
-        raise ValueError("nested too deep") from None
+    except (ValueError, RecursionError):
+        return None
     return value

@@ -71,11 +71,8 @@ class PooledSession:
 
     def __init__(self, pool: EnginePool, engine: HttpEngine, name: str) -> None:
         self._pool, self.engine, self._name = pool, engine, name
+        self.context = pool.context
         self._requests = 0
-
-    @property
-    def context(self) -> int:
-        return self._pool.context
 
     async def generate(
         self, token_ids: tuple[int, ...], sampling: Sampling, on_chunk: Callable[[CompletionChunk], None] | None = None

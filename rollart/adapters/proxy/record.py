@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,6 @@ from rollart.errors import StorageFailed, UsageError
 from rollart.model import Segment, SegmentKind
 
 SCHEMA_VERSION = 1
-
-READ_BLOCK = 2**16
-"""Bytes per read when searching backwards for the end of a line."""
 
 
 class SessionRecorder:
@@ -57,19 +54,12 @@ class SessionRecorder:
 
 def _truncate_partial_line(path: Path) -> None:
     """Remove a partial last line. Its writer was killed or its disk was full, so its response was never sent."""
-    if not path.is_file():
+    if not path.is_file() or not path.stat().st_size:
         return
     with path.open("rb+") as file:
-        end = whole = file.seek(0, os.SEEK_END)
-        while whole:
-            begin = max(whole - READ_BLOCK, 0)
-            file.seek(begin)
-            newline = file.read(whole - begin).rfind(b"\n")
-            whole = begin if newline < 0 else begin + newline + 1
-            if newline >= 0:
-                break
-        if whole < end:
-            file.truncate(whole)
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            whole = text.rfind(b"\n") + 1
+        file.truncate(whole)
 
 
 def session_body(session: ProxySession) -> dict[str, Any]:

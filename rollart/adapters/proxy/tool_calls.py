@@ -161,7 +161,7 @@ class ToolCallParser:
     def _inside(self) -> Iterator[OutputEvent]:
         """State after a call's opening tag, or at the start of a possible call."""
         head = _HEAD.match(self._text, self._position)
-        if head is not None and (name := _name(head.group(1))) is not None:
+        if head is not None and (name := read_json(head.group(1))) is not None:
             self._name, self._scan, self._emitted = name, PartialJsonScanner(), 0
             self._position, self._state = head.end(), self._arguments
             yield self._start_call(name)
@@ -250,19 +250,8 @@ def partial_match_length(text: str, word: str) -> int:
     return next((n for n in range(min(len(word) - 1, len(text)), 0, -1) if text.endswith(word[:n])), 0)
 
 
-def _name(written: str) -> str | None:
-    try:
-        found = read_json(written)
-    except ValueError:
-        return None
-    return found if isinstance(found, str) else None
-
-
 def _call(text: str) -> ToolCall | None:
-    try:
-        value = read_json(text)
-    except ValueError:
-        return None
+    value = read_json(text)
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments: Any = value.get("arguments", value.get("parameters"))

@@ -16,6 +16,8 @@ Functions that keep state run in this process, one call at a time; all others ar
 from __future__ import annotations
 
 import asyncio
+import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from rollart.errors import UsageError
@@ -152,13 +154,8 @@ def _credit(token_credits: list[float], positions: Sequence[int], amounts: Seque
 
 def _turn_ends(trajectory: Trajectory) -> list[int]:
     """For every turn the position of its last action token, counted over action tokens alone."""
-    counts: dict[int, int] = {}
+    counts: Counter[int] = Counter()
     for segment in trajectory.segments:
         if segment.kind is SegmentKind.ACTION:
-            counts[segment.turn] = counts.get(segment.turn, 0) + len(segment.token_ids)
-    ends: list[int] = []
-    total = 0
-    for turn in trajectory.turns:
-        total += counts.get(turn.index, 0)
-        ends.append(max(total - 1, 0))
-    return ends
+            counts[segment.turn] += len(segment.token_ids)
+    return [max(total - 1, 0) for total in itertools.accumulate(counts[turn.index] for turn in trajectory.turns)]
