@@ -254,8 +254,12 @@ class _LeastSquares:
         """
         starts = [replace(begin, **{n: _clipped(n, f * getattr(begin, n)) for n in self.free}) for f in (1.0, 0.4, 2.5)]
         best, jacobian, rss = min((self._least(rows, s, self.free) for s in starts), key=lambda found: found[2])
-        free = self.free
-        weak = self._weak(jacobian, rss, len(rows))
+        free, weak = self.free, list[str]()
+        if free:  # constants about which the rows say less than the prior does: the weakest first
+            noise = max(math.sqrt(rss / len(rows)), MIN_NOISE)
+            belief = np.eye(len(free)) * (noise / PRIOR_SPREAD) ** 2
+            left = np.diag(np.linalg.inv(jacobian.T @ jacobian + belief)) * belief[0, 0]
+            weak = [free[i] for i in np.argsort(-left, kind="stable") if left[i] > 0.5]
         for name in weak:
             fewer = tuple(n for n in free if n != name)
             trial, _, trial_rss = self._least(rows, replace(best, **{name: getattr(begin, name)}), fewer)
@@ -284,15 +288,6 @@ class _LeastSquares:
         x0 = np.clip(np.log([getattr(begin, n) for n in free]), low + 1e-6, high - 1e-6)
         found = least_squares(residuals, x0, bounds=(low, high), xtol=1e-8, ftol=1e-8, max_nfev=100)
         return at(found.x), found.jac, 2.0 * float(found.cost)
-
-    def _weak(self, jacobian: Vector, rss: float, rows: int) -> list[str]:
-        """Free constants about which the rows say less than the prior does: the weakest first."""
-        if not self.free:
-            return []
-        noise = max(math.sqrt(rss / rows), MIN_NOISE)
-        belief = np.eye(len(self.free)) * (noise / PRIOR_SPREAD) ** 2
-        left = np.diag(np.linalg.inv(jacobian.T @ jacobian + belief)) * belief[0, 0]
-        return [self.free[i] for i in np.argsort(-left, kind="stable") if left[i] > 0.5]
 
 
 def _setting(row: Row) -> tuple[str, str, float, float, float, float, float, float]:

@@ -20,7 +20,6 @@ import numpy as np
 from placement import paths, result
 from placement.problem import Problem, Restriction
 from placement.publish import DEVICES_PER_HOST, LOADING, Publishing, Transport
-from placement.roofline import Roofline
 from placement.solve import best_objective_value, solve
 from placement.types import ROLLOUT_ROLES, Device, Infeasible, Link, Objective, Placement, Pool, Role
 
@@ -150,22 +149,28 @@ def _confirmed_constraints(problem: Problem, placement: Placement, found: tuple[
 
 
 def affinities(problem: Problem, placement: Placement | None = None) -> tuple[Affinity, ...]:
-    """The cost of each domain's phase (prefill, decode) on each device type. Decode is costed at the batch that the
-    memory and the trajectories in flight allow, the latter divided over as many instances as the problem's GPUs
-    hold."""
+    """The cost of each domain's phase (prefill, decode) on each device type, at the TP sizes that the plan uses, if
+    any. Decode is costed at the batch that the memory and the trajectories in flight allow, the latter divided over as
+    many instances as the problem's GPUs hold."""
     types: dict[str, Device] = {}
     usd: dict[str, float] = {}
     for pool in _gpus_first(problem.pools):
         types.setdefault(pool.device.name, pool.device)
         usd[pool.device.name] = min(usd.get(pool.device.name, math.inf), pool.usd_per_device_hour)
     prices = usd if all(price > 0 for price in usd.values()) else None
+    there = () if placement is None else placement.deployments
     found = []
     for domain in problem.domains:
         turns = paths.representative_turns(domain, problem.performance.shape)
         prefill: dict[str, float] = {}
         decode: dict[str, float] = {}
         for name, device in types.items():
-            for tp, model in _instance_options(problem, device, turns.kv_longest, placement):
+            pools = {p.name for p in problem.pools if p.device.name == name}
+            used = {d.tp for d in there if d.pool in pools and d.role in ROLLOUT_ROLES}
+            for tp in sorted(used or set(problem.tensor_parallel)):
+                model = problem.performance.instance(device, tp)
+                if isinstance(model, str) or model.kv_capacity_bytes / 1e9 < turns.kv_longest:
+                    continue
                 instances = sum(pool.count // tp for pool in _gpus_first(problem.pools)) or 1
                 in_memory = model.kv_capacity_bytes / 1e9 / turns.kv_running
                 batch = min(float(problem.max_batch), in_memory, problem.trajectories_in_flight / instances)
@@ -277,20 +282,6 @@ def _resolved_gain(asked: Problem, placement: Placement) -> float:
     a worse answer would only be the gap."""
     more = best_objective_value(asked) / placement.worth - 1.0 if 0 < placement.worth < math.inf else 0.0
     return more if MIN_RESOLVED_GAIN <= more < math.inf else 0.0
-
-
-def _instance_options(
-    problem: Problem, device: Device, longest_gb: float, placement: Placement | None
-) -> Iterator[tuple[int, Roofline]]:
-    """The TP sizes at which a device type can serve the model and hold the longest turn; the sizes that the plan uses,
-    if any."""
-    pools = {p.name for p in problem.pools if p.device.name == device.name}
-    there = () if placement is None else placement.deployments
-    used = {d.tp for d in there if d.pool in pools and d.role in ROLLOUT_ROLES}
-    for tp in sorted(used or set(problem.tensor_parallel)):
-        model = problem.performance.instance(device, tp)
-        if not isinstance(model, str) and model.kv_capacity_bytes / 1e9 >= longest_gb:
-            yield tp, model
 
 
 def _affinity(domain: str, phase: str, seconds: dict[str, float], prices: Mapping[str, float] | None) -> Affinity:

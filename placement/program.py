@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from placement.milp import ConstraintMatrix, Floats, Ints, MilpSolution, RowKey
 from placement.paths import Paths, Tableau
-from placement.problem import FunctionPrice, Problem, Restriction, RewardCost, RunningPlan, TrainingWork
+from placement.problem import Problem, Restriction, RewardCost, RunningPlan, TrainingWork
 from placement.training import training_layout
 from placement.types import ROLLOUT_ROLES, Deployment, Role
 from placement.window import HoldingSlopes
@@ -436,10 +436,14 @@ def _add_rewards(p: PlacementProgram) -> None:
 
 
 def _reward_options(p: PlacementProgram, j: int, reward: RewardCost) -> Iterator[RewardOption]:
-    problem, m = p.problem, p.matrix
-    usd = _function_usd(problem.functions, reward)
-    if usd is not None:
-        yield RewardOption(j, -1, m.column(), None, usd)
+    problem, m, price = p.problem, p.matrix, p.problem.functions
+    if price is not None and reward.stateless and not _is_late(reward, price.overhead_s):
+        per_second: float | None = reward.memory_gb * price.usd_per_gb_s + reward.cores * price.usd_per_core_s
+        if reward.on_gpu:
+            per_second = price.usd_per_gpu_s
+        if per_second is not None:
+            usd = reward.seconds * per_second + price.usd_per_million_requests / 1e6
+            yield RewardOption(j, -1, m.column(), None, usd)
     if _is_late(reward):
         return
     devices = 1 if reward.on_gpu else max(1, math.ceil(reward.cores))
@@ -455,16 +459,6 @@ def _reward_options(p: PlacementProgram, j: int, reward: RewardCost) -> Iterator
             p.reward_units[unit] = column
             m.row(("scoring", *unit), [(column, -problem.utilisation)], high=0.0)
         yield RewardOption(j, g, m.column(), unit)
-
-
-def _function_usd(price: FunctionPrice | None, reward: RewardCost) -> float | None:
-    """Dollars of one call; None if functions cannot run it: not stateless, no GPU on offer, or too slow."""
-    if price is None or not reward.stateless or _is_late(reward, price.overhead_s):
-        return None
-    per_second: float | None = reward.memory_gb * price.usd_per_gb_s + reward.cores * price.usd_per_core_s
-    if reward.on_gpu:
-        per_second = price.usd_per_gpu_s
-    return None if per_second is None else reward.seconds * per_second + price.usd_per_million_requests / 1e6
 
 
 def _is_late(reward: RewardCost, overhead_s: float = 0.0) -> bool:

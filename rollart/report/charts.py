@@ -154,7 +154,11 @@ def timeline_chart(found: Timeline, *, until: float | None = None) -> MarkupElem
         height = LOW if band.kind == FAULTS or (band.kind == DEVICES and band.members == 1) else HIGH
         parts.append(_row(band, found, LEFT + (x1 - LEFT) * found.seconds / end, y, height))
         y += height + (GAP if height == HIGH else 3.0)
-    marks = _time_axis(end, x1, y + 2.0)
+    step = next((float(s) for s in TIME_STEPS if end / s <= 9), end / 8) if end >= 1 else end / 8
+    marks: list[MarkupElement] = []
+    for n in range(int(end / step * 1.000001) + 1):
+        text = duration(n * step) if n else "0"
+        marks += _axis_mark(LEFT + (x1 - LEFT) * n * step / end, y + 2.0, text, 16.0, base=not n, anchor="middle")
     return _svg(found.label or "timeline", [*marks, *parts], TIMELINE_WIDTH, y + 26.0, "chart wide")
 
 
@@ -208,14 +212,6 @@ def _label(text: str, x: float, y: float, room: float, *, end: bool) -> MarkupEl
     most = max(4, int(room / LETTER))
     shown = [text] if len(text) <= most else [element("title", text), text[: most - 1] + "…"]
     return element("text", *shown, x=x, y=y, class_="label", text_anchor="end" if end else None)
-
-
-def _time_axis(end: float, x1: float, y: float) -> Iterable[MarkupElement]:
-    step = next((s for s in TIME_STEPS if end / s <= 9), None) if end >= 1 else None
-    size = float(step) if step is not None else end / 8
-    for n in range(int(end / size * 1.000001) + 1):
-        x = LEFT + (x1 - LEFT) * n * size / end
-        yield from _axis_mark(x, y, duration(n * size) if n else "0", 16.0, base=not n, anchor="middle")
 
 
 @dataclass(frozen=True, slots=True)

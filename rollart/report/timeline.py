@@ -126,11 +126,8 @@ class _Stack:
         if t1 > t0:
             self.states[state].add(t0, t1, amount)
 
-    def band(self, name: str, kind: str, members: int, order: Sequence[str], whole: float | None = None) -> Band:
-        known = [*(s for s in order if s in self.states), *sorted(self.states.keys() - set(order))]
-        amounts = {state: self.states[state].means() for state in known}
-        peak = max((math.fsum(column) for column in zip(*amounts.values(), strict=True)), default=0.0)
-        return Band(name, kind, members, max(peak, whole or 0.0), amounts)
+    def band(self, name: str, kind: str, members: int, order: Sequence[str], whole: float = 0.0) -> Band:
+        return _band(name, kind, members, {state: own.means() for state, own in self.states.items()}, order, whole)
 
 
 def timeline(reader: LedgerReader, *, bins: int = BINS) -> Timeline:
@@ -223,19 +220,27 @@ def _devices(
         if len(stacks) <= MOST_ROWS or len(keys) <= FEW:
             found += [stacks[k].band(f"{k[2]}{on}", DEVICES, 1, tuple(ResourceState), units[k]) for k in keys]
         else:
-            bands = [stacks[key].band("", DEVICES, 1, tuple(ResourceState)) for key in keys]
-            found.append(_pooled_bands(f"{role}{on}", bands, len(keys)))
+            amounts: dict[str, list[tuple[float, ...]]] = defaultdict(list)
+            for key in keys:
+                for state, own in stacks[key].states.items():
+                    amounts[state].append(own.means())
+            pooled = {s: tuple(map(math.fsum, zip(*each, strict=True))) for s, each in amounts.items()}
+            found.append(_band(f"{role}{on}", DEVICES, len(keys), pooled, tuple(ResourceState)))
     return found
 
 
-def _pooled_bands(name: str, bands: Sequence[Band], members: int) -> Band:
-    seen = {s for b in bands for s in b.amounts}
-    amounts = {
-        s: tuple(math.fsum(column) for column in zip(*(b.amounts[s] for b in bands if s in b.amounts), strict=True))
-        for s in [*(str(s) for s in ResourceState if s in seen), *sorted(seen - {str(s) for s in ResourceState})]
-    }
-    whole = max((math.fsum(column) for column in zip(*amounts.values(), strict=True)), default=0.0)
-    return Band(name, DEVICES, members, whole, amounts)
+def _band(
+    name: str,
+    kind: str,
+    members: int,
+    amounts: Mapping[str, tuple[float, ...]],
+    order: Sequence[str],
+    whole: float = 0.0,
+) -> Band:
+    """A band with its states in this order, others after them by name, and at least `whole` high."""
+    known = [*(str(s) for s in order if s in amounts), *sorted(amounts.keys() - set(order))]
+    peak = max((math.fsum(column) for column in zip(*amounts.values(), strict=True)), default=0.0)
+    return Band(name, kind, members, max(peak, whole), {state: amounts[state] for state in known})
 
 
 def _trajectories(seconds: float, stays: Iterable[tuple[str, float, float, float, float]], bins: int) -> list[Band]:
@@ -273,10 +278,8 @@ def _faults(seconds: float, events: Iterable[tuple[float, str]], bins: int) -> I
         if kind in FAULT_EVENTS:
             counts[kind][min(bins - 1, max(0, int(t / seconds * bins)))] += 1.0
     if counts:
-        amounts = {kind: tuple(counts[kind]) for kind in sorted(counts)}
-        most = max(math.fsum(column) for column in zip(*amounts.values(), strict=True))
-        total = round(math.fsum(math.fsum(own) for own in amounts.values()))
-        yield Band("faults and drops", FAULTS, total, most, amounts)
+        total = round(math.fsum(math.fsum(own) for own in counts.values()))
+        yield _band("faults and drops", FAULTS, total, {kind: tuple(own) for kind, own in counts.items()}, ())
 
 
 def _natural(key: tuple[str, str, str]) -> tuple[Any, ...]:
