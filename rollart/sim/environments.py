@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -27,7 +28,7 @@ from rollart.ports import Environment, Recorder
 from rollart.settings.faults import ResetTroubleSpec
 from rollart.sim.loop import sleeping
 from rollart.sim.site import HostReservation
-from rollart.sim.workload import Script, Workload, entity_generator
+from rollart.sim.workload import Workload, entity_generator
 from rollart.supervise.autoscaling import HostAutoscaler
 from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
 from rollart.supervise.supervisor import HostLimits
@@ -50,7 +51,8 @@ class SimulatedDomain:
     """Mean share of trajectories with reward 1 instead of 0; None: each trajectory has its script's reward, and nothing
     is drawn."""
     failed_resets: int = 0
-    _members: dict[int, int] = field(default_factory=dict)
+    members: Counter[int] = field(default_factory=Counter)
+    """Resets so far, by prompt."""
     _bursts: list[float] = field(default_factory=list)
     """Start times of bursts, as far as drawn."""
     _luck: Random | None = None
@@ -64,12 +66,6 @@ class SimulatedDomain:
             if host.up:
                 return ModelledEnvironment(self, host)
         raise ConnectionError(f"no host of {self.name or 'the environments'} is up")
-
-    def script(self, prompt: int) -> tuple[Script, int]:
-        """The next member's script, and which member that is."""
-        member = self._members.get(prompt, 0)
-        self._members[prompt] = member + 1
-        return self.workload.script(prompt, member), member
 
     def solves(self, prompt: int, member: int) -> bool:
         """True if this member earns its reward. Prompts differ: the chance of each is drawn from a Beta distribution
@@ -122,7 +118,9 @@ class ModelledEnvironment:
 
     async def reset(self, seed: int) -> Observation:
         world, host = self._world, self._host
-        self._script, member = world.script(seed)
+        member = world.members[seed]
+        world.members[seed] += 1
+        self._script = world.workload.script(seed, member)
         self._reward = self._script.reward if world.solved is None else float(world.solves(seed, member))
         self._turn = 0
         if not self._live:

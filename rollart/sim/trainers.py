@@ -234,7 +234,7 @@ class ModelledTrainer:
     def borrow(self, share: float) -> None:
         """From now on other devices compute passes too, `share` times as fast as its own; 0: they went back."""
         if self._passing is not None:
-            self._passing.repaced(1.0 + self.help, 1.0 + share)
+            self._passing.repaced(1.0 + share)
         self.help = share
 
     async def _work(self, seconds: float, *, shared: bool = False) -> None:
@@ -244,8 +244,7 @@ class ModelledTrainer:
             if self._dead:
                 raise TrainerError("the trainer is down")
             over = self._under_way = loop.create_future()
-            work = _PacedWork(over, seconds)
-            work.start(1.0 + self.help if shared else 1.0)
+            work = _PacedWork(over, seconds, 1.0 + self.help if shared else 1.0)
             self._passing = work if shared else None
             try:
                 await over
@@ -257,21 +256,19 @@ class ModelledTrainer:
 class _PacedWork:
     """Seconds of work at pace 1, done at a pace that may change."""
 
-    def __init__(self, over: asyncio.Future[None], seconds: float) -> None:
+    def __init__(self, over: asyncio.Future[None], seconds: float, pace: float) -> None:
         self._over, self._left = over, seconds
-        self._since = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._start(pace)
 
-    def start(self, pace: float) -> None:
+    def _start(self, pace: float) -> None:
         loop, over = self._over.get_loop(), self._over
-        self._since = loop.time()
+        self._since, self._pace = loop.time(), pace
         self._timer = loop.call_later(self._left / pace, lambda: None if over.done() else over.set_result(None))
 
-    def repaced(self, before: float, pace: float) -> None:
+    def repaced(self, pace: float) -> None:
         self.stop()
-        self._left = max(self._left - (self._over.get_loop().time() - self._since) * before, 0.0)
-        self.start(pace)
+        self._left = max(self._left - (self._over.get_loop().time() - self._since) * self._pace, 0.0)
+        self._start(pace)
 
     def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()

@@ -6,18 +6,15 @@ import gc
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.queues import Queue
 from pathlib import Path
-from types import FrameType
 
 from rollart.errors import RollartError, RunFailed, leaf_errors
 from rollart.ledger.reader import LedgerReader
@@ -68,11 +65,11 @@ def simulate_all(
     """Findings in the order of the tasks, computed by `workers` processes (one per core if None). With several
     processes `on_progress` is called on another thread.
 
-    The first error ends all simulations and is raised; so do an interrupt, and SIGTERM as SystemExit. No process is
-    left running, and no file is left except kept ledgers.
+    The first error ends all simulations and is raised; so do an interrupt, and SIGTERM, which the command turns into
+    SystemExit. No process is left running, and no file is left except kept ledgers.
     """
     count = min(len(tasks), workers or os.cpu_count() or 1)
-    with _terminable(), tempfile.TemporaryDirectory(prefix="rollart-simulate-", ignore_cleanup_errors=True) as scratch:
+    with tempfile.TemporaryDirectory(prefix="rollart-simulate-", ignore_cleanup_errors=True) as scratch:
         placed = [(task, task.keep or Path(scratch) / str(n)) for n, task in enumerate(tasks)]
         if count > 1:
             return _run_in_processes(placed, count, on_done, on_progress)
@@ -81,32 +78,6 @@ def simulate_all(
             found.append(_run_task(task, directory, n, on_progress))
             on_done(found[-1])
         return found
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Treat SIGTERM like an interrupt, so that processes and scratch files are removed as well; raises SystemExit."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    received: list[int] = []
-
-    def end(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        interrupt = signal.getsignal(signal.SIGINT)
-        if not callable(interrupt):  # ignored in a shell's background job
-            sys.exit(128 + number)
-        interrupt(signal.SIGINT, frame)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    except KeyboardInterrupt:
-        if received:
-            raise SystemExit(128 + received[0]) from None
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _run_in_processes(
