@@ -275,8 +275,7 @@ class Database:
         if self._one("SELECT 1 FROM samples WHERE id = ?", sample.id) is not None:
             self.outdate(sample.id)
         encoded = encode_sample(sample)
-        inline = len(encoded) <= INLINE_LIMIT
-        payload = (encoded, None, None) if inline else (None, *self.segments.append(encoded))
+        payload = (encoded, None, None) if len(encoded) <= INLINE_LIMIT else (None, *self.segments.append(encoded))
         group = self._one("SELECT state FROM groups WHERE id = ?", sample.group)
         state = LIVE if group is None or group[0] == LIVE else DROPPED
         tokens, sampled = self._measure(sample.token_ids), self._with_loss(sample)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from rollart.adapters.service.state import (
     ExperienceRequest,
     RequestRefused,
-    RowLeases,
     ServiceSetup,
     ServiceState,
     ServiceTask,
@@ -242,22 +241,6 @@ def test_every_row_is_done_once_per_task(
         life.store.close()
 
     virtual(main)
-
-
-@given(st.lists(st.tuples(st.sampled_from(["give", "done", "return", "renew"]), st.integers(1, 6)), max_size=40))
-def test_a_loan_ends_once(steps: list[tuple[str, int]]) -> None:
-    loans, ended = RowLeases(), Counter[str]()
-    for at, (what, number) in enumerate(steps):
-        if what == "give":
-            loan = loans.grant("t", [["r"]], ["r"], 5.0, float(at), f"k{number}")
-            assert loans.by_key(f"k{number}") == loan
-        elif what == "renew":
-            loans.renew(f"l{number}", 9.0, float(at))
-        elif loans.end(f"l{number}", done=what == "done") is not None:
-            ended[f"l{number}"] += 1
-            assert (f"l{number}" in loans.finished) is (what == "done")
-    assert set(ended.values()) <= {1}
-    assert all(loan.until > 0 for loan in loans.open.values())
 
 
 def test_rows_that_come_together_are_on_disk_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

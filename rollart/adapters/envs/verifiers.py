@@ -80,9 +80,8 @@ class VerifiersText:
         await self.close()
         self._row = self._loaded.row(random.Random(seed), held_out=held_out_seed(seed))
         conversation = self._conversation = Conversation()
-        client = _client_class()(conversation, self._tools)
         # The environment's own program: it runs from this reset until close, across the caller's calls.
-        rollout = self._loaded.env.rollout(self._row, client, "policy", {})
+        rollout = self._loaded.env.rollout(self._row, _client_class()(conversation, self._tools), "policy", {})
         self._task = asyncio.get_running_loop().create_task(rollout, name="verifiers rollout")
         self._task.add_done_callback(lambda _: conversation.end())
         request = await conversation.next_request()

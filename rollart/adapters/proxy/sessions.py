@@ -117,8 +117,7 @@ class ProxySession:
             )
         head = ResponseHeader(planned.token_ids, self.name, self._asked, ask.model, created)
         self._asked += 1
-        tools = bool(ask.prompt.tools)
-        decoder = IncrementalDecoder(self.form, stops=ask.stop, tools=tools, call_id=head.call_id)
+        decoder = IncrementalDecoder(self.form, stops=ask.stop, tools=bool(ask.prompt.tools), call_id=head.call_id)
         single_token_stops = [ids[0] for ids in map(self.form.encode, ask.stop) if len(ids) == 1]
         sampling = Sampling(
             max_tokens=min(ask.max_tokens or room, room),

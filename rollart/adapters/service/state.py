@@ -82,8 +82,8 @@ class ExperienceRow:
 
 class ServiceState:
     """Serves any number of clients; all calls on one loop. A call that waits polls at every change. Invariants: those
-    of `SampleTable`; a payload is held exactly as long as its row; no row is handed out that was sampled more than
-    `staleness` publishes ago."""
+    of `SampleTable`; a row is in at most one open lease of a task; a payload is held exactly as long as its row; no row
+    is handed out that was sampled more than `staleness` publishes ago."""
 
     def __init__(self, setup: ServiceSetup, store: ServiceStore | None = None) -> None:
         """RequestRefused for an invalid setup. With a `store`, changes are persisted; `recovered` loads them."""
@@ -97,7 +97,12 @@ class ServiceState:
         self._groups = 0
         self._changed = asyncio.Event()
         """Set at the next change, and then replaced."""
-        self._leases = RowLeases()
+        self._leases: dict[str, RowLease] = {}
+        """The open leases by id; a lease ends once, done or returned."""
+        self._done_leases: OrderedDict[str, None] = OrderedDict()
+        """The ids of leases that were done; the oldest are forgotten."""
+        self._granted = 0
+        """Number of the latest lease."""
         self.answered: OrderedDict[str, list[str]] = OrderedDict()
         """Row ids by the key of the request that put the prompts."""
         with refuse_value_errors():
@@ -120,13 +125,14 @@ class ServiceState:
         state.counts.update(stored.meta.get("counts", {}))
         now = asyncio.get_running_loop().time()
         for lease in stored.leases:
-            state._leases.put(replace(lease, until=now + lease.seconds))
+            state._leases[lease.id] = replace(lease, until=now + lease.seconds)
+            state._granted = max(state._granted, int(lease.id[1:]))
         # Group by group, in order of arrival: each fits once the earlier groups have their former progress.
         for _, group in itertools.groupby(stored.rows, key=lambda held: held.row.group):
             state._recover(list(group), stored)
         for name, answer in stored.keys.items():
             if name.startswith(DONE_KEY_PREFIX):
-                state._leases.mark_done(name.removeprefix(DONE_KEY_PREFIX))
+                state._remember_done(name.removeprefix(DONE_KEY_PREFIX))
             else:
                 state.answered[name] = answer
         return state
@@ -237,7 +243,8 @@ class ServiceState:
         columns, sampler = self._columns_and_sampler(request)
 
         def poll() -> RowLease | None:
-            lease = self._leases.by_key(key) if key else None  # includes a lease granted while this request waited
+            # The latest lease with this key: it may have been granted while this request waited.
+            lease = next((one for one in reversed(self._leases.values()) if key and one.key == key), None)
             if lease is not None and any(row in self.rows for row in lease.consumed):
                 return lease
             if lease is not None:  # all of its rows were dropped
@@ -245,9 +252,10 @@ class ServiceState:
             taken = self.table.take(request.task, sampler, hold=True)
             if taken is None:
                 return None
-            batches = [[p.row.id for p in batch] for batch in taken.batches]
-            now = asyncio.get_running_loop().time()
-            lease = self._leases.grant(request.task, batches, taken.consumed, lease_s, now, key)
+            self._granted += 1
+            id, until = f"l{self._granted}", asyncio.get_running_loop().time() + lease_s
+            batches = tuple(tuple(p.row.id for p in batch) for batch in taken.batches)
+            lease = self._leases[id] = RowLease(id, request.task, batches, taken.consumed, lease_s, until, key)
             self._store.lease(lease)
             self._wake()  # waiting callers must consider the new lease's deadline
             return lease
@@ -263,10 +271,11 @@ class ServiceState:
     async def done(self, lease_id: str) -> bool:
         """Consume the rows of a lease. False if the lease had expired, so that other consumers may have its rows."""
         self._expire()
-        lease = self._leases.end(lease_id, done=True)
+        lease = self._leases.pop(lease_id, None)
         if lease is None:
             await self._flush()
-            return lease_id in self._leases.finished
+            return lease_id in self._done_leases
+        self._remember_done(lease_id)
         held = [row for row in lease.consumed if row in self.rows]
         self.counts[f"taken.{lease.task}"] += len(held)
         self._store.end_lease(lease_id)
@@ -278,9 +287,12 @@ class ServiceState:
         """Extend a lease; False if it is over."""
         require_positive_lease(seconds)
         self._expire()
-        renewed = self._leases.renew(lease_id, seconds, asyncio.get_running_loop().time())
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            until = asyncio.get_running_loop().time() + seconds
+            self._leases[lease_id] = replace(lease, seconds=seconds, until=until)
         self._wake()
-        return renewed
+        return lease is not None
 
     async def return_lease(self, lease_id: str) -> bool:
         """Make the rows of a lease ready for its task again; False if the lease is over."""
@@ -357,7 +369,7 @@ class ServiceState:
             "rows": len(self.table),
             "room": self.table.room(),
             "ready": {name: len(self.table.ready(name).rows) for name in self.setup.tasks},
-            "leases": len(self._leases.open),
+            "leases": len(self._leases),
             "counts": dict(sorted(self.counts.items())),
         }
 
@@ -381,7 +393,7 @@ class ServiceState:
         await (self._notify_and_flush() if freed else self._flush())
 
     def _return_lease(self, lease_id: str) -> bool:
-        lease = self._leases.end(lease_id, done=False)
+        lease = self._leases.pop(lease_id, None)
         if lease is None:
             return False
         self.table.restore(lease.task, lease.consumed)
@@ -389,10 +401,16 @@ class ServiceState:
         self._store.end_lease(lease_id)
         return True
 
+    def _remember_done(self, lease_id: str) -> None:
+        self._granted = max(self._granted, int(lease_id[1:]))
+        self._done_leases[lease_id] = None
+        if len(self._done_leases) > MAX_REMEMBERED_KEYS:
+            self._done_leases.popitem(last=False)
+
     def _expire(self) -> None:
         """Return the rows of expired leases."""
         now = asyncio.get_running_loop().time()
-        for lease in [lease for lease in self._leases.open.values() if lease.until <= now]:
+        for lease in [lease for lease in self._leases.values() if lease.until <= now]:
             self._return_lease(lease.id)
 
     async def _flush(self) -> None:
@@ -438,58 +456,10 @@ class ServiceState:
             found = poll()
             if found is not None or loop.time() >= end:
                 return found
-            due, changed = (lease.until for lease in self._leases.open.values()), self._changed
+            due, changed = (lease.until for lease in self._leases.values()), self._changed
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(min([end, *due])):
                     await changed.wait()
-
-
-class RowLeases:
-    """Invariant: a row is in at most one open lease of a task; a lease ends once, done or returned."""
-
-    def __init__(self) -> None:
-        self.open: dict[str, RowLease] = {}
-        self.finished: OrderedDict[str, None] = OrderedDict()
-        """The ids of leases that were done; the oldest are forgotten."""
-        self._granted = 0
-
-    def grant(
-        self, task: str, batches: Sequence[Sequence[str]], consumed: Sequence[str], seconds: float, now: float, key: str
-    ) -> RowLease:
-        self._granted += 1
-        id = f"l{self._granted}"
-        lease = RowLease(id, task, tuple(map(tuple, batches)), tuple(consumed), seconds, now + seconds, key)
-        self.put(lease)
-        return lease
-
-    def put(self, lease: RowLease) -> None:
-        """Add an existing lease; later ids continue after its id."""
-        self.open[lease.id] = lease
-        self._granted = max(self._granted, int(lease.id[1:]))
-
-    def by_key(self, key: str) -> RowLease | None:
-        """The open lease granted to the latest request with this key."""
-        return next((lease for lease in reversed(self.open.values()) if lease.key == key), None)
-
-    def renew(self, id: str, seconds: float, now: float) -> bool:
-        """Extend a lease; False if it is over."""
-        lease = self.open.get(id)
-        if lease is not None:
-            self.open[id] = replace(lease, seconds=seconds, until=now + seconds)
-        return lease is not None
-
-    def end(self, id: str, *, done: bool) -> RowLease | None:
-        """End a lease; None if it is over already."""
-        lease = self.open.pop(id, None)
-        if lease is not None and done:
-            self.mark_done(id)
-        return lease
-
-    def mark_done(self, id: str) -> None:
-        self._granted = max(self._granted, int(id[1:]))
-        self.finished[id] = None
-        if len(self.finished) > MAX_REMEMBERED_KEYS:
-            self.finished.popitem(last=False)
 
 
 def _row_id(group: str, member: int) -> str:

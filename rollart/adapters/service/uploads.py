@@ -169,8 +169,7 @@ def _checksums(directory: Path) -> dict[str, StoredFile]:
     for file in sorted(directory.iterdir()):
         if FILE_NAME.fullmatch(file.name) and file.is_file():
             with file.open("rb") as read:
-                digest = hashlib.file_digest(read, "sha256").hexdigest()
-            found[file.name] = StoredFile(file.stat().st_size, digest)
+                found[file.name] = StoredFile(file.stat().st_size, hashlib.file_digest(read, "sha256").hexdigest())
     return found
 
 
