@@ -325,9 +325,8 @@ class SampleBuffer:
     def _fresh(self, version: int) -> dict[str, int]:
         """Samples by domain that a batch may take."""
         found = dict.fromkeys(self._quotas, 0)
-        for ready in self._whole():
-            if not self._bound.stale(ready.v0, version):
-                found[ready.domain] += ready.samples
+        for ready in self._fresh_groups(version):
+            found[ready.domain] += ready.samples
         return found
 
     def _fresh_groups(self, version: int) -> list[ReadyGroup]:

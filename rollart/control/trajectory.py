@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -99,12 +99,14 @@ def harness_turns(
     return tuple(turns)
 
 
-def begin_harness_episode(begin: HarnessFactory, session: str, seed: int) -> HarnessEpisode:
-    """Start the episode. `TrajectoryAborted` if that fails."""
+@contextlib.contextmanager
+def _harness_faults() -> Iterator[None]:
+    """Errors of an agent program as aborts of its trajectory."""
     try:
-        return begin(session, seed)
+        yield
     except Exception as error:
-        raise TrajectoryAborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
+        detail = error.cause if isinstance(error, LeaseExpired) else f"harness raised {one_line(error, 500)}"
+        raise TrajectoryAborted(AbortReason.INFRA_FAULT, detail) from None
 
 
 async def await_unless_disconnected(
@@ -128,19 +130,6 @@ async def await_unless_disconnected(
     if found and isinstance(found[0], TrajectoryAborted):
         raise found[0]
     return found[0] if found else None  # type: ignore[return-value]
-
-
-def final_harness_step(episode: HarnessEpisode) -> Step:
-    """The final step with the program's own reward. `TrajectoryAborted` if it is not a valid step."""
-    try:
-        return checked_step(episode.ending())
-    except Exception as error:
-        raise TrajectoryAborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
-
-
-def harness_fault(error: Exception) -> str:
-    """One line about the exception; of an expired lease, its object and duration."""
-    return error.cause if isinstance(error, LeaseExpired) else f"harness raised {one_line(error, 500)}"
 
 
 class FreeRunning:
@@ -260,25 +249,49 @@ class TrajectoryState:
         self.engine_seconds += seconds
 
 
-class StartedEnvironment(Protocol):
-    """An environment whose reset began before its trajectory."""
+@dataclass(slots=True)
+class PrefetchedEnvironment:
+    """An environment whose reset began for a trajectory that does not run yet. Its task owns it until `take`."""
 
-    environment: Environment | None
-    seconds: float
-    """Duration of its reset, once `observed` has returned."""
-
-    async def prepared(self) -> None:
-        """Wait until its host is ready for the reset, or failed to be."""
+    over: asyncio.Future[Observation]
+    """The first observation, or the error of the reset."""
+    environment: Environment | None = None
+    """The environment; None until the task has created it."""
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the reset itself began, or a step before it failed."""
+    task: asyncio.Task[None] | None = None
+    seconds: float = 0.0
+    """Duration of the reset, once `observed` has returned."""
 
     async def observed(self) -> Observation:
-        """The first observation. Raises the error of the reset."""
-        ...
+        """The first observation, for the trajectory that took the environment. Raises the error of the reset; a
+        cancellation ends the reset first, so that the environment is idle when it is closed."""
+        try:
+            return await asyncio.shield(self.over)
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+
+    async def prepared(self) -> None:
+        """Wait until the host is ready for the reset or failed to be; bounded by the lease of the reset's task."""
+        try:
+            await self.ready.wait()
+        except asyncio.CancelledError:
+            await self._end()
+            raise
+
+    async def _end(self) -> None:
+        assert self.task is not None
+        self.task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
 
 
 class EnvironmentSource(Protocol):
     """Resets environments before their trajectories start. Synchronous."""
 
-    def take(self, domain: str, trajectory: TrajectoryId) -> StartedEnvironment | None:
+    def take(self, domain: str, trajectory: TrajectoryId) -> PrefetchedEnvironment | None:
         """The trajectory's environment, which the caller now owns and closes; None if there is none."""
         ...
 
@@ -425,7 +438,8 @@ class TrajectoryRunner:
         self.barrier.join()
         episode: HarnessEpisode | None = None
         try:
-            episode = begin_harness_episode(begin, live.id, live.seed)
+            with _harness_faults():
+                episode = begin(live.id, live.seed)
             asked = 0
             while (wanted := await self._wanted(live, episode)) is not None:
                 self._abort_if_stale(live)
@@ -447,7 +461,8 @@ class TrajectoryRunner:
                 if completion is not None:
                     episode.answer(completion)
                 await self.barrier.turn()
-            step = final_harness_step(episode)
+            with _harness_faults():
+                step = checked_step(episode.ending())
             self._take_over(live, episode.segments(), step)
             return self._finished(live, step)
         finally:
@@ -456,11 +471,8 @@ class TrajectoryRunner:
 
     async def _wanted(self, live: TrajectoryState, episode: HarnessEpisode) -> HarnessRequest | None:
         what = "a request of its harness"
-        try:
-            with self.leases.hold(live.id, what, self.limits.env_step_s, Expiry.GAP_FILL) as lease:
-                wanted = await episode.wanted()
-        except Exception as error:
-            raise TrajectoryAborted(AbortReason.INFRA_FAULT, harness_fault(error)) from None
+        with _harness_faults(), self.leases.hold(live.id, what, self.limits.env_step_s, Expiry.GAP_FILL) as lease:
+            wanted = await episode.wanted()
         live.env_seconds += asyncio.get_running_loop().time() - lease.granted
         return wanted
 
@@ -513,7 +525,7 @@ class TrajectoryRunner:
         )
 
     async def _reset(
-        self, live: TrajectoryState, environment: Environment, ahead: StartedEnvironment | None
+        self, live: TrajectoryState, environment: Environment, ahead: PrefetchedEnvironment | None
     ) -> Observation:
         """The first observation, from a reset made here or from a prefetched environment."""
         try:

@@ -8,7 +8,6 @@ enough groups qualify; the filtered groups are reported against the kept ones. P
 from __future__ import annotations
 
 import asyncio
-import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,22 +28,9 @@ TOLERANCE = 1e-8
 """Rewards that differ by less are equal: rounding of sums of floats, far below any meaningful difference."""
 
 
-class GroupVerdict(enum.StrEnum):
-    """The classification of a finished group."""
-
-    QUALIFIED = "qualified"
-    ALIKE = "alike"
-    """All rewards are equal: no advantage."""
-    FAULTY = "faulty"
-    """A member has no reward because of the infrastructure: the group cannot be judged."""
-
-
-def classify_rewards(rewards: Sequence[float | None], tolerance: float = TOLERANCE) -> GroupVerdict:
-    """Whether a group's rewards distinguish its members (None: an InfraFault, which is never a number)."""
-    known = [r for r in rewards if r is not None]
-    if len(known) < len(rewards) or not known:
-        return GroupVerdict.FAULTY
-    return GroupVerdict.QUALIFIED if max(known) - min(known) > tolerance else GroupVerdict.ALIKE
+def rewards_alike(rewards: Sequence[float]) -> bool:
+    """True if the rewards do not distinguish the members of a group: no advantage."""
+    return max(rewards) - min(rewards) <= TOLERANCE
 
 
 @dataclass(slots=True)
@@ -56,19 +42,15 @@ class RefillBudget:
     filtered: int = 0
     qualified: int = 0
 
-    def judged(self, verdict: GroupVerdict) -> bool:
-        """A group ended. True: filter it. False: it is kept, or the bound is reached (`exhausted`)."""
-        if verdict is not GroupVerdict.ALIKE:
+    def takes(self, *, alike: bool) -> bool:
+        """A group ended. True: filter it. False: it is kept, since its rewards differ or the bound is reached."""
+        if not alike:
             self.qualified += 1
             return False
         if self.filtered >= self.limit:
             return False
         self.filtered += 1
         return True
-
-    @property
-    def exhausted(self) -> bool:
-        return self.filtered >= self.limit
 
     def trained(self) -> None:
         """Groups of the domain went into a step: the budget is reset."""
@@ -96,12 +78,12 @@ class GroupFilter(RolloutStrategy):
         unless further groups are kept."""
         refills = self._refills[run.domain.name]
         rewards = [sample.score for sample in run.samples.values()]
-        verdict = classify_rewards(rewards)
-        if refills.judged(verdict):
+        alike = rewards_alike(rewards)
+        if refills.takes(alike=alike):
             self._against.surplus(run)
             self._event("group_filtered", run.id, domain=run.domain.name, reward=math.fsum(rewards) / len(rewards))
             return False
-        if verdict is GroupVerdict.ALIKE:
+        if alike:
             self._exhausted(run.domain.name, refills)
         self._against.kept(run)
         return True

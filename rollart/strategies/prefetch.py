@@ -16,8 +16,9 @@ from typing import Literal
 from rollart.control.domain import Domain
 from rollart.control.groups import GroupRun, PendingPrompt
 from rollart.control.strategy import RolloutStrategy
+from rollart.control.trajectory import PrefetchedEnvironment
 from rollart.leases import Expiry, Leases
-from rollart.model import Group, GroupId, Observation, TrajectoryId
+from rollart.model import Group, GroupId, TrajectoryId
 from rollart.policy.host_slots import PlacementPriority, PlacementRequest
 from rollart.policy.pipeline import in_flight, mean_and_jitter
 from rollart.ports import Environment, Recorder, RunEvent
@@ -71,44 +72,6 @@ def environments_to_prefetch(quota: int, period_s: float | None, resets_s: Seque
     mean, jitter = mean_and_jitter(resets_s)
     # Beside the environment in use; the reset is the whole round trip of the rule.
     return quota * (in_flight(period_s, mean / 2, jitter_s=jitter / 2, most=MOST_AHEAD + 1) - 1)
-
-
-@dataclass(slots=True)
-class PrefetchedEnvironment:
-    """An environment whose reset began for a trajectory that does not run yet. Its task owns it until `take`."""
-
-    over: asyncio.Future[Observation]
-    """The first observation, or the error of the reset."""
-    environment: Environment | None = None
-    """The environment; None until the task has created it."""
-    taken: asyncio.Event = field(default_factory=asyncio.Event)
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the reset itself began, or a step before it failed."""
-    task: asyncio.Task[None] | None = None
-    seconds: float = 0.0
-
-    async def observed(self) -> Observation:
-        """The first observation, for the trajectory that took the environment. Raises the error of the reset; a
-        cancellation ends the reset first, so that the environment is idle when it is closed."""
-        try:
-            return await asyncio.shield(self.over)
-        except asyncio.CancelledError:
-            await self._end()
-            raise
-
-    async def prepared(self) -> None:
-        """Wait until the host is ready for the reset or failed to be; bounded by the lease of the reset's task."""
-        try:
-            await self.ready.wait()
-        except asyncio.CancelledError:
-            await self._end()
-            raise
-
-    async def _end(self) -> None:
-        assert self.task is not None
-        self.task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self.task
 
 
 @dataclass(eq=False)

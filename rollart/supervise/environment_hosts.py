@@ -335,7 +335,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
         self, host: EnvironmentHostState, link: EnvironmentHost, episode: str, domain: str, seed: int, owner: str
     ) -> None:
         """Pull the episode's images to the host, under a separate lease, since the lease of a reset is too short."""
-        with self._leases.hold(owner, f"images of its environment on {host.id}", self.limits.pull_s, Expiry.GAP_FILL):
+        with self.leases.hold(owner, f"images of its environment on {host.id}", self.limits.pull_s, Expiry.GAP_FILL):
             try:
                 said, seconds = await link.images(episode, domain, seed, pull=True)
             except EnvironmentFault as fault:

@@ -13,7 +13,7 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from rollart.errors import EnvironmentFault, LeaseExpired, NoPlace, PartDied, RollartError
@@ -214,6 +214,7 @@ H = TypeVar("H", bound=HostState)
 Q = TypeVar("Q", bound=HostProcess)
 
 
+@dataclass(eq=False)
 class HostSupervisor(Supervisor[H], Generic[H, Q]):
     """Owns the hosts of one kind and the supervising task of each host.
 
@@ -224,39 +225,33 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
 
     failures = (PartDied, LeaseExpired, EnvironmentFault)
 
-    def __init__(
-        self,
-        make: Callable[[str], Awaitable[Q]],
-        names: Iterator[str],
-        count: int,
-        *,
-        leases: Leases,
-        recorder: Recorder,
-        limits: HostLimits,
-    ) -> None:
-        """`make`: places and makes the part of a given name. `names`: an endless iterator of the hosts' names, in their
-        order."""
-        self.max_restarts = limits.max_restarts
-        self._make = make
-        self.new_names = names
-        self._count = count
-        self._leases = leases
-        self._recorder = recorder
-        self.limits = limits
+    make: Callable[[str], Awaitable[Q]]
+    """Places and makes the part of a given name."""
+    new_names: Iterator[str]
+    """The names of the hosts in their order, without end."""
+    count: int
+    """The number of initial hosts."""
+    _: KW_ONLY
+    leases: Leases
+    recorder: Recorder
+    limits: HostLimits
+    on_change: Callable[[], None] = field(default=lambda: None, init=False)
+    """Called when a host has started or restarted, and when it is removed."""
+
+    def __post_init__(self) -> None:
+        self.max_restarts = self.limits.max_restarts
         self.hosts: dict[str, H] = {}
         self._changed = asyncio.Event()
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._keeping: dict[str, asyncio.Task[None]] = {}
-        self.on_change: Callable[[], None] = lambda: None
-        """Called when a host has started or restarted, and when it is removed."""
 
     async def run(self) -> None:
         """Start and supervise the hosts until cancelled. Raises the error of a host that cannot be kept alive."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                await self.resize(self._count)
+                await self.resize(self.count)
                 while not all(host.link for host in self.hosts.values()):
                     await self._changed.wait()
                 self._ready.set()
@@ -308,7 +303,7 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
     async def spawn(self) -> str:
         """Add a host and return its name. It accepts work once it has started."""
         assert self._tasks is not None, "hosts are added while `run` runs"
-        host = self.adopt(await self._make(next(self.new_names)))
+        host = self.adopt(await self.make(next(self.new_names)))
         self.hosts[host.id] = host
         self._keeping[host.id] = self._tasks.create_task(self._keep(host), name=f"keep {host.id}")
         return host.id
@@ -323,7 +318,7 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
             self._keeping[name].cancel()
 
     def emit(self, kind: str, host: str, **fields: str | int | float | None) -> None:
-        self._recorder.event(RunEvent(loop_time(), kind, host, fields))
+        self.recorder.event(RunEvent(loop_time(), kind, host, fields))
 
     @abstractmethod
     def adopt(self, part: Q) -> H:
@@ -366,7 +361,7 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
         if part.restarts > 1:
             await asyncio.sleep(back_off_s(part.restarts))
         part.part.clock.enter(ResourceState.STARTUP, HOST_RESTART if restart else "")
-        async with self._leases.hold(part.id, "its start", self.limits.start_s, Expiry.RESTART_PART):
+        async with self.leases.hold(part.id, "its start", self.limits.start_s, Expiry.RESTART_PART):
             part.link = part.life = await self.connect(part)
         part.resting = False
         self.started(part)
@@ -445,7 +440,7 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
         while True:
             await asyncio.sleep(limit / HEALTH_CHECKS_PER_LIMIT)
             try:
-                async with self._leases.hold(link.id, "its health check", limit, Expiry.RESTART_PART):
+                async with self.leases.hold(link.id, "its health check", limit, Expiry.RESTART_PART):
                     health = await link.health()
             except LeaseExpired:
                 return f"it was silent for {limit:g} s"
