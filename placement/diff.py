@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -73,7 +73,7 @@ _Key = tuple[str, Role, int]
 def diff(old: Iterable[Deployment], new: Iterable[Deployment], *, costs: MoveCosts) -> tuple[Move, ...]:
     """The moves that turn `old` into `new`; batch and utilisation figures are predictions and move nothing."""
     have, want = _count(old), _count(new)
-    moves = _flips(have, want, costs)
+    moves = list(_flips(have, want, costs))
     drains, starts = have - want, want - have
     if _trainers(have) != _trainers(want):
         drains |= _trainers(have)
@@ -97,10 +97,9 @@ def _trainers(counts: Counter[_Key]) -> Counter[_Key]:
     return Counter({key: n for key, n in counts.items() if key[1] is Role.TRAINER and n})
 
 
-def _flips(have: Counter[_Key], want: Counter[_Key], costs: MoveCosts) -> list[Move]:
+def _flips(have: Counter[_Key], want: Counter[_Key], costs: MoveCosts) -> Iterator[Move]:
     """As many flips as there can be: at one pool and tp, surplus roles against missing ones. `have` changes with
     them."""
-    moves = []
     for pool, tp in sorted({(pool, tp) for pool, role, tp in [*have, *want] if role in ROLLOUT_ROLES}):
         surplus = {r: have[(pool, r, tp)] - want[(pool, r, tp)] for r in ROLLOUT_ROLES}
         for before in ROLLOUT_ROLES:
@@ -111,11 +110,10 @@ def _flips(have: Counter[_Key], want: Counter[_Key], costs: MoveCosts) -> list[M
                     surplus[after] += replicas
                     have[(pool, before, tp)] -= replicas
                     have[(pool, after, tp)] += replicas
-                    moves.append(_move(MoveKind.FLIP, pool, before, after, tp, replicas, costs))
-    return moves
+                    yield _move(MoveKind.FLIP, pool, before, after, tp, replicas, costs)
 
 
-def _pool_moves(pool: str, drains: Counter[_Key], starts: Counter[_Key], free: int, costs: MoveCosts) -> list[Move]:
+def _pool_moves(pool: str, drains: Counter[_Key], starts: Counter[_Key], free: int, costs: MoveCosts) -> Iterator[Move]:
     """Unit by unit, then neighbours of the same kind joined. `free`: devices that may be taken at once."""
     down = _units(pool, drains, trainer_first=False)
     up = _units(pool, starts, trainer_first=True)
@@ -132,11 +130,9 @@ def _pool_moves(pool: str, drains: Counter[_Key], starts: Counter[_Key], free: i
             key, replicas = up.pop(0)
             free -= key[2] * replicas
             steps.append((MoveKind.START, key, replicas))
-    joined = []
     for (kind, (_, role, tp)), group in groupby(steps, key=lambda step: step[:2]):
         before, after = (role, None) if kind is MoveKind.DRAIN else (None, role)
-        joined.append(_move(kind, pool, before, after, tp, sum(replicas for _, _, replicas in group), costs))
-    return joined
+        yield _move(kind, pool, before, after, tp, sum(replicas for _, _, replicas in group), costs)
 
 
 def _units(pool: str, counts: Counter[_Key], *, trainer_first: bool) -> list[tuple[_Key, int]]:

@@ -49,7 +49,7 @@ def plan_report(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table
         if problem is not None:
             tables += _training(problem, found)
             notes += _trainer_options(resolved, problem, found)
-        notes += _out_of_reach(held, found) + _guessed(resolved) + _tail(resolved, fast=fast)
+        notes += _shortfalls(resolved, held, found, fast=fast)
         if problem is not None:
             others: Mapping[str, Placement | Infeasible] = {}
             if not fast and problem.fixed is None:
@@ -131,47 +131,39 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _tail(resolved: Resolved, *, fast: bool) -> list[str]:
-    """The share of each domain's groups within the staleness bound, and the bound that their lengths recommend."""
+def _shortfalls(resolved: Resolved, held: Sequence[DomainWindow], found: Placement, *, fast: bool) -> Iterator[str]:
+    """A window that does not sustain the plan's rate, speeds of a publish that are assumed, and the share of each
+    domain's groups within the staleness bound, with the bound that their lengths recommend."""
+    least = min(held, key=lambda h: h.rate, default=None)
+    if least is not None and least.rate < found.rate * (1 - REACHED):
+        yield (
+            f"the window sustains {least.rate:.3g} of the {found.rate:.3g} trajectories/s: a slot of {least.domain} is "
+            f"held {least.held_s:.0f} s, so that more needs a higher `staleness`, a larger batch or a faster publish"
+        )
+    paths = list(publish_paths(resolved).values())
+    legs = [(leg.limit, leg.gb_per_s) for path in paths for leg in (path.push, path.pull) if leg.assumed]
+    for limit, gb_per_s in dict.fromkeys(legs):
+        yield (
+            f"assumed: {limit} carries {gb_per_s:.3g} GB/s of weights; declare it in the cluster's `links`, or a "
+            "measured speed in `publish`"
+        )
+    for load in {path.load_gb_per_s for path in paths if path.load_assumed}:
+        yield (
+            f"assumed: an engine loads a version at {load:.3g} GB/s, as published of RollArt; measure it (`rollart "
+            "calibrate --from RUN`), or state `publish.load_gb_per_s`"
+        )
     bound = resolved.run.staleness
-    notes = [
-        f"staleness: at this rate {bound} keeps {share:.0%} of {domain}'s groups "
-        "(paced waits for the others, rollart drops them)"
-        for domain, share in fresh_group_shares(resolved).items()
-        if share < KEPT
-    ]
+    for domain, share in fresh_group_shares(resolved).items():
+        if share < KEPT:
+            yield (
+                f"staleness: at this rate {bound} keeps {share:.0%} of {domain}'s groups "
+                "(paced waits for the others, rollart drops them)"
+            )
     if not fast and (asked := recommended_staleness(resolved)) is not None:
-        notes.append(
+        yield (
             f"staleness: {asked.staleness} is recommended: the least at which a plan for `paced` keeps 99 % of every "
             f"domain's groups at 90 % of the best rate, {asked.rate:.3g} of {asked.best:.3g} trajectories/s"
         )
-    return notes
-
-
-def _guessed(resolved: Resolved) -> list[str]:
-    paths = publish_paths(resolved).values()
-    legs = [(leg.limit, leg.gb_per_s) for path in paths for leg in (path.push, path.pull) if leg.assumed]
-    notes = [
-        f"assumed: {limit} carries {gb_per_s:.3g} GB/s of weights; declare it in the cluster's `links`, or a measured "
-        "speed in `publish`"
-        for limit, gb_per_s in dict.fromkeys(legs)
-    ]
-    loads = {path.load_gb_per_s for path in paths if path.load_assumed}
-    return notes + [
-        f"assumed: an engine loads a version at {load:.3g} GB/s, as published of RollArt; measure it (`rollart "
-        "calibrate --from RUN`), or state `publish.load_gb_per_s`"
-        for load in loads
-    ]
-
-
-def _out_of_reach(held: Sequence[DomainWindow], found: Placement) -> list[str]:
-    least = min(held, key=lambda h: h.rate, default=None)
-    if least is None or least.rate >= found.rate * (1 - REACHED):
-        return []
-    return [
-        f"the window sustains {least.rate:.3g} of the {found.rate:.3g} trajectories/s: a slot of {least.domain} is "
-        f"held {least.held_s:.0f} s, so that more needs a higher `staleness`, a larger batch or a faster publish"
-    ]
 
 
 def _training(problem: Problem, found: Placement) -> Iterator[Table]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import click
 
@@ -46,7 +47,7 @@ class ProgressLines:
         if event.kind not in COUNTED or self._first(event):
             lines = [*(self._counted() if event.kind in ("step", "finished") else ()), self._line(event)]
         else:
-            lines = self._counted() if event.t - self._counted_from >= EVERY_S else []
+            lines = [*self._counted()] if event.t - self._counted_from >= EVERY_S else []
         for line in filter(None, lines):
             print_stderr(f"{event.t - self._t0:6.1f}s  {line}")
 
@@ -62,14 +63,12 @@ class ProgressLines:
         self._more[key] += 1
         return False
 
-    def _counted(self) -> list[str]:
+    def _counted(self) -> Iterator[str]:
         """A line for each kind of event with a count."""
         more, self._more = self._more, Counter()
-        found = []
         for kind in sorted({kind for kind, _ in more}):
             counts = ", ".join(f"{n} of {of}" for (other, of), n in sorted(more.items()) if other == kind)
-            found.append(self._warn(f"{COUNTED[kind][0]}: {counts}"))
-        return found
+            yield self._warn(f"{COUNTED[kind][0]}: {counts}")
 
     def _line(self, event: RunEvent) -> str:
         fields = event.fields

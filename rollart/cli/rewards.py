@@ -352,7 +352,13 @@ def show_deployed(
 ) -> None:
     """Functions or versions. `notes` go to the foot; `trials` are the trial calls made while deploying them."""
     people = output in FOR_PEOPLE
-    notes = (*notes, *(f"{d.function}: {note}" for d in found if (note := _deployment_note(d))))
+    notes = [*notes]
+    for d in found:
+        if d.problem:
+            scale = f"is current, but its scale could not be read: {d.problem}"
+            notes.append(f"{d.function}: version {d.version[:DIGEST]} {scale}")
+        elif d.unchanged:
+            notes.append(f"{d.function}: unchanged: version {d.version[:DIGEST]} was current already")
     rows: list[Row] = [
         {
             "function": d.function,
@@ -370,7 +376,7 @@ def show_deployed(
     ]
     tables = [Table.of("functions", "Functions", rows)]
     if people:
-        notes = (*notes, *(f"{t.call.function}: {trial_line(t)}" for t in trials))
+        notes += [f"{t.call.function}: {trial_line(t)}" for t in trials]
     elif trials:
         calls: list[Row] = [
             {
@@ -385,12 +391,6 @@ def show_deployed(
         ]
         tables.append(Table.of("trials", "Trial calls", calls))
     print_report(Report("rewards", "functions", tuple(tables), tuple(notes)), output)
-
-
-def _deployment_note(one: DeployedFunction) -> str:
-    if one.problem:
-        return f"version {one.version[:DIGEST]} is current, but its scale could not be read: {one.problem}"
-    return f"unchanged: version {one.version[:DIGEST]} was current already" if one.unchanged else ""
 
 
 def trial_line(trial: DeploymentTrial) -> str:

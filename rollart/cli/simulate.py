@@ -58,7 +58,9 @@ def simulate(
     output: str,
 ) -> None:
     run, overrides = split_arguments(arguments)
-    recorded = named_run(run, runs_dir)
+    recorded = None
+    if run is not None and not run.is_file() and (run.is_dir() or (run.name == str(run) and (runs_dir / run).is_dir())):
+        recorded = find_run(str(run), runs_dir)  # a recorded run, named in place of a spec
     if check:
         if recorded is None:
             raise UsageError(f"--check of {run or 'the quickstart'} (rule: of a recorded run, its name or directory)")
@@ -180,15 +182,6 @@ def _names(policies: str) -> list[str]:
     if not names:
         raise UsageError("--policies names none", remedy="write it like sync,one_off,rollart")
     return names
-
-
-def named_run(run: Path | None, runs: Path) -> Path | None:
-    """The directory of a recorded run that was named in place of a spec."""
-    if run is None or run.is_file():
-        return None
-    if run.is_dir() or (run == Path(run.name) and (runs / run).is_dir()):
-        return find_run(str(run), runs)
-    return None
 
 
 def prepare_replay(

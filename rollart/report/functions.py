@@ -27,29 +27,26 @@ COLD_START = "function cold start"
 IDLE = "function idle"
 
 
-def lines(rows: RunRows) -> list[CostLine]:
+def lines(rows: RunRows) -> Iterator[CostLine]:
     """Every dollar of functions once: calls without their start-up, start-up, and idle workers.
 
     A failed call is one line with its failure as the cause, start-up included. Lines of workers on the run's own cores
     are not billed: their dollars are the price of the calls at a provider.
     """
-    found = []
     for call in rows.invocations:
         billed = rows.prices.billed(call.provider)
         resource, usd, start_usd = f"{call.provider}:{call.function}", _usd(rows, call), _start_usd(rows, call)
         start_s = min(call.cold_billed_s, call.billed_s) if start_usd else 0.0
-        found.append(
-            CostLine(REWARD, resource, ResourceState.BUSY, _why(call), call.billed_s - start_s, usd - start_usd, billed)
-        )
+        work_s, work_usd = call.billed_s - start_s, usd - start_usd
+        yield CostLine(REWARD, resource, ResourceState.BUSY, _why(call), work_s, work_usd, billed)
         if start_usd:
-            found.append(CostLine(REWARD, resource, ResourceState.STARTUP, COLD_START, start_s, start_usd, billed))
+            yield CostLine(REWARD, resource, ResourceState.STARTUP, COLD_START, start_s, start_usd, billed)
     for worker in rows.workers:
         if worker.state == WorkerState.IDLE and rows.prices.charges_idle(worker.provider):
             usd = rows.prices.idle_usd(worker.provider, seconds=worker.seconds, memory_mb=worker.memory_mb)
             resource = f"{worker.provider}:{worker.function}"
             billed = rows.prices.billed(worker.provider)
-            found.append(CostLine(REWARD, resource, ResourceState.IDLE, IDLE, worker.seconds, usd, billed))
-    return found
+            yield CostLine(REWARD, resource, ResourceState.IDLE, IDLE, worker.seconds, usd, billed)
 
 
 def _usd(rows: RunRows, call: InvocationSum) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -203,7 +203,7 @@ def _bands(title: str, kind: str, found: Timeline) -> Table:
 
 def _devices(
     seconds: float, spans: Iterable[tuple[str, str, float, float, str, float]], pools: Mapping[str, str], bins: int
-) -> list[Band]:
+) -> Iterator[Band]:
     stacks: dict[tuple[str, str, str], _Stack] = defaultdict(lambda: _Stack(seconds, bins))
     units: dict[tuple[str, str, str], float] = defaultdict(float)
     for role, resource, t0, t1, state, amount in spans:
@@ -213,20 +213,19 @@ def _devices(
     groups: dict[tuple[str, str], list[tuple[str, str, str]]] = defaultdict(list)
     for key in sorted(stacks, key=_natural):
         groups[key[:2]].append(key)
-    found = []
     rank = {role: n for n, role in enumerate(ROLES)}
     for (role, pool), keys in sorted(groups.items(), key=lambda g: (rank.get(g[0][0], rank["unused"]), g[0])):
         on = f" on {pool}" if pool else ""
         if len(stacks) <= MOST_ROWS or len(keys) <= FEW:
-            found += [stacks[k].band(f"{k[2]}{on}", DEVICES, 1, tuple(ResourceState), units[k]) for k in keys]
+            for k in keys:
+                yield stacks[k].band(f"{k[2]}{on}", DEVICES, 1, tuple(ResourceState), units[k])
         else:
             amounts: dict[str, list[tuple[float, ...]]] = defaultdict(list)
             for key in keys:
                 for state, own in stacks[key].states.items():
                     amounts[state].append(own.means())
             pooled = {s: tuple(map(math.fsum, zip(*each, strict=True))) for s, each in amounts.items()}
-            found.append(_band(f"{role}{on}", DEVICES, len(keys), pooled, tuple(ResourceState)))
-    return found
+            yield _band(f"{role}{on}", DEVICES, len(keys), pooled, tuple(ResourceState))
 
 
 def _band(
