@@ -59,8 +59,7 @@ class SourceFiles:
         """Follow `from .x import attribute` through the packed files to the definition."""
         path, name = self.entry, attribute
         for _ in range(8):
-            body = tuple(tree(path).body)
-            link = _imported(body, name)
+            link = _imported(tuple(tree(path).body), name)
             if link is None:
                 break
             node, original = link

@@ -29,8 +29,9 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from serverless.analysis.sources import SourceDefinition
+from serverless.analysis.sources import SourceDefinition, SourceFiles
 from serverless.signatures import definition
+from serverless.spec import FunctionSpec
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _Callable = _Function | ast.Lambda
@@ -72,34 +73,25 @@ class Stateful:
         return f"declare @reward(stateless=True) if each call gives the same wherever it runs, {beside}"
 
 
-def inspect_source(
-    found: SourceDefinition,
-    others: Iterable[tuple[pathlib.Path, ast.Module]] = (),
-    *,
-    deterministic: bool = True,
-    stateless: bool = False,
-    needs: Sequence[str] = (),
-) -> Stateless | Stateful:
-    """Check the reward at `found`; `others` are the further files that are packed with it.
-
-    `stateless` is the declaration of that name: it overrides uncertain findings.
-    """
+def inspect_source(found: SourceDefinition, sources: SourceFiles, spec: FunctionSpec) -> Stateless | Stateful:
+    """Check the reward at `found`; `sources` are the files that are packed with it. The declaration `stateless` of the
+    spec overrides uncertain findings."""
     target = definition(found.body, found.name)
     modules = [SourceModule(found.path, found.body, closed=_factory(found, target))]
-    modules += [SourceModule(path, tree.body) for path, tree in others]
+    modules += [SourceModule(path, tree.body) for path, tree in sources.modules() if path != found.path]
     functions = _reachable(modules, target)
     for function in list(functions):
         functions += _wrappers(function, found.body if function.module is modules[0] else ())
     accesses = [access for function in functions for access in _accesses(function)]
     reasons = [
         StateFinding(found.path.name, getattr(target, "lineno", 1), f"it needs {need!r}, which functions do not have")
-        for need in needs
+        for need in spec.needs
     ]
     reasons += [*_environment_parameters(functions), *_state(accesses), *_indirect_writes(functions)]
     reasons += [*_files(functions), *_databases(functions)]
-    if reasons and not (stateless and not any(r.sure for r in reasons)):
+    if reasons and not (spec.stateless and not any(r.sure for r in reasons)):
         return Stateful(tuple(sorted(set(reasons), key=lambda r: (not r.sure, r.file, r.line))))
-    return Stateless(tuple(_unseeded_randomness(functions, accesses)) if deterministic else ())
+    return Stateless(tuple(_unseeded_randomness(functions, accesses)) if spec.deterministic else ())
 
 
 # Modules, and the functions that a call may run

@@ -96,12 +96,7 @@ class LocalDeployer:
             if state.current == package.version:
                 return replace(self._deployed(name, state, state.find(name, state.current)), unchanged=True)
             await _try(package, self._meter, allow_unsafe=self._allow_unsafe)
-            directory = self._directory(name) / package.version
-            if not directory.exists():
-                partial = directory.with_name(f"{package.version}.partial")
-                shutil.rmtree(partial, ignore_errors=True)
-                package.write(partial)
-                partial.rename(directory)
+            package.install(self._directory(name) / package.version)
             made = _Version(
                 version=package.version,
                 number=1 + max((one.number for one in state.versions), default=0),

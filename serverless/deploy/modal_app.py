@@ -110,8 +110,7 @@ class ModalDeployer:
     async def functions(self) -> Sequence[DeployedFunction]:
         namespace = self.namespace
         with modal_client.translate_errors():
-            names = await namespace.functions()
-            found = [(name, await namespace.get(name)) for name in names]
+            found = [(name, await namespace.get(name)) for name in await namespace.functions()]
             return [await self._deployed(name, deployments, deployments.live) for name, (_, deployments) in found]
 
     async def versions(self, function: str) -> Sequence[DeployedFunction]:

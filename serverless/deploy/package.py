@@ -17,6 +17,7 @@ from __future__ import annotations
 import ast
 import io
 import pathlib
+import shutil
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -89,6 +90,16 @@ class Package:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(data)
 
+    def install(self, directory: pathlib.Path) -> bool:
+        """Write the files to a new `directory`, all or none. False if it exists."""
+        if directory.exists():
+            return False
+        partial = directory.with_name(f"{directory.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        self.write(partial)
+        partial.rename(directory)
+        return True
+
 
 def build(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Package:
     """Pack a function. Relative paths are resolved against `base`, or the working directory.
@@ -150,8 +161,7 @@ def zip_archive(files: Mapping[str, bytes], *, deflated: bool = False) -> bytes:
 def settings(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> FunctionSpec:
     """The effective settings of a function, without packing it: the spec's own, then those of `@reward`, then defaults.
     Artefacts are paths as `build` would read them; requirements are not locked. Raises as `build` does."""
-    root = base or pathlib.Path.cwd()
-    return _read_source(spec, root)[3]
+    return _read_source(spec, base or pathlib.Path.cwd())[3]
 
 
 def _read_source(spec: FunctionSpec, root: pathlib.Path) -> tuple[SourceFiles, str, SourceDefinition, FunctionSpec]:
@@ -217,13 +227,7 @@ def _merge(spec: FunctionSpec, declared: Mapping[str, Any], root: pathlib.Path, 
 
 def _refuse_state(sources: SourceFiles, found: SourceDefinition, spec: FunctionSpec) -> tuple[str, ...]:
     """Raise `NotOffloadable` for a reward that keeps state; otherwise return the warnings."""
-    verdict = inspect_source(
-        found,
-        [(path, module) for path, module in sources.modules() if path != found.path],
-        deterministic=spec.deterministic,
-        stateless=spec.stateless,
-        needs=spec.needs,
-    )
+    verdict = inspect_source(found, sources, spec)
     if isinstance(verdict, Stateful):
         raise NotOffloadable(spec.name, tuple(map(str, verdict.reasons)), remedy=verdict.remedy)
     return tuple(map(str, verdict.warnings))

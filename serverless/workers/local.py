@@ -106,11 +106,7 @@ class LocalBackend(PooledBackend):
                         f"{failed[module]}",
                         remedy="install it, or take it out of preload",
                     )
-        if not directory.exists():
-            partial = directory.with_name(f"{package.version}.partial")
-            shutil.rmtree(partial, ignore_errors=True)
-            package.write(partial)
-            partial.rename(directory)
+        if package.install(directory):
             # Compiled ahead, not executed: otherwise each worker would compile it, which is most of a cold start.
             compileall.compile_dir(directory, quiet=2)
 

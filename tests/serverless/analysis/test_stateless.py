@@ -23,7 +23,7 @@ def judge(directory: pathlib.Path, text: str, name: str = "reward", **settings: 
     (directory / "mine.py").write_text(textwrap.dedent(text))
     sources = collect("mine.py", directory)
     found = sources.find(name)
-    return inspect_source(found, [(p, m) for p, m in sources.modules() if p != found.path], **settings)
+    return inspect_source(found, sources, FunctionSpec(name="judged", source="mine.py", **settings))
 
 
 @pytest.mark.parametrize("text", STATELESS.values(), ids=STATELESS.keys())
