@@ -58,8 +58,7 @@ def outcomes(body: object, event: Sequence[WireItem], *, deterministic: bool) ->
     for answer in body:
         key = answer.get("id") if isinstance(answer, dict) else None
         if not isinstance(key, str) or key not in asked:
-            shown = repr(answer)[:80]
-            return [_bad(f"an answer is for no item of the call: {shown}", retryable)] * len(event)
+            return [_bad(f"an answer is for no item of the call: {answer!r:.80}", retryable)] * len(event)
         answers.setdefault(key, []).append(answer)
     found: list[Outcome] = []
     for wire in event:

@@ -570,8 +570,7 @@ class FunctionQueue:
         if entry.done:
             return
         if isinstance(outcome, InfraFault):
-            schema_fault = outcome.kind is FaultKind.BAD_ANSWER and seconds is not None
-            self._checked.acted += schema_fault
+            self._checked.acted += outcome.kind is FaultKind.BAD_ANSWER and seconds is not None
             floor = self.spec.timeout_floor
             if outcome.kind is FaultKind.TIMEOUT and floor is not None and seconds is not None:
                 # The handler's own time limit stopped this item.

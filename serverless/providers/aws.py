@@ -333,8 +333,7 @@ def _body(data: bytes) -> tuple[InfraFault | None, object]:
     try:
         return None, json.loads(data)
     except ValueError as error:
-        detail = f"the answer is not JSON: {error}"
-        return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail), None
+        return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=f"the answer is not JSON: {error}"), None
 
 
 def _transport_fault(error: Exception, function: str) -> tuple[InfraFault, bool]:

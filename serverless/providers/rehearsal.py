@@ -104,10 +104,15 @@ class RehearsedLauncher:
         self._seed = seed
         self._rngs: dict[str, random.Random] = {}
         self._tokens: dict[str, tuple[float, float]] = {}
+        """The token bucket of starts of each function: its tokens, and when they were counted."""
 
     async def start(self, package: Package, slot: int, gone: Callable[[], None]) -> Worker:
         name, platform = package.spec.name, self._platform
-        if not self._may_scale(name):
+        now, burst = asyncio.get_running_loop().time(), float(platform.scale_burst)
+        tokens, since = self._tokens.get(name, (burst, now))
+        tokens = min(burst, tokens + (now - since) * platform.scale_per_s)
+        self._tokens[name] = (tokens - 1.0 if tokens >= 1.0 else tokens, now)
+        if tokens < 1.0:
             detail = f"rehearsal: {platform.name} starts {platform.scale_per_s:g} environments a second"
             raise WorkerFault(InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.SCALING))
         cold_s = platform.cold_start.draw(self._rngs.setdefault(name, random.Random(f"{self._seed}/{name}")))
@@ -115,16 +120,6 @@ class RehearsedLauncher:
         started = await self._launcher.start(package, slot, gone)
         started.init_s += cold_s if platform.init_billed else 0.0
         return started
-
-    def _may_scale(self, function: str) -> bool:
-        """Take a token of the function's bucket."""
-        now = asyncio.get_running_loop().time()
-        burst = float(self._platform.scale_burst)
-        tokens, since = self._tokens.get(function, (burst, now))
-        tokens = min(burst, tokens + (now - since) * self._platform.scale_per_s)
-        enough = tokens >= 1.0
-        self._tokens[function] = (tokens - 1.0 if enough else tokens, now)
-        return enough
 
 
 class RehearsedBackend:

@@ -71,8 +71,7 @@ class SimulatedMachines:
     async def room(self) -> None:
         """Wait until a machine is up."""
         while not any(self._up.values()):
-            changed = self._changed
-            await changed.wait()
+            await self._changed.wait()
 
     async def hold(self, start_s: float) -> dict[_SimulatedWorker, None]:
         """Wait `start_s` seconds for a slot on a machine. Returns the machine's workers. Raises `WorkerLost` if the

@@ -249,13 +249,12 @@ def _bubblewrap(view: SandboxView, *, user_namespace: bool) -> Launched:
 
 def _landlock(view: SandboxView, *, user_namespace: bool) -> Launched:
     code = _filter().hex()
-    uid = None if user_namespace else unused_uid()
     config = view.config(
         landlock="must",
         user_namespace=user_namespace,
         zygote_filter=code,
         job_filter=_uncounted(user_namespace),
-        uid=uid,
+        uid=None if user_namespace else unused_uid(),
     )
     return _launch([], view, "confine", config)
 

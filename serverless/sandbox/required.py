@@ -94,7 +94,6 @@ def _probe() -> None:
     with ours, theirs:
         enter(theirs, directory, f"{directory}/scratch")
     with Box(SandboxProcess(None, limits=Limits(), preload=(), allow_unsafe=False), quiet=True) as box:
-        way = box.way
-        if box.run("print(6 * 7)").stdout == "42\n" and way not in ("", "without namespaces"):
+        if box.run("print(6 * 7)").stdout == "42\n" and box.way not in ("", "without namespaces"):
             print("namespaces", flush=True)
     os._exit(0)

@@ -436,8 +436,7 @@ class ProvisionedLevels:
         if self.path is None or not self.path.exists():
             return
         try:
-            read = json.loads(self.path.read_text())
-            self.before = {str(key): int(level) for key, level in read.items()}
+            self.before = {str(key): int(level) for key, level in json.loads(self.path.read_text()).items()}
         except (OSError, ValueError, TypeError, AttributeError) as error:
             logging.getLogger(__name__).warning("%s is not read: %s", self.path, error)
 

@@ -118,7 +118,7 @@ class PooledBackend:
         current = self._pools.get(package.spec.name)
         if current is not None and current.package.version == package.version and current.package.spec == package.spec:
             return
-        self._old = [pool for pool in self._old if pool.size]
+        self._old = [pool for pool in self._old if pool.load().workers]
         if current is not None:
             current.close(drain=True)
             self._old.append(current)
@@ -142,10 +142,7 @@ class PooledBackend:
 
     def keep(self, function: str, workers: int, *, keep_alive_s: float | None = None) -> int:
         """See `ScalableBackend`."""
-        pool = self.pool(function)
-        if keep_alive_s is not None:
-            pool.keep_alive(keep_alive_s)
-        return pool.keep(workers)
+        return self.pool(function).keep(workers, keep_alive_s)
 
 
 _MOVES = 2
@@ -191,32 +188,24 @@ class WorkerPool:
         """The loop time of the next start without a waiting call."""
         self._refill: asyncio.TimerHandle | None = None
 
-    @property
-    def size(self) -> int:
-        """The current number of workers, starting ones included."""
-        return len(self._slots)
-
     def load(self) -> WorkerLoad:
         """A snapshot. O(1)."""
         ready = len(self._slots) - self._starting
         return WorkerLoad(ready, self._starting, ready - len(self._idle), len(self._waiters))
 
-    def keep(self, workers: int) -> int:
+    def keep(self, workers: int, keep_alive_s: float | None) -> int:
         """Set the number of workers to keep; it is clamped to `warm`..`concurrency` and returned. Missing workers start
-        now, idle ones above the number end by keep-alive. Has no effect on a closed pool."""
+        now, idle ones above the number end by keep-alive, which `keep_alive_s` changes for currently idle ones too. Has
+        no effect on a closed pool."""
+        if keep_alive_s is not None and keep_alive_s != self._keep_alive_s:
+            self._keep_alive_s = keep_alive_s
+            if self._reaper is not None:
+                self._reaper.cancel()
+                self._reaper = None
         self._kept = max(self._spec.warm, min(workers, self._spec.concurrency))
         self.warm_up()
         self._schedule_reaper()
         return self._kept
-
-    def keep_alive(self, seconds: float) -> None:
-        """Set the keep-alive of workers above the kept number, currently idle ones included."""
-        if seconds != self._keep_alive_s:
-            self._keep_alive_s = seconds
-            if self._reaper is not None:
-                self._reaper.cancel()
-                self._reaper = None
-            self._schedule_reaper()
 
     def warm_up(self) -> None:
         """Start missing workers, after a pause while starts fail. Returns at once."""

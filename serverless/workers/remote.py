@@ -88,7 +88,8 @@ class WorkerHosts:
             self._notify()
             notify()
 
-        link = await HostLink.open(name, address, token, weight=weight, notify=changed)
+        link = HostLink(name, address, token, weight=weight, notify=changed)
+        await link.open()
         try:
             done: set[str] = set()
             while missing := [one for one in self._packages.values() if one.version not in done]:
@@ -114,8 +115,7 @@ class WorkerHosts:
     async def room(self) -> None:
         """Wait until a machine accepts workers."""
         while not self.links:
-            changed = self._changed
-            await changed.wait()
+            await self._changed.wait()
 
     async def start(self, package: Package, slot: int, gone: Callable[[], None]) -> Worker:
         if not (links := self.links):
@@ -153,8 +153,9 @@ class HostLink(HostChannel):
     """
 
     def __init__(
-        self, name: str, address: tuple[str, int], token: str, weight: float, notify: Callable[[], None]
+        self, name: str, address: str, token: str, *, weight: float = 1.0, notify: Callable[[], None] = lambda: None
     ) -> None:
+        """A machine at `tcp://host:port`, not connected yet."""
         super().__init__(name)
         self.pid = 0
         self.weight = weight
@@ -167,30 +168,25 @@ class HostLink(HostChannel):
         self._token = token
         self._notify = notify
 
-    @classmethod
-    async def open(
-        cls, name: str, address: str, token: str, *, weight: float = 1.0, notify: Callable[[], None] = lambda: None
-    ) -> HostLink:
-        """Connect to `tcp://host:port`. Raises `HostLost` if no worker host there accepts the token."""
-        link = cls(name, host_and_port(address), token, weight, notify)
+    async def open(self) -> None:
+        """Connect. Raises `HostLost` if no worker host there accepts the token."""
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(CONNECT_S):
-                    reader, writer = await asyncio.open_connection(*link._address)
+                    reader, writer = await asyncio.open_connection(*host_and_port(self._address))
                 stack.callback(writer.close)
                 _keep_alive(writer.get_extra_info("socket"))
-                writer.write(encode_message(["hello", token]))
+                writer.write(encode_message(["hello", self._token]))
                 match await read_message(reader):
                     case ["ok", int(pid)]:
-                        link.pid = pid
+                        self.pid = pid
                     case _:
                         raise ValueError("its greeting is none")
             except (OSError, asyncio.IncompleteReadError, ValueError) as error:
                 why = error or type(error).__name__
-                raise HostLost(f"nothing that knows us listens at {address} ({why})") from None
+                raise HostLost(f"nothing that knows us listens at {self._address} ({why})") from None
             stack.pop_all()
-        link.listen(reader, writer)
-        return link
+        self.listen(reader, writer)
 
     async def ping(self) -> None:
         """Wait for an answer. Raises `HostLost` if the machine ends first."""
@@ -211,7 +207,7 @@ class HostLink(HostChannel):
         self.workers[worker] = None
         try:
             async with asyncio.timeout(CONNECT_S):
-                await loop.create_connection(lambda: worker, *self._address)
+                await loop.create_connection(lambda: worker, *host_and_port(self._address))
             await worker.ready([self._token, package.version, slot])
         except (ConnectionError, TimeoutError) as error:
             self.end(f"nothing listens there ({error or type(error).__name__})")

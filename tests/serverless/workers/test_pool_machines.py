@@ -206,7 +206,7 @@ def test_whatever_machines_do_every_call_ends_once_and_workers_are_bounded(
                 for at, comes in changes:
                     tasks.create_task(change(at, comes))
                 tasks.create_task(change(21.0, True))
-            assert pool.size == sum(len(machine.workers) for machine in machines.there) <= concurrency
+            assert pool.load().workers == sum(len(machine.workers) for machine in machines.there) <= concurrency
 
     virtual.run(main(), seed=seed)
     assert len(replies) == len(arrivals)
