@@ -520,7 +520,7 @@ class DisaggregatedEngine(ModelledEngine):
 
     Exported KV is pinned: it counts as used memory. A request that pulls KV first waits for memory, in order, and holds
     it until it runs, as vLLM allocates the blocks before the transfer. KV given back after a decode (`returns`) is not
-    pinned, as it is the session's prefix here. `versioned` hand-off values name the weights, as the embedded engine's
+    pinned, as it is the session's prefix here. Hand-off values name the weights, as the embedded engine's
     do; KV of other weights than either engine's current ones is refused in any case.
     """
 
@@ -530,17 +530,15 @@ class DisaggregatedEngine(ModelledEngine):
         steps: StepModel,
         fabric: KvFabric,
         *,
-        version: int = 0,
         limits: EngineLimits | None = None,
         load: Callable[[WeightsRef], Awaitable[None]] | None = None,
         returns: bool = True,
-        versioned: bool = True,
     ) -> None:
         self._exports: dict[str, _Export] = {}
         self._memory_waiters: deque[tuple[GenerateRequest, asyncio.Future[None]]] = deque()
-        super().__init__(name, steps, version=version, limits=limits, load=load)
+        super().__init__(name, steps, limits=limits, load=load)
         self.fabric = fabric
-        self._returns, self.versioned = returns, versioned
+        self._returns = returns
         fabric.engines[name] = self
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -561,14 +559,13 @@ class DisaggregatedEngine(ModelledEngine):
             return completion
         if not prefills:
             self._note(request, self.retained.held(request.session, request.cache_salt), None)
-        value: dict[str, object] = {
+        value = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
             "remote_engine_id": str(self.id),
             "remote_request_id": request.request_id,
+            "weight_version": self.version,
         }
-        if self.versioned:
-            value["weight_version"] = self.version
         return dataclasses.replace(completion, kv_transfer=value)
 
     async def abort(self, request_ids: Sequence[str]) -> None:

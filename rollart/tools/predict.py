@@ -63,8 +63,14 @@ def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Mach
     domains, performance = problem.domains, problem.performance
     assert problem.train is not None, "planning_problem always states training"
     device = machine.engine.calibration.device
-    train_s, step_s = _step_seconds(resolved, domains, machine)
-    tokens = run.training.epochs * mix_mean(domains, lambda p: p.total_tokens) * run.batch.trajectories
+    batch, training, controller = run.batch.trajectories, run.training, machine.controller_s(domains)
+    one = mix_mean(
+        domains, lambda p: machine.token_s * p.total_tokens + machine.action_s * p.turns.mean * p.output_tokens.mean
+    )
+    # CPU-seconds of a training step, and wall-clock seconds until its version is published.
+    train_s = training.epochs * (training.minibatches * machine.update_s + batch * one)
+    step_s = train_s + machine.publish_s + machine.queue * batch * controller
+    tokens = training.epochs * mix_mean(domains, lambda p: p.total_tokens) * batch
     problem = replace(
         problem,
         performance=replace(performance, constants={device: machine.engine.calibration}),
@@ -73,10 +79,9 @@ def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Mach
     )
     found = _solve_in_flight(problem, step_s)
     busy = sum(d.utilisation * d.replicas for role in ROLLOUT_ROLES for d in found.of(role))
-    controller = machine.controller_s(domains)
     cpu = {
         "engine": busy / found.rate,
-        "trainer": train_s / run.batch.trajectories,
+        "trainer": train_s / batch,
         "controller": controller,
         "functions": machine.function_s,
     }
@@ -147,17 +152,6 @@ def _stale_attempts(mean: float, late: float, bound: float) -> float:
     ]
     share = min(0.9, sum(beyond) / len(beyond))
     return share / (1.0 - share)
-
-
-def _step_seconds(resolved: Resolved, domains: Sequence[DomainProfile], machine: Machine) -> tuple[float, float]:
-    """CPU-seconds of a training step, and wall-clock seconds until its version is published."""
-    run = resolved.run
-    batch, training = run.batch.trajectories, run.training
-    one = mix_mean(
-        domains, lambda p: machine.token_s * p.total_tokens + machine.action_s * p.turns.mean * p.output_tokens.mean
-    )
-    cpu = training.epochs * (training.minibatches * machine.update_s + batch * one)
-    return cpu, cpu + machine.publish_s + machine.queue * batch * machine.controller_s(domains)
 
 
 EPISODES = 256

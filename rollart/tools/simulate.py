@@ -434,16 +434,12 @@ def simulated_environment_hosts(resolved: Resolved, faults: SimulationFaults, wa
         call_s=resolved.run.leases.env_step_s,
         pull_s=spec.pull_s,
     )
-    hosts = ModelledHosts(faults.hosts, {}, limits)
-    if count and faults.machines is not None:
-        _on_machines(hosts, faults.machines, resolved, wanted)
-    return hosts
-
-
-def _on_machines(hosts: ModelledHosts, machines: MachineInventory, resolved: Resolved, wanted: Resolved) -> None:
-    """Place hosts as in a real run: on the cores of their assignment, or without any, beside other parts."""
+    hosts, machines = ModelledHosts(faults.hosts, {}, limits), faults.machines
+    if not count or machines is None:
+        return hosts
+    # As in a real run: on the cores of their assignment, or without any, beside other parts.
     assignments, limit = HostAssignments(resolved, wanted), resolved.cluster.runtime.wait_s + PLACEMENT_S
-    pool = cpu_pool(resolved, resolved.cluster.environments.pool).name
+    pool = cpu_pool(resolved, spec.pool).name
 
     async def room(name: str) -> HostReservation:
         with assignments.assigned(name, hosts.fleet.where(), machines.there()) as given:
@@ -464,7 +460,8 @@ def _on_machines(hosts: ModelledHosts, machines: MachineInventory, resolved: Res
                 ) from None
         return reservation
 
-    hosts.room, hosts.count, hosts.later = room, host_count(resolved), assignments.first_unplanned
+    hosts.room, hosts.count, hosts.later = room, count, assignments.first_unplanned
+    return hosts
 
 
 COLD_START_S = 0.5
