@@ -235,8 +235,6 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
     leases: Leases
     recorder: Recorder
     limits: HostLimits
-    on_change: Callable[[], None] = field(default=lambda: None, init=False)
-    """Called when a host has started or restarted, and when it is removed."""
 
     def __post_init__(self) -> None:
         self.max_restarts = self.limits.max_restarts
@@ -245,6 +243,8 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
         self._ready = asyncio.Event()
         self._tasks: asyncio.TaskGroup | None = None
         self._keeping: dict[str, asyncio.Task[None]] = {}
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a host has started or restarted, and when it is removed."""
 
     async def run(self) -> None:
         """Start and supervise the hosts until cancelled. Raises the error of a host that cannot be kept alive."""
