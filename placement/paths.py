@@ -118,7 +118,7 @@ def tableau(problem: Problem) -> Tableau:
     reasons: list[RefusalReason] = []
     notes: list[str] = []
     weights = np.array([d.weight for d in problem.domains])
-    builder = _Builder(problem, _instance_kinds(problem, reasons), reasons)
+    builder = _Builder(problem, list(_instance_kinds(problem, reasons)), reasons)
     if problem.fixed is None and len(builder.units) > MANY:
         builder.keep_worthwhile()
         notes.append(f"many pools: at most {SIZES} sizes of instance per pool and role are considered")
@@ -133,12 +133,11 @@ def tableau(problem: Problem) -> Tableau:
     )
 
 
-def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> list[InstanceKind]:
+def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> Iterator[InstanceKind]:
     roles = {Role.ENGINE} if problem.restriction in AGGREGATED_ONLY else set(ROLLOUT_ROLES)
     if problem.restriction is Restriction.PD_ONLY:
         roles -= {Role.ENGINE}
     offered = [r for r in ROLLOUT_ROLES if r in roles & problem.roles]
-    units: list[InstanceKind] = []
     shape = problem.performance.shape
 
     @functools.cache
@@ -167,8 +166,8 @@ def _instance_kinds(problem: Problem, reasons: list[RefusalReason]) -> list[Inst
                 reasons.append((pool.name, "", f"{pool.name}, {tp} per instance: {model}"))
                 continue
             most = pool.count // host * (host // tp) + pool.count % host // tp
-            units += [InstanceKind(index, role, tp, most, model) for role in offered]
-    return units
+            for role in offered:
+                yield InstanceKind(index, role, tp, most, model)
 
 
 class _Builder:

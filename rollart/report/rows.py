@@ -4,7 +4,7 @@ meter."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -105,7 +105,7 @@ def collect(reader: LedgerReader, run: str) -> RunRows:
         workers=[*reader.worker_sums(), *estimated_workers(unmetered, keep_s)],
         events={kind: reader.events(kind) for kind in events.REPORTED},
         device_hours=reader.device_hours(),
-        pools=pool_prices(config),
+        pools=list(pool_prices(config)),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )
 
@@ -118,21 +118,19 @@ def _price_book(config: Mapping[str, Any]) -> PriceBook:
     return PriceBook(load_prices(builtin("prices.yaml")))
 
 
-def pool_prices(config: Mapping[str, Any]) -> list[PoolPrice]:
+def pool_prices(config: Mapping[str, Any]) -> Iterator[PoolPrice]:
     """Prices of the pools of a run's configuration (`Resolved.to_dict`), those of its own cluster spec included."""
     hourly = config.get("usd_per_device_hour", {})
     listed = {p["name"]: p for p in config.get("prices", {}).get("prices", ()) if p["unit"] == "device-hour"}
     listed = {device_name(name): price for name, price in listed.items()} | listed
-    found = []
     for pool in config.get("cluster", {}).get("pools", ()):
         name, device = pool["name"], pool["device"]
         if name not in hourly:
             continue
         if pool.get("price") is not None:
-            found.append(PoolPrice(name, device, hourly[name], f"the cluster spec: price of pool '{name}'", ""))
+            yield PoolPrice(name, device, hourly[name], f"the cluster spec: price of pool '{name}'", "")
         elif (price := listed.get(device) or listed.get(device_name(device))) is not None:
-            found.append(PoolPrice(name, device, hourly[name], price["source"], str(price["date"])))
-    return found
+            yield PoolPrice(name, device, hourly[name], price["source"], str(price["date"]))
 
 
 def estimated_workers(calls: Iterable[Invocation], keep_s: Mapping[str, float]) -> list[WorkerSum]:
