@@ -50,7 +50,6 @@ class SimulatedDomain:
     solved: float | None = None
     """Mean share of trajectories with reward 1 instead of 0; None: each trajectory has its script's reward, and nothing
     is drawn."""
-    failed_resets: int = 0
     members: Counter[int] = field(default_factory=Counter)
     """Resets so far, by prompt."""
     _bursts: list[float] = field(default_factory=list)
@@ -84,7 +83,6 @@ class SimulatedDomain:
         burst = self._in_burst(faults, host, now)
         fails = rng.random() < (faults.burst_fail if burst else faults.fail)
         stalls = rng.random() < (faults.burst_stall if burst else faults.stall)
-        self.failed_resets += fails
         return fails, faults.stall_s if stalls else 0.0
 
     def _in_burst(self, faults: ResetTroubleSpec, host: SimulatedHost, now: float) -> bool:

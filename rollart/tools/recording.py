@@ -109,9 +109,9 @@ def loop_figures(
         usd=usd,
         loop_usd=usd - outside_usd,
         waited_s=waited_s,
-        train_s=_seconds(i for i in inside if i.role == "trainer" and i.state == ResourceState.BUSY),
-        publish_s=_seconds(i for i in inside if i.role == "trainer" and i.state == ResourceState.SYNC),
-        engine_busy_s=_seconds(i for i in engines if i.state == ResourceState.BUSY),
+        train_s=math.fsum(i.seconds for i in inside if i.role == "trainer" and i.state == ResourceState.BUSY),
+        publish_s=math.fsum(i.seconds for i in inside if i.role == "trainer" and i.state == ResourceState.SYNC),
+        engine_busy_s=math.fsum(i.seconds for i in engines if i.state == ResourceState.BUSY),
     )
 
 
@@ -172,10 +172,6 @@ def _function_profiles(calls: Sequence[Invocation]) -> dict[str, Profile]:
 def seconds_within(intervals: Iterable[Interval], t0: float, t1: float) -> float:
     """Seconds of the intervals between two moments."""
     return math.fsum(max(0.0, min(i.t1, t1) - max(i.t0, t0)) for i in intervals)
-
-
-def _seconds(intervals: Iterable[Interval]) -> float:
-    return math.fsum(i.seconds for i in intervals)
 
 
 def _number(event: RunEvent, name: str) -> float:

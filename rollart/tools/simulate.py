@@ -469,16 +469,6 @@ COLD_START_S = 0.5
 Python."""
 
 
-PLANNED_FAULT_KINDS = (
-    FaultKind.THROTTLED,
-    FaultKind.CRASH,
-    FaultKind.OUT_OF_MEMORY,
-    FaultKind.TIMEOUT,
-    FaultKind.UNAVAILABLE,
-)
-"""Kinds of faults with a probability in fault plans, named like its keys."""
-
-
 SCORE_SOURCE = "rollart.sim.scoring:score"
 
 
@@ -541,7 +531,8 @@ def with_function_faults(known: list[FunctionBehaviour], plan: FaultPlanSpec) ->
         spec, profile = one.spec, one.profile
         entry = next((e for e in plan.functions if any(matching_names(p, [spec.name]) for p in e.functions)), None)
         if entry is not None:
-            faults = {kind: getattr(entry, kind.value) for kind in PLANNED_FAULT_KINDS if getattr(entry, kind.value)}
+            # The fields of an entry that are named like kinds of faults are their probabilities.
+            faults = {FaultKind(field): share for field, share in entry if field in set(FaultKind) and share}
             cold_s = profile.cold_start_s if entry.cold_start_s is None else entry.cold_start_s
             profile = replace(
                 profile, cold_start_s=cold_s, sigma=entry.spread, faults=faults or None, failed_start=entry.failed_start
