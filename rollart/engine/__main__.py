@@ -104,7 +104,11 @@ async def serve_runner(runner: Runner, args: argparse.Namespace) -> None:
     )
     await web_runner.setup()
     try:
-        await _bind(web_runner, args.host, args.port)
+        try:
+            await web.TCPSite(web_runner, args.host, args.port, backlog=1024).start()
+        except OSError as error:
+            message = f"cannot listen on {args.host}:{args.port}: {os.strerror(error.errno or 0)}"
+            raise UsageError(message, remedy="use --port 0 for a free one") from error
         port = web_runner.addresses[0][1]
         server.handoffs.advertise = (args.advertise_host or args.host, port)
         listener = await server.listen(args.host)
@@ -116,14 +120,6 @@ async def serve_runner(runner: Runner, args: argparse.Namespace) -> None:
                 task.cancel()
     finally:
         await web_runner.cleanup()
-
-
-async def _bind(web_runner: web.AppRunner, host: str, port: int) -> None:
-    try:
-        await web.TCPSite(web_runner, host, port, backlog=1024).start()
-    except OSError as error:
-        message = f"cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}"
-        raise UsageError(message, remedy="use --port 0 for a free one") from error
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:

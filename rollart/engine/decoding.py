@@ -79,7 +79,9 @@ class GraphDecoder:
         the cache."""
         n, context = len(tokens), self._cache.context
         rows = next(size for size in self._sizes if size >= n)
-        length = context if self.operations.ragged else _padded_length(int(positions.max()) + 1, context)
+        # The longest row's length, rounded up to a power of two within [`MIN_CAPTURED_LENGTH`, `context`].
+        padded = min(context, max(MIN_CAPTURED_LENGTH, 1 << int(positions.max()).bit_length()))
+        length = context if self.operations.ragged else padded
         if self._copied is not None:
             self._copied.synchronize()  # the last step's copy ended long ago: its tokens were waited for
         staged = step_inputs(self._host, rows).numpy()
@@ -147,14 +149,6 @@ def captured_sizes(most: int) -> Sequence[int]:
         steps |= {size, size * 3 // 2}
         size *= 2
     return tuple(sorted(s for s in steps if s <= most))
-
-
-def _padded_length(length: int, context: int) -> int:
-    """The length rounded up to a power of two, within [`MIN_CAPTURED_LENGTH`, `context`]."""
-    size = MIN_CAPTURED_LENGTH
-    while size < length:
-        size *= 2
-    return min(size, context)
 
 
 def select_operations(architecture: Architecture, cos: Tensor, sin: Tensor) -> tuple[TorchOperations, str]:

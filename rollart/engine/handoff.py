@@ -92,12 +92,8 @@ class KvHandoffs:
         self._driver, self.runner, self._settings = driver, driver.runner, settings
         self.advertise = ("", 0)
         """Host and port at which other engines reach this one; set once the server listens."""
-        self._boot, self.files = boot_id(), None
-        if settings.shm and self._boot:
-            try:
-                self.files = SharedKvFiles(settings.shm)
-            except OSError:  # no shared memory here: all KV travels by socket
-                self.files = None
+        self._boot = boot_id()
+        self.files = SharedKvFiles(settings.shm if self._boot else "")
         loop = asyncio.get_running_loop()
         self.exports = KvExports(loop.time, limit_bytes=settings.pending_bytes, files=self.files)
         self.pulled = {"shm": TransportCounters(), "socket": TransportCounters()}
@@ -115,8 +111,7 @@ class KvHandoffs:
                 while True:
                     await asyncio.sleep(SWEEP_S)
                     self.exports.sweep()
-                    if self.files is not None:
-                        self.files.sweep()
+                    self.files.sweep()
         finally:
             self._tasks = None
 
@@ -130,8 +125,7 @@ class KvHandoffs:
     async def close(self) -> None:
         """Free the exported KV and close the connections."""
         self.exports.clear("the engine ended")
-        if self.files is not None:
-            self.files.close()
+        self.files.close()
         if self._http is not None:
             await self._http.close()
 
@@ -206,8 +200,7 @@ class KvHandoffs:
                 job.peer_holds = min(source.tokens, n)
                 whole = source.tokens == n and not job.export
                 if held >= (n if whole else min(source.tokens, n - 1)):  # the session lacks nothing
-                    if self.files is not None:
-                        self.files.remove(source.file)
+                    self.files.remove(source.file)
                     return True
                 job.imported, transport = await self.pull(source, held)
         except TimeoutError as error:
@@ -233,7 +226,7 @@ class KvHandoffs:
 
     async def pull(self, source: KvSource, held: int) -> tuple[KvBlock, str]:
         """The block and the transport that it came by."""
-        if self.files is not None and source.file and source.boot_id == self._boot and held >= source.start:
+        if source.boot_id == self._boot and held >= source.start:
             data = self.files.take(source.file)
             if data is not None:
                 return await _off_loop(len(data), lambda: decode_block(data, source.token)), "shm"
@@ -259,18 +252,16 @@ class KvHandoffs:
 
         def store() -> tuple[str, bytes]:
             parts = encode_block(block, token)
-            if files is not None:
-                try:
-                    return files.write(parts), b""
-                except OSError:  # shared memory is full
-                    pass
-            return "", b"".join(parts)
+            try:
+                return files.write(parts), b""
+            except OSError:  # no shared memory here, or it is full
+                return "", b"".join(parts)
 
         file, data = "", b""
         if block.size <= self._settings.pending_bytes:  # otherwise `put` refuses and counts it
-            file, data = await _off_loop(block.size, store, undo=lambda kept: _discard(files, kept[0]))
+            file, data = await _off_loop(block.size, store, undo=lambda kept: files.remove(kept[0]))
         if block.version != self.runner.version:  # the weights were replaced during the copy
-            _discard(files, file)
+            files.remove(file)
             return None
         host, port = self.advertise
         export = KvExport(
@@ -356,7 +347,7 @@ class KvExports:
     """
 
     def __init__(self, now: Callable[[], float], *, limit_bytes: int, files: SharedKvFiles | None = None) -> None:
-        self.now, self._limit, self._files = now, limit_bytes, files
+        self.now, self._limit, self._files = now, limit_bytes, files or SharedKvFiles("")
         self.entries: OrderedDict[str, KvExport] = OrderedDict()
         """By request id, oldest first."""
         self.sessions: dict[str, str] = {}
@@ -404,7 +395,7 @@ class KvExports:
 
     def take(self, export: KvExport) -> bytes | mmap.mmap | None:
         """Remove an export and return its bytes; None if another engine has taken its file."""
-        data = self._files.take(export.file) if export.file and self._files is not None else export.data
+        data = self._files.take(export.file) if export.file else export.data
         self._mark_taken(export.request_id)
         return data or None
 
@@ -427,7 +418,7 @@ class KvExports:
         """Remove exports whose lease ended, and those whose file another engine took."""
         now = self.now()
         for name, export in list(self.entries.items()):
-            if export.file and self._files is not None and not self._files.holds(export.file):
+            if export.file and not self._files.holds(export.file):
                 self._mark_taken(name)
             elif export.deadline <= now:
                 self._expire(name)
@@ -453,7 +444,7 @@ class KvExports:
         self._forget(export, reason)
 
     def _forget(self, export: KvExport, reason: str) -> None:
-        _discard(self._files, export.file)
+        self._files.remove(export.file)
         self._removal_reasons[export.request_id] = reason
         self._removal_reasons.move_to_end(export.request_id)
         if len(self._removal_reasons) > MAX_REMEMBERED_REASONS:
@@ -551,11 +542,6 @@ async def _off_loop(size: int, work: Callable[[], T], *, undo: Callable[[T], Non
         if undo is not None:
             running.add_done_callback(lambda done: undo(done.result()) if not done.exception() else None)
         raise
-
-
-def _discard(files: SharedKvFiles | None, location: str) -> None:
-    if files is not None and location:
-        files.remove(location)
 
 
 def _bytes(tensor: Tensor) -> memoryview:

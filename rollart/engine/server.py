@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -268,12 +269,13 @@ class StreamConnection(MessageConnection):
     def __init__(self, driver: Driver, handoffs: KvHandoffs, ids: Iterator[str]) -> None:
         super().__init__(max_frame=MAX_FRAME)
         self._driver, self._handoffs, self._ids = driver, handoffs, ids
-        self._requests: dict[int, EngineJob | asyncio.Task[None]] = {}
+        self._requests: dict[int, Callable[[], object]] = {}
+        """By its number, the function that aborts a request whose client is gone."""
 
     def on_lost(self, error: Exception | None) -> None:
         requests, self._requests = self._requests, {}
-        for one in requests.values():
-            self._discard(one)
+        for abort in requests.values():
+            abort()
 
     def on_invalid(self, problem: str) -> None:
         self.close()
@@ -287,9 +289,8 @@ class StreamConnection(MessageConnection):
             self._handoffs.abort(names)
             self._driver.abort_soon(names)
         elif kind == "x":
-            one = self._requests.pop(message[1], None)
-            if one is not None:
-                self._discard(one)
+            if (abort := self._requests.pop(message[1], None)) is not None:
+                abort()
         elif kind == "r":
             self._handoffs.exports.drop_session(str(message[1]))
             self._driver.apply_soon(lambda: self._driver.runner.release(str(message[1])))
@@ -303,9 +304,9 @@ class StreamConnection(MessageConnection):
             if message[0] == "G":
                 job.on_chunk = lambda piece: self._send_piece(number, piece)
             if job.request.kv_transfer:  # the request waits for other engines, before or after its steps
-                self._requests[number] = self._handoffs.start(self._serve(number, job))
+                self._requests[number] = self._handoffs.start(self._serve(number, job)).cancel
                 return
-            self._requests[number] = job
+            self._requests[number] = functools.partial(self._driver.discard, job.request.request_id)
             job.deliver = lambda result: self._deliver(number, result)
             self._driver.submit(job)
         except EngineError as error:
@@ -319,13 +320,6 @@ class StreamConnection(MessageConnection):
             result = error
         if number in self._requests:
             self._deliver(number, result)
-
-    def _discard(self, one: EngineJob | asyncio.Task[None]) -> None:
-        """Abort a request whose client is gone."""
-        if isinstance(one, EngineJob):
-            self._driver.discard(one.request.request_id)
-        else:
-            one.cancel()
 
     def _send_piece(self, number: int, piece: CompletionChunk) -> None:
         if number in self._requests:

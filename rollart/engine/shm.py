@@ -30,15 +30,12 @@ class SharedKvFiles:
     short and never wait; `write` and `take` may run in a worker thread."""
 
     def __init__(self, base: str) -> None:
-        """OSError if `base` does not exist or the root belongs to another user; KV then travels by socket only. Nothing
-        is created before the first `write`."""
-        if not Path(base).is_dir():
-            raise FileNotFoundError(f"{base} is not a directory")
-        self.root = Path(base) / f"rollart-kv-{os.geteuid()}"
+        """Where `base` is '' or unusable, or the root belongs to another user, nothing is shared: no file exists, and
+        `write` raises OSError. Nothing is created before the first `write`."""
+        root = Path(base or os.devnull) / f"rollart-kv-{os.geteuid()}"
+        self.root = root if not root.exists() or _is_own(root) else Path(os.devnull) / root.name
         self._directory: Path | None = None
         self._alive: int | None = None
-        if self.root.exists():
-            self._check()
         self.sweep()
 
     def write(self, parts: Iterable[memoryview]) -> str:
@@ -106,7 +103,8 @@ class SharedKvFiles:
         """Create this engine's directory. BlockingIOError while another engine sweeps; the next export retries."""
         with suppress(FileExistsError):
             self.root.mkdir(mode=0o700)
-        self._check()
+        if not _is_own(self.root):
+            raise PermissionError(f"{self.root} is not a directory of this user")
         directory = self.root / f"{os.getpid():x}-{secrets.token_hex(6)}"
         with _locked(self.root / "lock"):  # no sweep can run before the new directory is locked
             directory.mkdir(mode=0o700)
@@ -114,10 +112,10 @@ class SharedKvFiles:
         self._directory = directory
         return directory
 
-    def _check(self) -> None:
-        found = self.root.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise PermissionError(f"{self.root} is not a directory of this user")
+
+def _is_own(directory: Path) -> bool:
+    found = directory.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def lock_file(path: Path) -> int:

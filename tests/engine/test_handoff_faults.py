@@ -173,7 +173,6 @@ def test_bytes_that_changed_on_the_way_are_refused(qwen: Path, tmp_path: Path) -
     async def scenario(p: Side, d: Side, _: Side) -> None:
         params = await prefilled(p.client, ask("0", range(20)))
         files = p.server.handoffs.files
-        assert files is not None
         path = files.root / str(params["remote_file"])
         data = bytearray(path.read_bytes())
         data[-100] ^= 1

@@ -67,10 +67,18 @@ def test_another_users_directory_is_not_used(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "rollart-kv-4242").mkdir()
     with pytest.raises(PermissionError, match="not a directory of this user"):
         early.write(parts(b"x"))
-    with pytest.raises(PermissionError, match="not a directory of this user"):
-        SharedKvFiles(str(tmp_path))
-    with pytest.raises(OSError):
-        SharedKvFiles(str(tmp_path / "nowhere"))
+    (tmp_path / "rollart-kv-4242" / "aa").mkdir()
+    (tmp_path / "rollart-kv-4242" / "aa" / "bb").write_bytes(b"x")
+    for base in (tmp_path, tmp_path / "nowhere", ""):
+        files = SharedKvFiles(str(base))
+        assert files.take("aa/bb") is None
+        assert not files.holds("aa/bb")
+        files.remove("aa/bb")
+        with pytest.raises(OSError):
+            files.write(parts(b"x"))
+        files.sweep()
+        files.close()
+    assert (tmp_path / "rollart-kv-4242" / "aa" / "bb").exists()
 
 
 def test_a_full_memory_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
