@@ -287,7 +287,7 @@ class _Queue:
     depth: HandoffDepth
     open: int = 0
     """Hand-offs whose KV is being computed, or waits for the decode leg."""
-    line: deque[asyncio.Future[None]] = field(default_factory=deque)
+    waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
 
 
 class HandoffQueue:
@@ -310,7 +310,7 @@ class HandoffQueue:
         """True if the next hand-off must wait."""
         queue = self._queue(member)
         queue.member = member  # a returning engine is a new object
-        return bool(queue.line) or not self.room(queue)
+        return bool(queue.waiting) or not self.room(queue)
 
     async def enter(self, member: RegisteredEngine) -> None:
         """Take a slot; `leave` frees it."""
@@ -318,16 +318,16 @@ class HandoffQueue:
         if not self.full(member):
             queue.open += 1
             return
-        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.line.append(place)
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        queue.waiting.append(slot)
         try:
-            await place
+            await slot
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():
+            if slot.done() and not slot.cancelled():
                 queue.open -= 1
             else:
                 with contextlib.suppress(ValueError):  # `_pump` removed it already, in this iteration of the loop
-                    queue.line.remove(place)
+                    queue.waiting.remove(slot)
             self._pump(queue)
             raise
 
@@ -352,10 +352,10 @@ class HandoffQueue:
         return queue.open + queue.member.running - self.slots < queue.depth.depth()
 
     def _pump(self, queue: _Queue) -> None:
-        while queue.line and self.room(queue):
-            place = queue.line.popleft()
-            if not place.done():
-                place.set_result(None)
+        while queue.waiting and self.room(queue):
+            slot = queue.waiting.popleft()
+            if not slot.done():
+                slot.set_result(None)
                 queue.open += 1
 
     def _queue(self, member: RegisteredEngine) -> _Queue:

@@ -46,7 +46,7 @@ class TurnRouter:
         """The number of versions that a serving engine may lag; 0 while no engine lags."""
         self._emit = emit
         self.sessions: dict[str, SessionKv] = {}
-        self._book = DomainRoutingStats(emit)
+        self._domain_stats = DomainRoutingStats(emit)
         self.gate = asyncio.Event()
         self.gate.set()
         self.admission: KvAdmission | None = None
@@ -56,9 +56,9 @@ class TurnRouter:
     def follow(self, routes: Routes) -> None:
         before = self.router.routes
         self.router = dataclasses.replace(self.router, routes=routes)
-        self._look()
+        self._update_mode()
         if routes.shares != before.shares:
-            self._book.start_over()
+            self._domain_stats.start_over()
 
     def evict_sessions(self, member: RegisteredEngine) -> None:
         """Evict the engine's sessions: they lose their sticky engine and its KV."""
@@ -103,7 +103,7 @@ class TurnRouter:
         if kv is not None:
             kv.whole = True
 
-    def _look(self) -> None:
+    def _update_mode(self) -> None:
         plain = self.router.plain(self.registry.kinds) and self.admission is None
         self._special = self.registry.roles or not plain
 
@@ -144,9 +144,9 @@ class TurnRouter:
             kv.expire(version)
         return kv
 
-    def _place(self, turn: TurnRequest) -> bool | None:
+    def _assign_waiting(self, turn: TurnRequest) -> bool | None:
         """Assign the turn's trajectory to an engine with free KV memory. True: assigned; None: no eligible engine."""
-        if self._admitted(turn):
+        if self._is_admitted(turn):
             return True
         if not self.gate.is_set():
             return False
@@ -165,7 +165,7 @@ class TurnRouter:
         self._assign(turn, kv, registry.members[path.decode], path.preferred)
         return True
 
-    def _admitted(self, turn: TurnRequest) -> bool:
+    def _is_admitted(self, turn: TurnRequest) -> bool:
         """True if the sticky engine of the trajectory holds KV memory for it; a weight update changes nothing of it."""
         if self.gate.is_set():
             kv = self._known(turn.session)
@@ -212,7 +212,7 @@ class TurnRouter:
             return None if chosen is None else TurnPath(chosen, None, "least loaded")
         view = TurnView(
             tokens=turn.length,
-            output=self._book.output(turn.domain, turn.sampling.max_tokens),
+            output=self._domain_stats.output(turn.domain, turn.sampling.max_tokens),
             domain=turn.domain,
             was_remote=kv.was_remote,
             returns=kv.returned is not None
@@ -229,7 +229,7 @@ class TurnRouter:
             self.router,
             sticky=None if sticky is None else kv.sticky,
             version=kv.version,
-            assignments=self._book.assignments(turn.domain),
+            assignments=self._domain_stats.assignments(turn.domain),
         )
         if path is not None and takes is None:
             self.paths[path.why] = self.paths.get(path.why, 0) + 1
@@ -252,7 +252,7 @@ class TurnRouter:
             self.colocation.assigned(turn.session, member, preferred=preferred, wanted=wanted)
         if self._special:
             doubts = () if preferred else self.registry.doubts(asyncio.get_running_loop().time())
-            self._book.assigned(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)
+            self._domain_stats.assigned(turn.domain, member, self.router.affinity, preferred=preferred, doubts=doubts)
 
     def _assign_prefill(self, session: str, kv: SessionKv, source: RegisteredEngine) -> None:
         """Make this engine the trajectory's remote prefill engine."""
@@ -288,7 +288,7 @@ class TurnRouter:
                 cached = max(cached, min(kv.cached.get(kv.sticky, 0), tokens) if kv.returned is not None else 0)
             seconds += model.prefill_s(kind, max(tokens - cached, 1), cached)
         if decode:
-            seconds += model.decode_s(kind, tokens, self._book.output(turn.domain, turn.sampling.max_tokens))
+            seconds += model.decode_s(kind, tokens, self._domain_stats.output(turn.domain, turn.sampling.max_tokens))
         return seconds
 
 

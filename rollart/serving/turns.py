@@ -73,14 +73,14 @@ class TurnExecutor(TurnRouter):
         self.handoffs = None if limits.handoffs == 0 else HandoffQueue(limits.handoffs, limits.slots)
         if concurrency is not None:
             self.admission = KvAdmission(
-                concurrency, registry, leases, emit, assign=self._place, is_admitted=self._admitted
+                concurrency, registry, leases, emit, assign=self._assign_waiting, is_admitted=self._is_admitted
             )
             if colocation is not None:
                 self.admission.admit_groups(colocation, self.follow_group)
 
     def notify(self) -> None:
         """Wake waiting turns and refresh the routing mode after a change of engines, weights or routes."""
-        self._look()
+        self._update_mode()
         self._changed.set()
         self._changed = asyncio.Event()
         if self.admission is not None:
@@ -130,7 +130,7 @@ class TurnExecutor(TurnRouter):
         limit = self._limits.generate_s
         completion = None
         if self.admission is not None:
-            self.admission.begins(turn, sticky, self._book.output(turn.domain, turn.sampling.max_tokens))
+            self.admission.begins(turn, sticky, self._domain_stats.output(turn.domain, turn.sampling.max_tokens))
         try:
             if source is None:
                 completion = await self._leg(turn, sticky, request, limit, work, generates=True)
@@ -390,7 +390,7 @@ class TurnExecutor(TurnRouter):
         if sticky.keeps and completion.spans and completion.spans[-1].version == version:
             kv.cached[sticky.engine.id] = turn.length + max(completion.sampled - 1, 0)
             kv.returned = completion.kv_transfer
-        self._book.answered(turn.domain, completion.sampled)
+        self._domain_stats.answered(turn.domain, completion.sampled)
 
     def _request(self, turn: TurnRequest, version: int) -> GenerateRequest:
         turn.sends += 1

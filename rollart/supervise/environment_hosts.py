@@ -77,9 +77,6 @@ class EnvironmentHostState(HostState):
             await self.changed.wait()
 
 
-SLOT_WAIT = "a place on an environment host"
-
-
 @dataclass(slots=True, eq=False)
 class HostSlot:
     """An episode's slot on one life of a host, held until `free`. `give_up` ends a prefetched episode; None if the
@@ -87,7 +84,7 @@ class HostSlot:
 
     host: EnvironmentHostState
     link: EnvironmentHost
-    wish: PlacementRequest
+    request: PlacementRequest
     give_up: Callable[[], None] | None = None
     going: bool = False
     """True if it is being reclaimed and will be free."""
@@ -95,11 +92,11 @@ class HostSlot:
 
 @dataclass(slots=True)
 class _Waiter:
-    wish: PlacementRequest
+    request: PlacementRequest
     wanted: frozenset[str]
     give_up: Callable[[], None] | None
     got: asyncio.Future[HostSlot]
-    in_line: bool = True
+    queued: bool = True
 
 
 @dataclass(slots=True)
@@ -129,7 +126,7 @@ class HostSlotPool:
     """A host with a free slot for an episode that needs these images; None if all hosts are full."""
     leases: Leases
     recorder: Recorder
-    line: PlacementQueue[_Waiter] = field(default_factory=PlacementQueue)
+    queue: PlacementQueue[_Waiter] = field(default_factory=PlacementQueue)
     ahead: dict[HostSlot, None] = field(default_factory=dict)
     """Slots of prefetched episodes, oldest first."""
     going: int = 0
@@ -137,99 +134,99 @@ class HostSlotPool:
 
     async def take(
         self,
-        wish: PlacementRequest,
+        request: PlacementRequest,
         owner: str,
         *,
         wanted: frozenset[str] = frozenset(),
         give_up: Callable[[], None] | None = None,
     ) -> HostSlot:
         """Wait for a slot for an episode, which holds the slot from then on."""
-        waiter, began = _Waiter(wish, wanted, give_up, asyncio.get_running_loop().create_future()), loop_time()
-        number = self.line.add(wish, waiter)
+        waiter, began = _Waiter(request, wanted, give_up, asyncio.get_running_loop().create_future()), loop_time()
+        number = self.queue.add(request, waiter)
         self.assign()
         if waiter.got.done():
-            self._count(wish.claim, None)
+            self._count(request.claim, None)
             return waiter.got.result()
         try:
-            with self.leases.note(owner, SLOT_WAIT):
-                place = await waiter.got
+            with self.leases.note(owner, "a place on an environment host"):
+                slot = await waiter.got
         except asyncio.CancelledError:
-            if waiter.in_line:
-                self.line.leave(number, wish)
+            if waiter.queued:
+                self.queue.leave(number, request)
             elif not waiter.got.cancelled():
                 self.free(waiter.got.result())
             raise
-        self._count(wish.claim, loop_time() - began)
-        return place
+        self._count(request.claim, loop_time() - began)
+        return slot
 
-    def keep(self, place: HostSlot) -> None:
+    def keep(self, slot: HostSlot) -> None:
         """The episode's trajectory has been admitted: its slot may no longer be reclaimed."""
-        place.give_up = None
-        self.ahead.pop(place, None)
+        slot.give_up = None
+        self.ahead.pop(slot, None)
 
-    def free(self, place: HostSlot) -> None:
+    def free(self, slot: HostSlot) -> None:
         """The slot's episode is over. A slot of a host life that is over was lost with that life."""
-        self.ahead.pop(place, None)
-        self.going -= place.going
-        if place.host.life is place.link:
-            place.host.live -= 1
+        self.ahead.pop(slot, None)
+        self.going -= slot.going
+        if slot.host.life is slot.link:
+            slot.host.live -= 1
         self.assign()
 
     def assign(self) -> None:
         """Slots may be free: assign free slots, and preempt prefetched episodes for urgent waiters."""
-        while (first := self.line.first()) is not None:
+        while (first := self.queue.first()) is not None:
             host = None if first.got.cancelled() else self.choose(first.wanted)
             if host is None and not first.got.cancelled():
                 break
-            self.line.pop()
-            first.in_line = False
+            self.queue.pop()
+            first.queued = False
             if host is None:
                 continue
             assert host.link is not None, "a host with room serves"
             host.live += 1
-            place = HostSlot(host, host.link, first.wish, first.give_up)
+            slot = HostSlot(host, host.link, first.request, first.give_up)
             if first.give_up is not None:
-                self.ahead[place] = None
-            first.got.set_result(place)
-        pressing = self.line.pressing
+                self.ahead[slot] = None
+            first.got.set_result(slot)
+        pressing = self.queue.pressing
         if pressing > self.going and self.ahead:
             # One per pressing request, the newest first, less the slots that are being freed already.
-            for place in list(reversed(self.ahead))[: pressing - self.going]:
-                self._give_up(place)
+            for slot in list(reversed(self.ahead))[: pressing - self.going]:
+                self._give_up(slot)
 
     def lost(self, host: EnvironmentHostState) -> None:
         """The host's life is over, or it takes no more episodes: its prefetched episodes are useless."""
-        for place in [place for place in self.ahead if place.host is host]:
-            self._give_up(place, free=False)
+        for slot in [slot for slot in self.ahead if slot.host is host]:
+            self._give_up(slot, free=False)
 
     def emit_totals(self) -> None:
         """Emit the current totals of all priorities."""
         for claim in self.sums:
             self._emit(claim)
 
-    def _give_up(self, place: HostSlot, *, free: bool = True) -> None:
+    def _give_up(self, slot: HostSlot, *, free: bool = True) -> None:
         """End a prefetched episode. `free`: its slot becomes free for another episode."""
-        assert place.give_up is not None
-        del self.ahead[place]
-        place.going = free
+        assert slot.give_up is not None
+        del self.ahead[slot]
+        slot.going = free
         self.going += free
-        self.sums.setdefault(place.wish.claim, _WaitTotals()).given_up += 1
-        place.give_up()
+        self.sums.setdefault(slot.request.claim, _WaitTotals()).given_up += 1
+        slot.give_up()
 
     def _count(self, claim: PlacementPriority, seconds: float | None) -> None:
         """Count an assigned slot and its wait (None: no wait). Emits an event at the 1st, 2nd, 4th, ... wait."""
-        own = self.sums.setdefault(claim, _WaitTotals())
-        own.places += 1
+        totals = self.sums.setdefault(claim, _WaitTotals())
+        totals.places += 1
         if seconds is not None:
-            own.waited, own.wait_s = own.waited + 1, own.wait_s + seconds
-            own.longest_s = max(own.longest_s, seconds)
-            if not own.waited & (own.waited - 1):
+            totals.waited, totals.wait_s = totals.waited + 1, totals.wait_s + seconds
+            totals.longest_s = max(totals.longest_s, seconds)
+            if not totals.waited & (totals.waited - 1):
                 self._emit(claim)
 
     def _emit(self, claim: PlacementPriority) -> None:
-        own = self.sums[claim]
-        if own.waited or own.given_up:
-            self.recorder.event(RunEvent(loop_time(), PLACES, claim.name.lower(), dataclasses.asdict(own)))
+        totals = self.sums[claim]
+        if totals.waited or totals.given_up:
+            self.recorder.event(RunEvent(loop_time(), PLACES, claim.name.lower(), dataclasses.asdict(totals)))
 
 
 class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
@@ -260,8 +257,8 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
         super().__init__(make, names, count, leases=leases, recorder=recorder, limits=limits)
         self._policy = HostSelector()
         self._episodes = itertools.count()
-        self.places: HostSlotPool = HostSlotPool(self._choose, leases, recorder)
-        self._images = ImageResolver(leases, limits.pull_s, self._seen)
+        self.slots = HostSlotPool(self._choose, leases, recorder)
+        self._images = ImageResolver(leases, limits.pull_s, self._note_images)
         self._ends = IncidentTracker()
 
     def environment(self, domain: str) -> EnvironmentFactory:
@@ -327,9 +324,9 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
         links = [host.link for host in self.hosts.values() if host.up and host.link is not None]
         return await self._images.wanted(links, domain, seed, owner)
 
-    def _seen(self, link: EnvironmentHost, said: EpisodeImages) -> None:
+    def _note_images(self, link: EnvironmentHost, answer: EpisodeImages) -> None:
         if (host := self.hosts.get(link.id)) is not None:
-            host.images = said.there
+            host.images = answer.there
 
     async def pull(
         self, host: EnvironmentHostState, link: EnvironmentHost, episode: str, domain: str, seed: int, owner: str
@@ -337,22 +334,22 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
         """Pull the episode's images to the host, under a separate lease, since the lease of a reset is too short."""
         with self.leases.hold(owner, f"images of its environment on {host.id}", self.limits.pull_s, Expiry.GAP_FILL):
             try:
-                said, seconds = await link.images(episode, domain, seed, pull=True)
+                answer, seconds = await link.images(episode, domain, seed, pull=True)
             except EnvironmentFault as fault:
                 raise self.known(host, link, fault) from None
-        host.images = said.there
+        host.images = answer.there
         making = host.making.setdefault(domain, EnvironmentCreation())
-        making.pulled, making.pull_s = making.pulled + said.pulled, making.pull_s + seconds * bool(said.pulled)
+        making.pulled, making.pull_s = making.pulled + answer.pulled, making.pull_s + seconds * bool(answer.pulled)
 
-    def leave(self, place: HostSlot, *, fault: bool) -> None:
+    def leave(self, slot: HostSlot, *, fault: bool) -> None:
         """Free the slot of an ended episode, and count the episode."""
-        host, alive = place.host, place.link.alive
+        host, alive = slot.host, slot.link.alive
         host.episodes += 1
         host.faults += fault
         host.restarts = 0 if alive and not fault else host.restarts
         if self.hosts.get(host.id) is host:
             self._left_alone(host, self._policy.ended(host.id, fault=fault, now=loop_time()))
-        self.places.free(place)
+        self.slots.free(slot)
         host.changed.set()
 
     def _left_alone(self, host: EnvironmentHostState, cause: str | None) -> None:
@@ -374,14 +371,14 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
         self._policy.restarted(host.id)
 
     def drain(self, host: EnvironmentHostState) -> None:
-        self.places.lost(host)
+        self.slots.lost(host)
         host.changed.set()
 
     def down(self, host: EnvironmentHostState, *, served: bool) -> dict[str, int]:
         """The episodes are notified by the end of the connection."""
         if served and host.life is not None:
             self._ended(host, host.life)
-        self.places.lost(host)
+        self.slots.lost(host)
         taken = host.live if host.taken is None else host.taken
         return {"episodes": taken if served else 0}
 
@@ -391,10 +388,10 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
             self._emit_creation(host, domain, making)
 
     def stopped(self) -> None:
-        self.places.emit_totals()
+        self.slots.emit_totals()
 
     def changed(self) -> None:
-        self.places.assign()
+        self.slots.assign()
 
     def totals(self, host: EnvironmentHostState) -> dict[str, int]:
         return {"episodes": host.episodes, "faults": host.faults}
@@ -414,7 +411,7 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
             return cause
         host.draining = True
         self.emit("host_draining", host.id, cause=cause, episodes=host.live)
-        self.places.lost(host)
+        self.slots.lost(host)
         return ""
 
 
@@ -430,70 +427,70 @@ class HostedEnvironment:
     fleet: EnvironmentHostSupervisor
     domain: str
     episode: str
-    _place: HostSlot | None = field(default=None, init=False)
+    _slot: HostSlot | None = field(default=None, init=False)
     _fault: bool = field(default=False, init=False)
 
     @property
     def host(self) -> str:
         """The host of the episode; '' before it has a slot and after its close."""
-        return "" if self._place is None else self._place.host.id
+        return "" if self._slot is None else self._slot.host.id
 
     async def prepare(
         self,
         seed: int,
         owner: str,
-        wish: PlacementRequest = DEFAULT_PLACEMENT_REQUEST,
+        request: PlacementRequest = DEFAULT_PLACEMENT_REQUEST,
         give_up: Callable[[], None] | None = None,
     ) -> None:
         """Wait for a slot on a host, and for the episode's images there, if it needs any. This precedes the reset and
         is not part of its time. `give_up` is for prefetched episodes: it is called, at most once and not after `keep`,
         when the episode must close to free its slot for another."""
-        if self._place is not None:
+        if self._slot is not None:
             return
         wanted = await self.fleet.wanted(self.domain, seed, owner)
-        place = self._place = await self.fleet.places.take(wish, owner, wanted=wanted, give_up=give_up)
+        slot = self._slot = await self.fleet.slots.take(request, owner, wanted=wanted, give_up=give_up)
         if not wanted and not await self.fleet.wanted(self.domain, seed, owner):  # first: perhaps no host was up
             return
         try:
-            await self.fleet.pull(place.host, place.link, self.episode, self.domain, seed, owner)
+            await self.fleet.pull(slot.host, slot.link, self.episode, self.domain, seed, owner)
         except Exception:
             self._fault = True
             raise
 
     def keep(self) -> None:
         """Mark the episode in use: its trajectory runs."""
-        if self._place is not None:
-            self.fleet.places.keep(self._place)
+        if self._slot is not None:
+            self.fleet.slots.keep(self._slot)
 
     async def reset(self, seed: int) -> Observation:
-        if self._place is None:
-            self._place = await self.fleet.places.take(DEFAULT_PLACEMENT_REQUEST, self.episode)
-        place = self._place
-        shown, made = await self._call(place, place.link.reset(self.episode, self.domain, seed))
-        self.fleet.made(place.host, self.domain, made)
+        if self._slot is None:
+            self._slot = await self.fleet.slots.take(DEFAULT_PLACEMENT_REQUEST, self.episode)
+        slot = self._slot
+        shown, made = await self._call(slot, slot.link.reset(self.episode, self.domain, seed))
+        self.fleet.made(slot.host, self.domain, made)
         return shown
 
     async def step(self, action: str) -> Step:
-        if self._place is None:
+        if self._slot is None:
             raise RuntimeError("step before reset")
-        return await self._call(self._place, self._place.link.step(self.episode, action))
+        return await self._call(self._slot, self._slot.link.step(self.episode, action))
 
     async def close(self) -> None:
-        place, self._place = self._place, None
-        if place is None:
+        slot, self._slot = self._slot, None
+        if slot is None:
             return
         try:
-            await place.link.close(self.episode)
+            await slot.link.close(self.episode)
         except EnvironmentFault as fault:
             if not fault.incident:  # with an incident, the episode ended with its host
                 raise
         finally:
-            self.fleet.leave(place, fault=self._fault)
+            self.fleet.leave(slot, fault=self._fault)
 
-    async def _call(self, place: HostSlot, work: Awaitable[tuple[T, float]]) -> T:
+    async def _call(self, slot: HostSlot, work: Awaitable[tuple[T, float]]) -> T:
         began = loop_time()
         try:
-            return await self.fleet.call(place.host, place.link, work)
+            return await self.fleet.call(slot.host, slot.link, work)
         except EnvironmentFault:
             self._fault = True
             raise
@@ -512,14 +509,14 @@ async def prepare_environment(
     environment: Environment,
     seed: int,
     owner: str,
-    wish: PlacementRequest | None = None,
+    request: PlacementRequest | None = None,
     give_up: Callable[[], None] | None = None,
 ) -> None:
     """Wait until the episode has a slot on a host, with its images. Returns at once for environments in the controller.
     The wait for a slot has no deadline; the wait for images has its own lease. `give_up`: see
     `HostedEnvironment.prepare`."""
     if isinstance(environment, HostedEnvironment):
-        await environment.prepare(seed, owner, wish or PlacementRequest(), give_up)
+        await environment.prepare(seed, owner, request or PlacementRequest(), give_up)
 
 
 def has_host_slot(environment: Environment) -> bool:
@@ -549,7 +546,7 @@ class ImageResolver:
 
     leases: Leases
     pull_s: float
-    seen: Callable[[EnvironmentHost, EpisodeImages], None]
+    on_answer: Callable[[EnvironmentHost, EpisodeImages], None]
     """Called with each host and its answer, which includes the images that it has."""
 
     def __post_init__(self) -> None:
@@ -586,11 +583,11 @@ class ImageResolver:
         for number in range(len(links)):
             link = links[(self._turn + number) % len(links)]
             try:
-                (said, _) = await link.images("", domain, seed, pull=False)
+                (answer, _) = await link.images("", domain, seed, pull=False)
             except EnvironmentFault as fault:
                 if not fault.incident or number == len(links) - 1:
                     raise
             else:
-                self.seen(link, said)
-                return frozenset(said.wanted)
-        raise AssertionError("somebody was asked")
+                self.on_answer(link, answer)
+                return frozenset(answer.wanted)
+        raise AssertionError("a host was queried")

@@ -99,7 +99,7 @@ def test_hosts_and_controller_agree_on_a_thousand_episodes(tmp_path: Path, monke
             assert {event["cause"] for event in lost} == {"its process was killed by SIGKILL"}
             # Both agree that no episode is held.
             assert {host.live for host in fleet.hosts.values()} == {0}
-            assert (fleet.places.line.first(), fleet.places.going, len(fleet.places.ahead)) == (None, 0, 0)
+            assert (fleet.slots.queue.first(), fleet.slots.going, len(fleet.slots.ahead)) == (None, 0, 0)
             while not all(host.up for host in fleet.hosts.values()):  # the last that was killed
                 await asyncio.sleep(0.05)
             for host in fleet.hosts.values():

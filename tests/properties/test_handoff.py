@@ -105,7 +105,7 @@ class World:
         assert not turns.sessions
         assert not turns.pulls.unfetched
         if turns.handoffs is not None:
-            assert not any(q.open or q.line for q in turns.handoffs.queues.values()), "every place was given back"
+            assert not any(q.open or q.waiting for q in turns.handoffs.queues.values()), "every place was given back"
         assert all(m.running == 0 and m.work_s == 0.0 for m in turns.registry.members.values())
         assert not any(m.sessions or m.prefill_sessions for m in turns.registry.members.values())
 

@@ -234,8 +234,8 @@ def played(seed: int) -> World:
     faults = {e.subject: str(e.fields["detail"]) for e in world.recorder.events if e.kind == "infra_fault"}
     assert not faults.keys() & set(trained), "no sample of an episode whose machine went"
     assert all("its machine went down" in detail for detail in faults.values())
-    places = world.hosts.fleet.places
-    assert (places.line.first(), places.going, len(places.ahead)) == (None, 0, 0)
+    places = world.hosts.fleet.slots
+    assert (places.queue.first(), places.going, len(places.ahead)) == (None, 0, 0)
     assert not any(life.episodes for part in world.hosts.parts.values() for life in part.lives)
     assert not run.leases.open
     return world

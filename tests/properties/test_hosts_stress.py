@@ -113,7 +113,7 @@ def test_thousands_of_trajectories_on_hosts_that_die(schedule: str, prefetch: in
     assert len(ended) >= 20
     assert recorder.most > 7
     fleet = run.hosts.fleet
-    assert (fleet.places.line.first(), fleet.places.going, len(fleet.places.ahead)) == (None, 0, 0)
+    assert (fleet.slots.queue.first(), fleet.slots.going, len(fleet.slots.ahead)) == (None, 0, 0)
     lives = [life for part in run.hosts.parts.values() for life in part.lives]
     assert not any(life.episodes for life in lives)
     assert not run.leases.open

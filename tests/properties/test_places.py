@@ -137,10 +137,10 @@ def over(small: Small) -> None:
     assert census.closed == census.made
     lives = [life for part in small.hosts.parts.values() for life in part.lives]
     assert max(life.most for life in lives) <= small.hosts.limits.per_host
-    assert fleet.places.line.first() is None
-    assert set(fleet.places.line.waiting.values()) == {0}
-    assert not fleet.places.ahead
-    assert fleet.places.going == 0
+    assert fleet.slots.queue.first() is None
+    assert set(fleet.slots.queue.waiting.values()) == {0}
+    assert not fleet.slots.ahead
+    assert fleet.slots.going == 0
     assert all(not life.episodes for life in lives)
     assert all(h.live == 0 for h in fleet.hosts.values())
     assert not run.leases.open
