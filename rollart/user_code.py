@@ -67,7 +67,10 @@ class UserCodeGuard:
 
     def __enter__(self) -> None:
         self._process = os.getpid()
-        self._task = _current_task()
+        try:
+            self._task = asyncio.current_task()
+        except RuntimeError:  # no loop runs: classes named in a spec are imported and constructed before it starts
+            self._task = None
         self._cancelling = 0 if self._task is None else self._task.cancelling()
         self._signals = _Signals() if self._task is None and threading.current_thread() is _MAIN else None
         self._token: Token[bool] = _INSIDE.set(True)
@@ -212,13 +215,6 @@ def abandon_task(task: asyncio.Task[Any]) -> None:
             file=sys.stderr,
             flush=True,
         )
-
-
-def _current_task() -> asyncio.Task[Any] | None:
-    try:
-        return asyncio.current_task()
-    except RuntimeError:  # no loop runs: classes named in a spec are imported and constructed before it starts
-        return None
 
 
 def _ended(task: asyncio.Task[Any]) -> None:

@@ -65,10 +65,6 @@ class _BroadcastGroup:
     members: tuple[tuple[HttpEngine, int, int], ...]
     """Each engine with the number of its first worker and its number of workers."""
 
-    @property
-    def size(self) -> int:
-        return 1 + sum(workers for *_, workers in self.members)
-
 
 class WeightBroadcaster:
     """Broadcasts versions to the engines that take part. Engine parts call `join` and `leave`; the trainer's part calls
@@ -170,7 +166,7 @@ class WeightBroadcaster:
             "address": group.address,
             "group": group.name,
             "backend": self._backend,
-            "size": group.size,
+            "size": 1 + sum(workers for *_, workers in group.members),
             "lanes": group.lanes,
             "stamp": stamp,
             "version": version,

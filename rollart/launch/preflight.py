@@ -54,9 +54,10 @@ from rollart.launch.rewards import check_function, function_packages
 from rollart.launch.strategies import refuse_lending
 from rollart.settings.base import host_and_port
 from rollart.settings.cluster import UNLESS_QUICK
-from rollart.settings.load import SpecFinding, SpecSources, raise_findings
+from rollart.settings.load import SpecSources, raise_findings
 from rollart.settings.planning import Specs, initial_config
 from rollart.settings.resolve import Resolved, engine_dtype, resolve_specs, trainer_dtype
+from rollart.settings.rules import RuleViolation
 from rollart.user_code import importable
 from serverless.deploy.package import Package
 
@@ -131,7 +132,7 @@ def refuse_files(specs: Specs, where: SpecSources | None = None, *, launch: bool
             try:
                 check_function(function, specs)
             except RollartError as error:
-                found.append(SpecFinding(("run", "functions", number), error.message, error.remedy))
+                found.append(RuleViolation(("run", "functions", number), error.message, error.remedy))
     raise_findings([*found, *environment_problems(specs)], where)
 
 
@@ -152,14 +153,14 @@ def is_plan_only(specs: Specs) -> bool:
     return specs.run.model.path is None and specs.run.model.init is None
 
 
-def model_problems(specs: Specs, *, launch: bool = True) -> Iterator[SpecFinding]:
+def model_problems(specs: Specs, *, launch: bool = True) -> Iterator[RuleViolation]:
     """Problems of the policy's directory, configuration and tokenizer."""
     model, base = specs.run.model, Path(specs.base)
     try:
         if launch or not is_plan_only(specs):
             refuse_incomplete(model)
     except SpecError as error:
-        yield SpecFinding(("run", "model"), error.message, error.remedy)
+        yield RuleViolation(("run", "model"), error.message, error.remedy)
     vocabulary: int | None = None
     if model.path is not None and not (_runs_remotely(specs) and model.tokenizer is not None):
         found = list(_directory_problems(specs, base / model.path))
@@ -173,17 +174,17 @@ def model_problems(specs: Specs, *, launch: bool = True) -> Iterator[SpecFinding
                 refuse_unsupported(init, "model.init")
             vocabulary = init.get("vocab_size")
         except (SpecError, UsageError) as error:
-            yield SpecFinding(("run", "model", "init"), error.message, _remedy_with_vllm(error))
+            yield RuleViolation(("run", "model", "init"), error.message, _remedy_with_vllm(error))
     yield from _tokenizer_problems(specs, vocabulary)
     lora = specs.run.training.lora
     if lora is not None and specs.cluster.engines.kind != "vllm" and lora.targets != ["all-linear"]:
         for name in lora.targets:
             if name.rpartition(".")[2] not in LINEAR:
                 why = f"training.lora.targets has '{name}' (rule: all-linear, or linear modules: {', '.join(LINEAR)})"
-                yield SpecFinding(("run", "training", "lora", "targets"), why)
+                yield RuleViolation(("run", "training", "lora", "targets"), why)
 
 
-def environment_problems(specs: Specs) -> list[SpecFinding]:
+def environment_problems(specs: Specs) -> list[RuleViolation]:
     """Problems of the environments, in the order of the domains."""
     key = _check_key(specs)
     if key in _CHECKED:
@@ -195,7 +196,7 @@ def environment_problems(specs: Specs) -> list[SpecFinding]:
             try:
                 harness_factory(domain, None)
             except SpecError as error:
-                found.append(SpecFinding(("run", "domains", index, "environment"), error.message, error.remedy))
+                found.append(RuleViolation(("run", "domains", index, "environment"), error.message, error.remedy))
         if _checks_in_process(specs):
             problems = check_environments(hosted_domains(specs.run), worked=_warm_start_domains(specs), quick=quick.add)
             found += [_locate_problem(specs, problem) for problem in problems]
@@ -310,7 +311,7 @@ def _refuse_unavailable_address(address: str, key: str) -> None:
             raise SpecError(why, remedy="give an address of this machine with a free port, or port 0 for any") from None
 
 
-def _tokenizer_problems(specs: Specs, vocabulary: int | None) -> Iterator[SpecFinding]:
+def _tokenizer_problems(specs: Specs, vocabulary: int | None) -> Iterator[RuleViolation]:
     """`vocabulary`: number of embeddings of a model that is initialised in place."""
     model, key = specs.run.model, "path" if specs.run.model.tokenizer is None else "tokenizer"
     named = model.tokenizer or model.path
@@ -318,7 +319,7 @@ def _tokenizer_problems(specs: Specs, vocabulary: int | None) -> Iterator[SpecFi
         return
     if ":" not in named and not (Path(specs.base) / named / "tokenizer.json").is_file():
         why = f"model.{key} is '{named}', where there is no tokenizer.json (rule: a directory with one)"
-        yield SpecFinding(
+        yield RuleViolation(
             ("run", "model", key), why, "save the tokenizer beside the model, or name it in model.tokenizer"
         )
         return
@@ -328,25 +329,25 @@ def _tokenizer_problems(specs: Specs, vocabulary: int | None) -> Iterator[SpecFi
         try:
             tokenizer = HubTokenizer(prepare_tokenizer(specs, Path(made)))
         except SpecError as error:
-            yield SpecFinding(("run", "model", key), error.message, error.remedy)
+            yield RuleViolation(("run", "model", key), error.message, error.remedy)
             return
     for number, domain in enumerate(specs.run.domains):
         try:
             stop_token_ids(domain, tokenizer)
         except SpecError as error:
-            yield SpecFinding(("run", "domains", number, "stop"), error.message, error.remedy)
+            yield RuleViolation(("run", "domains", number, "stop"), error.message, error.remedy)
     if vocabulary is not None and tokenizer.vocabulary_size > vocabulary:
         why = f"model.init has vocab_size {vocabulary}, and the tokenizer {tokenizer.vocabulary_size} tokens"
-        yield SpecFinding(("run", "model", "init"), f"{why} (rule: an embedding for each)")
+        yield RuleViolation(("run", "model", "init"), f"{why} (rule: an embedding for each)")
 
 
-def _directory_problems(specs: Specs, path: Path) -> Iterator[SpecFinding]:
+def _directory_problems(specs: Specs, path: Path) -> Iterator[RuleViolation]:
     """Problems of `model.path`."""
     name, key = specs.run.model.path, ("run", "model", "path")
     if not path.is_dir():
         why = f"model.path is '{name}', and there is no directory {path} (rule: a directory with weights)"
         hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name or "") is not None
-        yield SpecFinding(key, why, f"hf download {name} --local-dir DIR, then model.path DIR" if hub else "")
+        yield RuleViolation(key, why, f"hf download {name} --local-dir DIR, then model.path DIR" if hub else "")
         return
     try:
         if specs.cluster.engines.kind != "vllm":
@@ -354,7 +355,7 @@ def _directory_problems(specs: Specs, path: Path) -> Iterator[SpecFinding]:
         for file in weight_files(path):
             refuse_truncated(file)
     except UsageError as error:
-        yield SpecFinding(key, f"model.path: {error.message}", _remedy_with_vllm(error))
+        yield RuleViolation(key, f"model.path: {error.message}", _remedy_with_vllm(error))
 
 
 def _remedy_with_vllm(error: RollartError) -> str:
@@ -395,7 +396,7 @@ def _runs_remotely(specs: Specs) -> bool:
     return runtime.backend == "ray" and runtime.address != "local"
 
 
-def _locate_problem(specs: Specs, problem: EnvironmentProblem) -> SpecFinding:
+def _locate_problem(specs: Specs, problem: EnvironmentProblem) -> RuleViolation:
     """The problem, located at the responsible key of the specs."""
     if not problem.domain:
         key: tuple[str | int, ...] = ("cluster", "environments", "images_args" if problem.argument else "images")
@@ -409,12 +410,12 @@ def _locate_problem(specs: Specs, problem: EnvironmentProblem) -> SpecFinding:
         remedy = "environments.python is for hosts: set environments.workers to 1 or more"
     if problem.argument == WARM_START_ARGUMENT:
         number = _warm_start_domains(specs).index(problem.domain)
-        return SpecFinding(("run", "warm_start", "domains", number), f"warm_start.domains: {problem.message}")
+        return RuleViolation(("run", "warm_start", "domains", number), f"warm_start.domains: {problem.message}")
     named = problem.argument not in ("", "*")
-    return SpecFinding((*key, problem.argument) if named else key, message, remedy, key=named)
+    return RuleViolation((*key, problem.argument) if named else key, message, remedy, key=named)
 
 
-def _check_on_host_interpreter(specs: Specs, quick: set[str]) -> Iterator[SpecFinding]:
+def _check_on_host_interpreter(specs: Specs, quick: set[str]) -> Iterator[RuleViolation]:
     """Problems in the hosts' own interpreter. Domains with quick environments are added to `quick`."""
     spec = specs.cluster.environments
     python, key = spec.python or sys.executable, ("cluster", "environments", "python" if spec.python else "workers")
@@ -431,7 +432,7 @@ def _check_on_host_interpreter(specs: Specs, quick: set[str]) -> Iterator[SpecFi
         )
     except OSError as error:
         why = f"environments.python is '{python}', which cannot be run: {error.strerror or error}"
-        yield SpecFinding(key, why, "name an interpreter that is there")
+        yield RuleViolation(key, why, "name an interpreter that is there")
         return
     except subprocess.TimeoutExpired as late:
         yield _interrupted_check(
@@ -450,7 +451,9 @@ def _check_on_host_interpreter(specs: Specs, quick: set[str]) -> Iterator[SpecFi
         last = next((line for line in lines if line.startswith("Fatal Python error")), lines[-1])[:300]
         if where is None:  # the check did not begin
             why = f"environments.python is '{python}', under which no host could run: {last}"
-            yield SpecFinding(key, why, "pip install rollart into it" if "'rollart" in last else "name an interpreter")
+            yield RuleViolation(
+                key, why, "pip install rollart into it" if "'rollart" in last else "name an interpreter"
+            )
         else:
             yield _interrupted_check(specs, where, f"{how}: {last}", key)
 
@@ -475,14 +478,14 @@ def _run_check(
         return subprocess.CompletedProcess(command, code, text(out), text(errors))
 
 
-def _interrupted_check(specs: Specs, where: str | None, how: str, key: tuple[str | int, ...]) -> SpecFinding:
+def _interrupted_check(specs: Specs, where: str | None, how: str, key: tuple[str | int, ...]) -> RuleViolation:
     """The step at which the check ended or timed out."""
     index = next((i for i, d in enumerate(specs.run.domains) if where == f"domain '{d.name}'"), None)
     if index is not None:
-        return SpecFinding(("run", "domains", index, "environment"), f"the look at the environment of {where} {how}")
+        return RuleViolation(("run", "domains", index, "environment"), f"the look at the environment of {where} {how}")
     if where == "environments.images":
-        return SpecFinding(("cluster", "environments", "images"), f"the look at {where} {how}")
-    return SpecFinding(key, f"the look at the environments {how}")
+        return RuleViolation(("cluster", "environments", "images"), f"the look at {where} {how}")
+    return RuleViolation(key, f"the look at the environments {how}")
 
 
 def _parse_check_output(output: str, quick: set[str] | None = None) -> tuple[Sequence[EnvironmentProblem], str | None]:

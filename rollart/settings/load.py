@@ -54,11 +54,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = ()) -> RunSpec:
 
 def load_cluster(path: str | Path, overrides: Sequence[str] = ()) -> ClusterSpec:
     """Read a cluster spec."""
-
-    def rules(cluster: ClusterSpec) -> list[RuleViolation]:
-        return [*cluster_problems(cluster), *_prices_of_functions(cluster, Path(path).parent)]
-
-    return _load(path, overrides, ClusterSpec, rules)
+    base = Path(path).parent
+    return _load(path, overrides, ClusterSpec, lambda c: [*cluster_problems(c), *_prices_of_functions(c, base)])
 
 
 def load_prices(path: str | Path) -> PriceList:
@@ -155,16 +152,6 @@ def json_schema(kind: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class SpecFinding:
-    """A problem in a spec. `loc` begins with `run` or `cluster`; `key`: the key is wrong, not its value."""
-
-    loc: KeyPath
-    message: str
-    remedy: str = ""
-    key: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class SpecSources:
     """The documents that a run's specs were read from."""
 
@@ -187,13 +174,13 @@ class SpecSources:
         """The documents of a run's directory. They have no line numbers, since no user wrote them."""
         return cls(Document(f"{path}: run", {}), Document(f"{path}: cluster", {}))
 
-    def position(self, finding: SpecFinding) -> str:
-        """A finding's position as `file:line:column`."""
+    def position(self, finding: RuleViolation) -> str:
+        """A finding's position as `file:line:column`. Its path begins with `run` or `cluster`."""
         document = self.run if finding.loc[0] == "run" else self.cluster
         return str(document.position(finding.loc[1:], key=finding.key))
 
 
-def raise_findings(found: Sequence[SpecFinding], where: SpecSources | None = None) -> None:
+def raise_findings(found: Sequence[RuleViolation], where: SpecSources | None = None) -> None:
     """Raise one SpecError for all findings, a line each. Does nothing without findings."""
     if not found:
         return

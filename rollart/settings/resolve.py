@@ -73,6 +73,7 @@ class Resolved(Specs):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, in reading order."""
+        plan = self.plan
         return {
             "run": self.run.model_dump(mode="json"),
             "cluster": self.cluster.model_dump(mode="json"),
@@ -82,7 +83,17 @@ class Resolved(Specs):
                 for name, spec in self.functions.items()
             },
             "quotas": dict(self.quotas),
-            "plan": plan_dict(self.plan),
+            "plan": {
+                "assignments": [
+                    {"part": a.name, "role": str(a.role), "pool": a.pool, "devices": list(a.devices)}
+                    for a in plan.assignments
+                ],
+                "idle": dict(plan.idle),
+                "usd_per_hour": plan.usd_per_hour,
+                "binds": plan.binds,
+                "rates": None if plan.rates is None else dict(plan.rates),
+                "placement": None if plan.placement is None else placement_dict(plan.placement),
+            },
             "usd_per_device_hour": dict(self.usd_per_device_hour),
             "prices": self.prices.model_dump(mode="json"),
             "base": self.base,
@@ -193,20 +204,6 @@ def deployments_of(plan: Plan) -> tuple[Deployment, ...]:
     """The instances of a plan, counted."""
     counts = Counter((a.pool, a.role, len(a.devices)) for a in plan.assignments)
     return tuple(Deployment(pool, role, tp, n) for (pool, role, tp), n in counts.items())
-
-
-def plan_dict(plan: Plan) -> dict[str, Any]:
-    """A plan as plain values."""
-    return {
-        "assignments": [
-            {"part": a.name, "role": str(a.role), "pool": a.pool, "devices": list(a.devices)} for a in plan.assignments
-        ],
-        "idle": dict(plan.idle),
-        "usd_per_hour": plan.usd_per_hour,
-        "binds": plan.binds,
-        "rates": None if plan.rates is None else dict(plan.rates),
-        "placement": None if plan.placement is None else placement_dict(plan.placement),
-    }
 
 
 def placement_dict(found: Placement) -> dict[str, Any]:

@@ -27,10 +27,12 @@ ROUNDING = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class RuleViolation:
-    """A broken rule and the path of the value that breaks it."""
+    """A broken rule and the path of the value that breaks it. `key`: the key is wrong, not its value."""
 
     loc: KeyPath
     message: str
+    remedy: str = ""
+    key: bool = False
 
 
 Violations: TypeAlias = Iterator[str | RuleViolation]

@@ -24,16 +24,19 @@ from pydantic import ValidationError
 from placement.hardware import canonical
 from placement.publish import STORE
 from rollart.errors import SpecError, UsageError, did_you_mean, some_of
+from rollart.settings.base import SpecEntry
 from rollart.settings.cluster import ClusterSpec
 from rollart.settings.document import parse_value
 from rollart.settings.load import value_problem
 from rollart.settings.planning import Specs
 from rollart.settings.rules import RuleViolation, cluster_problems, run_problems
-from rollart.settings.run import LAG, RunSpec, WeightsSpec
+from rollart.settings.run import LAG, RunSpec
 
 Values = dict[str, Any]
 
 SpecModel = TypeVar("SpecModel", RunSpec, ClusterSpec)
+
+SpecSection = TypeVar("SpecSection", bound=SpecEntry)
 
 RUN_KEYS: dict[str, tuple[str, ...]] = {
     "in_flight": ("placement", "in_flight"),
@@ -76,33 +79,29 @@ def adapt_to_schedule(run: RunSpec, schedule: str) -> tuple[RunSpec, tuple[str, 
     `schedule` and `staleness` are unchanged: the caller of the simulation chooses them."""
     if schedule == run.schedule or {schedule, run.schedule} == {"rollart", "async"}:
         return run, ()
-    batches, left = schedule in LAG, []
-    rollout: dict[str, Any] = {}
-    whole: dict[str, Any] = {}
-    if run.rollout.tail_batching is not None and schedule not in ("sync", "sync_plus"):
-        left.append("rollout.tail_batching")
-        rollout["tail_batching"] = None
-    if run.rollout.lending is not None and schedule != "sync_plus":
-        left.append("rollout.lending")
-        rollout["lending"] = None
-    if run.rollout.dispatch != "fifo" and schedule == "sync":
-        left.append(f"rollout.dispatch={run.rollout.dispatch}")
-        rollout["dispatch"] = "fifo"
-    if run.rollout.concurrency.mode == "on" and schedule == "sync":
+    batches, left = schedule in LAG, list[str]()
+
+    def leave_out(name: str, section: SpecSection, **values: object) -> SpecSection:
+        left.append(name)
+        return section.model_copy(update=values)
+
+    rollout, weights, batch = run.rollout, run.weights, run.batch
+    if rollout.tail_batching is not None and schedule not in ("sync", "sync_plus"):
+        rollout = leave_out("rollout.tail_batching", rollout, tail_batching=None)
+    if rollout.lending is not None and schedule != "sync_plus":
+        rollout = leave_out("rollout.lending", rollout, lending=None)
+    if rollout.dispatch != "fifo" and schedule == "sync":
+        rollout = leave_out(f"rollout.dispatch={rollout.dispatch}", rollout, dispatch="fifo")
+    if rollout.concurrency.mode == "on" and schedule == "sync":
         left.append("rollout.concurrency")
-    if batches and run.weights.update != "all":
-        left.append(f"weights.update={run.weights.update}")
-        weights = run.weights
-        whole["weights"] = WeightsSpec(overlap=weights.overlap, store=weights.store, collective=weights.collective)
-    if batches and run.batch.sampler == "deadline":
-        left.append("batch.sampler=deadline")
-        whole["batch"] = run.batch.model_copy(update={"sampler": "fifo", "deadline_s": None, "least": None})
-    if batches and run.batch.sampler == "fifo" and run.batch.tokens is not None:
-        left.append("batch.tokens")
-        whole["batch"] = run.batch.model_copy(update={"tokens": None})
-    if rollout:
-        whole["rollout"] = run.rollout.model_copy(update=rollout)
-    return run.model_copy(update=whole) if whole else run, tuple(left)
+    if batches and weights.update != "all":
+        only = {"longest_s": None, "fraction": None, "threshold": None}
+        weights = leave_out(f"weights.update={weights.update}", weights, update="all", **only)
+    if batches and batch.sampler == "deadline":
+        batch = leave_out("batch.sampler=deadline", batch, sampler="fifo", deadline_s=None, least=None)
+    elif batches and batch.sampler == "fifo" and batch.tokens is not None:
+        batch = leave_out("batch.tokens", batch, tokens=None)
+    return run.model_copy(update={"rollout": rollout, "weights": weights, "batch": batch}), tuple(left)
 
 
 def _change(run: Values, cluster: Values, key: str, value: str, text: str) -> None:

@@ -40,6 +40,6 @@ def test_what_a_schedule_does_not_have_is_left_out_and_named(tmp_path: Path, tex
         named |= set(left)
         lag = FIXED_LAG.get(name, max(run.staleness, 1))
         assert not run_problems(other.model_copy(update={"schedule": name, "staleness": lag})), (name, left)
-        assert (other is run) == (not left) or left == ("rollout.concurrency",)
+        assert (other == run) == (not left) or left == ("rollout.concurrency",)
     assert named == SPECS[text]
     assert adapt_to_schedule(run, run.schedule) == (run, ())
