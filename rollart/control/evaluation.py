@@ -67,7 +67,7 @@ class Evaluation:
 
     async def _episode(self, label: str, domain: Domain, seed: int) -> Trajectory | None:
         for attempt in (1, 2):
-            live = TrajectoryState(
+            state = TrajectoryState(
                 id=TrajectoryId(f"eval-{label}-{domain.name}-{seed}.{attempt}"),
                 group=GroupId(f"eval-{label}-{domain.name}-{seed}"),
                 domain=domain,
@@ -78,13 +78,13 @@ class Evaluation:
                 slot_request=PlacementRequest(PlacementPriority.EVALUATE),
             )
             try:
-                trajectory = await self.runner.run(live)
+                trajectory = await self.runner.run(state)
             except TrajectoryAborted as aborted:
-                self.recorder.charge(trajectory_charge(live, str(aborted.reason), None, None))
+                self.recorder.charge(trajectory_charge(state, str(aborted.reason), None, None))
                 self.faults.ended(aborted.reason, aborted.detail, incident=aborted.incident)
                 self.faults.check()
                 continue
-            self.recorder.charge(trajectory_charge(live, FINISHED, None, trajectory.success))
+            self.recorder.charge(trajectory_charge(state, FINISHED, None, trajectory.success))
             self.faults.ended(None)
             return trajectory
         return None

@@ -122,101 +122,103 @@ class AttemptRunner:
         try:
             while not self.closed and self.groups.holds(run):
                 attempt += 1
-                live = self._live(run, member, attempt)
-                run.live[member] = live
+                state = self._live(run, member, attempt)
+                run.live[member] = state
                 try:
-                    sample = await self._attempt(live)
+                    sample = await self._attempt(state)
                     run.live.pop(member, None)
-                    await self._keep(run, member, sample, live)
+                    await self._keep(run, member, sample, state)
                     return
                 except TrajectoryAborted as aborted:
                     # An environment may convert the cancellation into its own error; the cancellation's reason counts.
-                    ended = aborted if live.abort is None else TrajectoryAborted(live.abort)
+                    ended = aborted if state.abort is None else TrajectoryAborted(state.abort)
                 except asyncio.CancelledError:
-                    if live.abort is None:
+                    if state.abort is None:
                         raise
-                    ended = TrajectoryAborted(live.abort)
-                if live.abort is not None:
+                    ended = TrajectoryAborted(state.abort)
+                if state.abort is not None:
                     _uncancel()
                 if run.live.pop(member, None) is not None:  # otherwise its charge was written with its sample
-                    self.recorder.charge(self._charge(live, str(ended.reason), None))
-                if not self._again(run, member, live, ended, attempt):
+                    self.recorder.charge(self._charge(state, str(ended.reason), None))
+                if not self._again(run, member, state, ended, attempt):
                     return
         finally:
             self.groups.ended(run)
 
-    def _again(self, run: GroupRun, member: int, live: TrajectoryState, ended: TrajectoryAborted, attempt: int) -> bool:
+    def _again(
+        self, run: GroupRun, member: int, state: TrajectoryState, ended: TrajectoryAborted, attempt: int
+    ) -> bool:
         """Handle an attempt that ended without a sample. True if the member starts another one."""
         reason, detail = ended.reason, ended.detail
         if reason in (AbortReason.REDUNDANT, AbortReason.DEFERRED):
             if reason is AbortReason.REDUNDANT:
-                self._cancelled(run, live, None)
+                self._cancelled(run, state, None)
             return False
         self._ended(run.domain, reason)
         self.faults.ended(reason, detail, incident=ended.incident)
         if reason is AbortReason.INFRA_FAULT:
             named = {"host": ended.host} if ended.host else {}
-            self._event("infra_fault", live.id, detail=detail, attempt=attempt, **named)
+            self._event("infra_fault", state.id, detail=detail, attempt=attempt, **named)
             self.faults.check()
         if reason in (AbortReason.SHUTDOWN, AbortReason.GROUP_DROPPED) or self.closed:
             return False
         return self.groups.fail(run, member, reason, detail, ended.incident)
 
-    async def _attempt(self, live: TrajectoryState) -> TrainSample:
+    async def _attempt(self, state: TrajectoryState) -> TrainSample:
         self.stage.join()
         for strategy in self.strategies:
-            strategy.began(live)
-        self.rolling.begin(live)
+            strategy.began(state)
+        self.rolling.begin(state)
         try:
-            trajectory = await self.runner.run(live)
+            trajectory = await self.runner.run(state)
             await self.stage.turn()
             for strategy in self.strategies:
-                strategy.rolled(live)
-            self.rolling.ask(live, asyncio.get_running_loop().time())
+                strategy.rolled(state)
+            self.rolling.ask(state, asyncio.get_running_loop().time())
             return await self.rewarding.score(trajectory)
         finally:
             for strategy in self.strategies:
-                strategy.left(live)
-            self.rolling.leave(live)
+                strategy.left(state)
+            self.rolling.leave(state)
             self.stage.leave()
             self.quiet.set()
 
-    async def _keep(self, run: GroupRun, member: int, sample: TrainSample, live: TrajectoryState) -> None:
+    async def _keep(self, run: GroupRun, member: int, sample: TrainSample, state: TrajectoryState) -> None:
         """Journal the sample, unless its group has enough samples."""
         self.faults.ended(None)
         self._ended(run.domain, None)
         if run.enough:
-            self.recorder.charge(self._charge(live, str(AbortReason.REDUNDANT), sample))
-            self._cancelled(run, live, sample)
+            self.recorder.charge(self._charge(state, str(AbortReason.REDUNDANT), sample))
+            self._cancelled(run, state, sample)
             return
         outcome = FINISHED if self.groups.holds(run) else str(run.ended or AbortReason.GROUP_DROPPED)
         run.writing[member] = sample.v0
         try:
-            await self.journal.finish(sample, self._charge(live, outcome, sample))
+            await self.journal.finish(sample, self._charge(state, outcome, sample))
         finally:
             del run.writing[member]
-        await self._settle(run, member, sample, live)
+        await self._settle(run, member, sample, state)
 
-    async def _settle(self, run: GroupRun, member: int, sample: TrainSample, live: TrajectoryState) -> None:
+    async def _settle(self, run: GroupRun, member: int, sample: TrainSample, state: TrajectoryState) -> None:
         """Count a durable sample, unless its group was dropped or a publish made the sample stale meanwhile."""
         if not self.groups.holds(run):
             if run.ended is AbortReason.REDUNDANT:
-                self._cancelled(run, live, sample)
+                self._cancelled(run, state, sample)
             return
         if self.runner.stale(sample.v0):
             await self.journal.outdate(sample.id)
             raise TrajectoryAborted(AbortReason.STALE, "scored after its bound")
         for strategy in self.strategies:
-            strategy.sampled(run, live, sample)
+            strategy.sampled(run, state, sample)
         self.groups.finish(run, member, sample)
 
     def _ended(self, domain: Domain, reason: AbortReason | None) -> None:
         for strategy in self.strategies:
             strategy.attempt_ended(domain, reason)
 
-    def _cancelled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample | None) -> None:
+    def _cancelled(self, run: GroupRun, state: TrajectoryState, sample: TrainSample | None) -> None:
         for strategy in self.strategies:
-            strategy.cancelled(run, live, sample)
+            strategy.cancelled(run, state, sample)
 
     def _live(self, run: GroupRun, member: int, attempt: int) -> TrajectoryState:
         suffix = "" if attempt == 1 else f"r{attempt}"
@@ -234,12 +236,12 @@ class AttemptRunner:
     def _event(self, kind: str, subject: str, **fields: str | int | float | None) -> None:
         self.recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))
 
-    def _charge(self, live: TrajectoryState, outcome: str, sample: TrainSample | None) -> Charge:
+    def _charge(self, state: TrajectoryState, outcome: str, sample: TrainSample | None) -> Charge:
         for strategy in self.strategies:
-            strategy.charged(live)
+            strategy.charged(state)
         if sample is None:
-            return trajectory_charge(live, outcome, None, None)
-        return trajectory_charge(live, outcome, sample.score, sample.success)
+            return trajectory_charge(state, outcome, None, None)
+        return trajectory_charge(state, outcome, sample.score, sample.success)
 
 
 def _uncancel() -> None:
@@ -248,25 +250,25 @@ def _uncancel() -> None:
     task.uncancel()
 
 
-def trajectory_charge(live: TrajectoryState, outcome: str, score: float | None, success: bool | None) -> Charge:
+def trajectory_charge(state: TrajectoryState, outcome: str, score: float | None, success: bool | None) -> Charge:
     """The ledger row of a trajectory that ends now."""
     return Charge(
-        live.id,
-        domain=live.domain.name,
+        state.id,
+        domain=state.domain.name,
         outcome=outcome,
-        v0=-1 if live.begun is None else live.begun,
-        engine_seconds=live.engine_seconds,
-        turns=len(live.turns),
-        prompt_tokens=live.prompt_tokens,
-        action_tokens=live.action_tokens,
+        v0=-1 if state.begun is None else state.begun,
+        engine_seconds=state.engine_seconds,
+        turns=len(state.turns),
+        prompt_tokens=state.prompt_tokens,
+        action_tokens=state.action_tokens,
         success=success,
         score=score,
-        purpose=str(live.purpose),
-        t0=live.started,
+        purpose=str(state.purpose),
+        t0=state.started,
         t1=asyncio.get_running_loop().time(),
-        first_tokens=live.first_tokens,
-        reset_s=live.reset_seconds,
-        env_s=live.env_seconds,
+        first_tokens=state.first_tokens,
+        reset_s=state.reset_seconds,
+        env_s=state.env_seconds,
     )
 
 

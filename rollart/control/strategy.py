@@ -67,25 +67,25 @@ class RolloutStrategy:
 
     # Attempts of members
 
-    def began(self, live: TrajectoryState) -> None:
+    def began(self, state: TrajectoryState) -> None:
         """An attempt begins."""
 
-    def rolled(self, live: TrajectoryState) -> None:
+    def rolled(self, state: TrajectoryState) -> None:
         """The attempt ended its last turn, and requests its reward."""
 
-    def left(self, live: TrajectoryState) -> None:
+    def left(self, state: TrajectoryState) -> None:
         """The attempt ended, with any outcome."""
 
     def attempt_ended(self, domain: Domain, reason: AbortReason | None) -> None:
         """An attempt ended with a sample (None), or for a reason other than its redundancy or deferral."""
 
-    def charged(self, live: TrajectoryState) -> None:
+    def charged(self, state: TrajectoryState) -> None:
         """The attempt's engine time is final."""
 
-    def sampled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample) -> None:
+    def sampled(self, run: GroupRun, state: TrajectoryState, sample: TrainSample) -> None:
         """A durable sample counts for its group."""
 
-    def cancelled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample | None = None) -> None:
+    def cancelled(self, run: GroupRun, state: TrajectoryState, sample: TrainSample | None = None) -> None:
         """An attempt was cancelled as redundant while it ran, or its scored `sample` was not needed."""
 
     # Batches and publishes

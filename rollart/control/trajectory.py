@@ -329,30 +329,30 @@ class TrajectoryRunner:
     measure: Callable[[Sequence[int]], int] = len
     prefetch: EnvironmentSource | None = None
 
-    async def run(self, live: TrajectoryState) -> Trajectory:
+    async def run(self, state: TrajectoryState) -> Trajectory:
         """Run the episode. Raises `TrajectoryAborted`; a failed or stalled environment is an infrastructure fault."""
-        if live.domain.harness is not None:
-            return await self._harnessed(live, live.domain.harness)
-        ahead = None if self.prefetch is None else self.prefetch.take(live.domain.name, live.id)
-        environment = (ahead and ahead.environment) or _make_environment(live)
+        if state.domain.harness is not None:
+            return await self._harnessed(state, state.domain.harness)
+        ahead = None if self.prefetch is None else self.prefetch.take(state.domain.name, state.id)
+        environment = (ahead and ahead.environment) or _make_environment(state)
         try:
-            prompt = self._prompt(await self._reset(live, environment, ahead))
-            for turn in range(live.domain.max_turns):
-                completion = await self._act(live, prompt, turn)
-                self._abort_if_stale(live)
-                step = await self._step(live, environment, prompt, completion, turn)
+            prompt = self._prompt(await self._reset(state, environment, ahead))
+            for turn in range(state.domain.max_turns):
+                completion = await self._act(state, prompt, turn)
+                self._abort_if_stale(state)
+                step = await self._step(state, environment, prompt, completion, turn)
                 if step.done:
                     break
                 prompt = self._prompt(step.observation)
-                if live.length + prompt.length >= self.limits.context_tokens:  # no room to answer
+                if state.length + prompt.length >= self.limits.context_tokens:  # no room to answer
                     break
                 await self.barrier.turn()
-                self._abort_if_stale(live)
-            return self._finished(live, step)
+                self._abort_if_stale(state)
+            return self._finished(state, step)
         finally:
-            if live.joined:
+            if state.joined:
                 self.barrier.leave()
-            await self._close(live, environment)
+            await self._close(state, environment)
 
     def _prompt(self, observation: Observation) -> _Prompt:
         """Encode an observation. Of a text far longer than the context only a prefix is encoded, provided that the
@@ -365,42 +365,43 @@ class TrajectoryRunner:
         token_ids = self.tokenizer.encode(text)
         return _Prompt(observation, token_ids, self.measure(token_ids))
 
-    async def _act(self, live: TrajectoryState, prompt: _Prompt, turn: int) -> Completion:
+    async def _act(self, state: TrajectoryState, prompt: _Prompt, turn: int) -> Completion:
         """Append the prompt to the context and generate the action."""
         observation = prompt.observation
-        live.segments.append(Segment(_OBSERVATION if turn else _PROMPT, turn, prompt.token_ids))
-        live.tokens.extend(prompt.token_ids)
-        live.length += prompt.length
+        state.segments.append(Segment(_OBSERVATION if turn else _PROMPT, turn, prompt.token_ids))
+        state.tokens.extend(prompt.token_ids)
+        state.length += prompt.length
         if turn == 0:
-            live.first_tokens = live.length
-        room = self.limits.context_tokens - live.length
+            state.first_tokens = state.length
+        room = self.limits.context_tokens - state.length
         if room < 1:
             raise TrajectoryAborted(
                 AbortReason.INFRA_FAULT,
-                f"the prompt of {live.length} tokens fills the context of {self.limits.context_tokens} (model.context)",
+                f"the prompt of {state.length} tokens fills the context of {self.limits.context_tokens} "
+                "(model.context)",
             )
         allowed = None if observation.actions is None else self._legal(observation.actions)
-        sampling = live.domain.sampling(
-            seed=derive_seed(live.run_seed, live.id, turn),
-            max_tokens=min(observation.max_tokens or live.domain.max_tokens, room),
+        sampling = state.domain.sampling(
+            seed=derive_seed(state.run_seed, state.id, turn),
+            max_tokens=min(observation.max_tokens or state.domain.max_tokens, room),
             allowed=allowed,
-            greedy=live.purpose is Purpose.EVAL,
+            greedy=state.purpose is Purpose.EVAL,
         )
-        last = not kept_for_next_turn(turn + 1, live.domain.max_turns)
-        completion = await self._generate(live, tuple(live.tokens), sampling, live.length, last=last)
+        last = not kept_for_next_turn(turn + 1, state.domain.max_turns)
+        completion = await self._generate(state, tuple(state.tokens), sampling, state.length, last=last)
         for span in completion.spans:
             at = slice(span.start, span.end)
-            live.segments.append(
+            state.segments.append(
                 Segment(_ACTION, turn, completion.token_ids[at], span.version, completion.logprobs[at], allowed)
             )
-        live.tokens.extend(completion.token_ids)
-        live.action_tokens += completion.sampled
-        live.length += completion.sampled
+        state.tokens.extend(completion.token_ids)
+        state.action_tokens += completion.sampled
+        state.length += completion.sampled
         return completion
 
     async def _generate(
         self,
-        live: TrajectoryState,
+        state: TrajectoryState,
         token_ids: tuple[int, ...],
         sampling: Sampling,
         length: int | None,
@@ -410,14 +411,14 @@ class TrajectoryRunner:
     ) -> Completion:
         try:
             completion = await self.gateway.generate(
-                live.id,
+                state.id,
                 token_ids,
                 sampling,
-                spend=live.spend,
-                sent=live.note_sent,
-                domain=live.domain.name,
+                spend=state.spend,
+                sent=state.note_sent,
+                domain=state.domain.name,
                 length=length,
-                prompt=str(live.seed),
+                prompt=str(state.seed),
                 last=last,
                 on_chunk=on_chunk,
             )
@@ -425,65 +426,65 @@ class TrajectoryRunner:
             raise TrajectoryAborted(AbortReason.INFRA_FAULT, error.cause) from None
         except RollartError as error:
             raise TrajectoryAborted(AbortReason.INFRA_FAULT, str(error)) from None
-        live.prompt_tokens += completion.prompt_tokens - completion.cached_tokens
+        state.prompt_tokens += completion.prompt_tokens - completion.cached_tokens
         if completion.finish is FinishReason.ABORT or not completion.token_ids:
-            raise TrajectoryAborted(live.abort or AbortReason.INFRA_FAULT, "the engine ended the generation")
-        if live.v0 is None:
-            live.v0 = completion.spans[0].version
+            raise TrajectoryAborted(state.abort or AbortReason.INFRA_FAULT, "the engine ended the generation")
+        if state.v0 is None:
+            state.v0 = completion.spans[0].version
         return completion
 
-    async def _harnessed(self, live: TrajectoryState, begin: HarnessFactory) -> Trajectory:
+    async def _harnessed(self, state: TrajectoryState, begin: HarnessFactory) -> Trajectory:
         """Run an agent program's episode: serve its requests until it ends or its turns are used up. The effect of a
         completion inside the program is unknown, so staleness is checked before each completion is handed to it."""
         self.barrier.join()
         episode: HarnessEpisode | None = None
         try:
             with _harness_faults():
-                episode = begin(live.id, live.seed)
+                episode = begin(state.id, state.seed)
             asked = 0
-            while (wanted := await self._wanted(live, episode)) is not None:
-                self._abort_if_stale(live)
+            while (wanted := await self._wanted(state, episode)) is not None:
+                self._abort_if_stale(state)
                 room = self.limits.context_tokens - len(wanted.token_ids)
                 sampling = harness_sampling(
-                    live.domain,
+                    state.domain,
                     wanted,
-                    derive_seed(live.run_seed, live.id, asked),
+                    derive_seed(state.run_seed, state.id, asked),
                     room,
-                    greedy=live.purpose is Purpose.EVAL,
+                    greedy=state.purpose is Purpose.EVAL,
                 )
-                last = not kept_for_next_turn(asked + 1, live.domain.max_turns)
-                answer = self._generate(live, wanted.token_ids, sampling, None, last=last, on_chunk=wanted.on_chunk)
+                last = not kept_for_next_turn(asked + 1, state.domain.max_turns)
+                answer = self._generate(state, wanted.token_ids, sampling, None, last=last, on_chunk=wanted.on_chunk)
                 completion = await await_unless_disconnected(wanted.gone, answer)
-                self._abort_if_stale(live)
+                self._abort_if_stale(state)
                 asked += 1
-                if asked == live.domain.max_turns:
+                if asked == state.domain.max_turns:
                     episode.exhaust()
                 if completion is not None:
                     episode.answer(completion)
                 await self.barrier.turn()
             with _harness_faults():
                 step = checked_step(episode.ending())
-            self._take_over(live, episode.segments(), step)
-            return self._finished(live, step)
+            self._take_over(state, episode.segments(), step)
+            return self._finished(state, step)
         finally:
             self.barrier.leave()
-            await self._close(live, episode)
+            await self._close(state, episode)
 
-    async def _wanted(self, live: TrajectoryState, episode: HarnessEpisode) -> HarnessRequest | None:
+    async def _wanted(self, state: TrajectoryState, episode: HarnessEpisode) -> HarnessRequest | None:
         what = "a request of its harness"
-        with _harness_faults(), self.leases.hold(live.id, what, self.limits.env_step_s, Expiry.GAP_FILL) as lease:
+        with _harness_faults(), self.leases.hold(state.id, what, self.limits.env_step_s, Expiry.GAP_FILL) as lease:
             wanted = await episode.wanted()
-        live.env_seconds += asyncio.get_running_loop().time() - lease.granted
+        state.env_seconds += asyncio.get_running_loop().time() - lease.granted
         return wanted
 
-    def _take_over(self, live: TrajectoryState, segments: Sequence[Segment], step: Step) -> None:
+    def _take_over(self, state: TrajectoryState, segments: Sequence[Segment], step: Step) -> None:
         """Make the segments of the trained branch those of the trajectory."""
-        live.segments[:] = segments
-        live.turns[:] = harness_turns(segments, self.tokenizer, live.domain.stop_token_ids, step.reward)
-        live.length = sum(len(s.token_ids) for s in segments)
-        live.first_tokens = len(segments[0].token_ids) if segments else 0
-        live.action_tokens = sum(len(s.token_ids) for s in segments if s.kind is _ACTION)
-        if not live.action_tokens:
+        state.segments[:] = segments
+        state.turns[:] = harness_turns(segments, self.tokenizer, state.domain.stop_token_ids, step.reward)
+        state.length = sum(len(s.token_ids) for s in segments)
+        state.first_tokens = len(segments[0].token_ids) if segments else 0
+        state.action_tokens = sum(len(s.token_ids) for s in segments if s.kind is _ACTION)
+        if not state.action_tokens:
             raise TrajectoryAborted(AbortReason.INFRA_FAULT, "its harness ended without an answer of the policy")
 
     def _legal(self, actions: Sequence[str]) -> tuple[int, ...]:
@@ -492,114 +493,114 @@ class TrajectoryRunner:
         except (TypeError, ValueError) as error:
             raise TrajectoryAborted(AbortReason.INFRA_FAULT, f"environment's legal actions: {error}") from None
 
-    def _abort_if_stale(self, live: TrajectoryState) -> None:
+    def _abort_if_stale(self, state: TrajectoryState) -> None:
         """Enforce I2 between two turns, and before a completion takes effect."""
-        if live.purpose is _TRAIN and self.stale(live.v0):
+        if state.purpose is _TRAIN and self.stale(state.v0):
             raise TrajectoryAborted(AbortReason.STALE)
 
-    def _finished(self, live: TrajectoryState, step: Step) -> Trajectory:
-        assert live.v0 is not None, "a finished trajectory has sampled at least one token"
-        self.gateway.finished(live.id)
-        if self.meter is not None and live.purpose is Purpose.TRAIN:
+    def _finished(self, state: TrajectoryState, step: Step) -> Trajectory:
+        assert state.v0 is not None, "a finished trajectory has sampled at least one token"
+        self.gateway.finished(state.id)
+        if self.meter is not None and state.purpose is Purpose.TRAIN:
             self.meter.add(
-                live.domain.name,
-                turns=len(live.turns),
-                first_tokens=live.first_tokens,
-                new_tokens=live.length - live.first_tokens - live.action_tokens,
-                output_tokens=live.action_tokens,
-                wait_s=live.env_seconds,
+                state.domain.name,
+                turns=len(state.turns),
+                first_tokens=state.first_tokens,
+                new_tokens=state.length - state.first_tokens - state.action_tokens,
+                output_tokens=state.action_tokens,
+                wait_s=state.env_seconds,
             )
         return Trajectory(
-            id=live.id,
-            group=live.group,
-            domain=live.domain.name,
-            seed=live.seed,
-            purpose=live.purpose,
-            v0=live.v0,
-            segments=tuple(live.segments),
-            turns=tuple(live.turns),
+            id=state.id,
+            group=state.group,
+            domain=state.domain.name,
+            seed=state.seed,
+            purpose=state.purpose,
+            v0=state.v0,
+            segments=tuple(state.segments),
+            turns=tuple(state.turns),
             success=step.success,
             final_observation=step.observation.text,
             metadata=step.metadata,
-            engine_seconds=live.engine_seconds,
+            engine_seconds=state.engine_seconds,
         )
 
     async def _reset(
-        self, live: TrajectoryState, environment: Environment, ahead: PrefetchedEnvironment | None
+        self, state: TrajectoryState, environment: Environment, ahead: PrefetchedEnvironment | None
     ) -> Observation:
         """The first observation, from a reset made here or from a prefetched environment."""
         try:
             await (
-                prepare_environment(environment, live.seed, live.id, live.slot_request)
+                prepare_environment(environment, state.seed, state.id, state.slot_request)
                 if ahead is None
                 else ahead.prepared()
             )
             self.barrier.join()  # not before: waiting for a host slot must not delay running trajectories
-            live.joined = True
+            state.joined = True
             with (
                 self.leases.hold(
-                    live.id, "the reset of its environment", self.limits.env_reset_s, Expiry.GAP_FILL
+                    state.id, "the reset of its environment", self.limits.env_reset_s, Expiry.GAP_FILL
                 ) as lease,
                 UserCodeGuard(),
             ):
                 if ahead is not None:
                     observation = await ahead.observed()
-                    live.reset_seconds = ahead.seconds
+                    state.reset_seconds = ahead.seconds
                     return observation
-                observation = checked_observation(await require_awaitable(environment.reset(live.seed), "reset"))
+                observation = checked_observation(await require_awaitable(environment.reset(state.seed), "reset"))
         except Exception as error:
             raise environment_fault("reset", error, environment) from None
-        live.reset_seconds = asyncio.get_running_loop().time() - lease.granted
-        if self.prefetch is not None and live.purpose is Purpose.TRAIN:
-            self.prefetch.reset(live.domain.name, live.reset_seconds)
+        state.reset_seconds = asyncio.get_running_loop().time() - lease.granted
+        if self.prefetch is not None and state.purpose is Purpose.TRAIN:
+            self.prefetch.reset(state.domain.name, state.reset_seconds)
         return observation
 
     async def _step(
-        self, live: TrajectoryState, environment: Environment, prompt: _Prompt, completion: Completion, turn: int
+        self, state: TrajectoryState, environment: Environment, prompt: _Prompt, completion: Completion, turn: int
     ) -> Step:
         """Give the action to the environment."""
         action = completion.token_ids
-        if completion.finish is FinishReason.STOP and action[-1] in live.domain.stop_token_ids:
+        if completion.finish is FinishReason.STOP and action[-1] in state.domain.stop_token_ids:
             action = action[:-1]
         text = self.tokenizer.decode(action)
         try:
             with (
                 self.leases.hold(
-                    live.id, "a step of its environment", self.limits.env_step_s, Expiry.GAP_FILL
+                    state.id, "a step of its environment", self.limits.env_step_s, Expiry.GAP_FILL
                 ) as lease,
                 UserCodeGuard(),
             ):
                 step = checked_step(await require_awaitable(environment.step(text), "step"))
         except Exception as error:
             raise environment_fault("step", error, environment) from None
-        live.env_seconds += asyncio.get_running_loop().time() - lease.granted
+        state.env_seconds += asyncio.get_running_loop().time() - lease.granted
         tokens = tuple(map(self.tokenizer.token, completion.token_ids))
-        live.turns.append(Turn(turn, prompt.observation.text, text, tokens, step.reward))
+        state.turns.append(Turn(turn, prompt.observation.text, text, tokens, step.reward))
         return step
 
-    async def _close(self, live: TrajectoryState, environment: Environment | HarnessEpisode | None) -> None:
+    async def _close(self, state: TrajectoryState, environment: Environment | HarnessEpisode | None) -> None:
         """Release the prefix KV and the environment of the episode. A close that stalls is recorded by its lease; a
         close that fails is ignored."""
         limit = self.limits.env_close_s
         try:
             with (
                 contextlib.suppress(Exception),
-                self.leases.hold(live.id, "the release of its prefix KV", limit, Expiry.GAP_FILL),
+                self.leases.hold(state.id, "the release of its prefix KV", limit, Expiry.GAP_FILL),
             ):
-                await self.gateway.forget(live.id)
+                await self.gateway.forget(state.id)
         finally:
             with (
                 contextlib.suppress(Exception),
-                self.leases.hold(live.id, "the close of its environment", limit, Expiry.GAP_FILL),
+                self.leases.hold(state.id, "the close of its environment", limit, Expiry.GAP_FILL),
                 UserCodeGuard(),
             ):
                 if environment is not None:
                     await environment.close()
 
 
-def _make_environment(live: TrajectoryState) -> Environment:
+def _make_environment(state: TrajectoryState) -> Environment:
     try:
         with UserCodeGuard():
-            return live.domain.environment()
+            return state.domain.environment()
     except Exception as error:
         raise environment_fault("factory", error, None) from None

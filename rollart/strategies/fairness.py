@@ -371,10 +371,10 @@ class DomainShareTracker(RolloutStrategy):
             self._observe(self._quota, consumed)
         self._report(version)
 
-    def charged(self, live: TrajectoryState) -> None:
+    def charged(self, state: TrajectoryState) -> None:
         """Add the engine seconds of an attempt with any outcome: lost attempts raise the cost of a domain's samples."""
-        domain = live.domain.name
-        self._spent[domain] = self._spent.get(domain, 0.0) + live.engine_seconds
+        domain = state.domain.name
+        self._spent[domain] = self._spent.get(domain, 0.0) + state.engine_seconds
 
     def next_domain(self, outstanding: Mapping[str, int], extra: Mapping[str, int]) -> str | None:
         """The domain that should start a group now. `outstanding`: samples that hold a slot; `extra`: samples of

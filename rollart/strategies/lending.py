@@ -267,19 +267,19 @@ class DeviceLender(RolloutStrategy):
         """Counts changes that invalidate a running decision or loan."""
         self.lent: tuple[EngineId, ...] = ()
 
-    def began(self, live: TrajectoryState) -> None:
-        if live.purpose is Purpose.TRAIN:
-            self._live[live.id] = live
+    def began(self, state: TrajectoryState) -> None:
+        if state.purpose is Purpose.TRAIN:
+            self._live[state.id] = state
 
-    def rolled(self, live: TrajectoryState) -> None:
-        self._live.pop(live.id, None)
+    def rolled(self, state: TrajectoryState) -> None:
+        self._live.pop(state.id, None)
         self._done += 1
-        name, length = live.domain.name, float(live.length)
+        name, length = state.domain.name, float(state.length)
         self._fresh.append((name, length))
         self._stirred.set()
 
-    def left(self, live: TrajectoryState) -> None:
-        self._live.pop(live.id, None)
+    def left(self, state: TrajectoryState) -> None:
+        self._live.pop(state.id, None)
 
     def lost(self, engine: EngineId) -> None:
         """Return all lent engines after the loss or suspicion of an engine: the trajectories may no longer fit."""
@@ -352,12 +352,12 @@ class DeviceLender(RolloutStrategy):
         assignments = self.gateway.assignments()
         mean = {e: s.kv_used * (s.kv_tokens or 0) / s.running for e, s in stats.items() if s.running}
         found = []
-        for live in self._live.values():
-            sticky = assignments.get(live.id)
-            context = live.length if sticky is None else max(live.length, int(mean.get(sticky, 0.0)))
+        for state in self._live.values():
+            sticky = assignments.get(state.id)
+            context = state.length if sticky is None else max(state.length, int(mean.get(sticky, 0.0)))
             most = self.settings.context_tokens
             context = min(context, most)
-            found.append(RolloutRequest(live.id, sticky, live.domain.name, context, context, most))
+            found.append(RolloutRequest(state.id, sticky, state.domain.name, context, context, most))
         return found
 
     async def _lend(self, decision: LendingPlan) -> None:

@@ -224,16 +224,16 @@ class SelectionBiasReport(RolloutStrategy):
     def kept(self, run: GroupRun) -> None:
         self._kept.extend(_with_group_difficulty(run, seen) for seen in run.seen)
 
-    def sampled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample) -> None:
-        run.seen.append(trajectory_snapshot(live, sample))
+    def sampled(self, run: GroupRun, state: TrajectoryState, sample: TrainSample) -> None:
+        run.seen.append(trajectory_snapshot(state, sample))
 
     def surplus(self, run: GroupRun) -> None:
         """The work of its finished members is lost."""
         for seen in run.seen:
             self._cancel(_with_group_difficulty(run, seen))
 
-    def cancelled(self, run: GroupRun, live: TrajectoryState, sample: TrainSample | None = None) -> None:
-        self._cancel(_with_group_difficulty(run, trajectory_snapshot(live, sample)))
+    def cancelled(self, run: GroupRun, state: TrajectoryState, sample: TrainSample | None = None) -> None:
+        self._cancel(_with_group_difficulty(run, trajectory_snapshot(state, sample)))
 
     def published(self, version: int, consumed: Sequence[Group]) -> None:
         self.ended(version)
@@ -255,11 +255,11 @@ class SelectionBiasReport(RolloutStrategy):
         self._changed = True
 
 
-def trajectory_snapshot(live: TrajectoryState, sample: TrainSample | None = None) -> TrajectorySnapshot:
+def trajectory_snapshot(state: TrajectoryState, sample: TrainSample | None = None) -> TrajectorySnapshot:
     """A snapshot of a trajectory in its present state."""
-    age_s = asyncio.get_running_loop().time() - live.started
+    age_s = asyncio.get_running_loop().time() - state.started
     reward = None if sample is None else sample.score
-    return TrajectorySnapshot(live.id, live.action_tokens, age_s, len(live.turns), reward=reward)
+    return TrajectorySnapshot(state.id, state.action_tokens, age_s, len(state.turns), reward=reward)
 
 
 def _with_group_difficulty(run: GroupRun, seen: TrajectorySnapshot) -> TrajectorySnapshot:
