@@ -232,9 +232,9 @@ class ModelledRun:
         if self.nodes is not None:
             self.control.move_by(fleet)
             self.control.follow(self.nodes)
-        parts = self.site.open(list(self.engines))
-        for part, place in zip(parts, self.engines, strict=True):
-            await self.supervisor.bring_up(part, place.seat)
+        parts = self.site.open(self.engines)
+        for part in parts:
+            await self.supervisor.bring_up(part, part.seat)
         return parts
 
     def _borrow(self, engines: Sequence[EngineId]) -> None:
@@ -269,18 +269,16 @@ class ModelledRun:
         with the current weights."""
         engine = next(p.engine for p in self.engines if p.engine.id == engine_id)
         gateway = self.control.gateway
-        while True:
+        await asyncio.sleep(HEALTH_POLL_S)
+        while not await engine.healthy():
             await asyncio.sleep(HEALTH_POLL_S)
-            if not await engine.healthy():
-                continue
-            if not gateway.trust(engine_id):
-                await gateway.bring_in(
-                    engine,
-                    loaded=engine.version,
-                    weights=lambda: WeightsRef(gateway.version, ""),
-                    shares=self._shares[engine_id],
-                )
-            return
+        if not gateway.trust(engine_id):
+            await gateway.bring_in(
+                engine,
+                loaded=engine.version,
+                weights=lambda: WeightsRef(gateway.version, ""),
+                shares=self._shares[engine_id],
+            )
 
     def _stepped(self, done: StepDone) -> None:
         samples = [s for g in done.groups for s in g.samples]

@@ -7,7 +7,7 @@ environment hosts, which join and leave as a cluster's nodes do.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollart.errors import NoPlace, PartDied, RunFailed
@@ -85,7 +85,7 @@ class ModelledSite:
         self.shares: dict[EngineId, EngineShares] = {}
         self._unused: dict[str, ResourceClock] = {}
 
-    def open(self, places: list[PlacedEngine]) -> list[ModelledPart]:
+    def open(self, places: Sequence[PlacedEngine]) -> list[ModelledPart]:
         """The plan's engines."""
         parts = [self._hold(place, up=True) for place in places]
         for pool in self._devices:

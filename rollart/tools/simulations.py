@@ -86,7 +86,6 @@ def _run_in_processes(
     on_done: Callable[[SimulationFigures], None],
     on_progress: ProgressWatcher,
 ) -> list[SimulationFigures]:
-    by_task: dict[int, SimulationFigures] = {}
     spawn = multiprocessing.get_context("spawn")
     queue: Queue[TaskProgress | None] = spawn.Queue()
 
@@ -98,10 +97,9 @@ def _run_in_processes(
     watcher.start()
     with ProcessPoolExecutor(count, spawn, initializer=_init_worker, initargs=(queue,)) as pool:
         try:
-            futures = {pool.submit(_run_task, *one, n): n for n, one in enumerate(placed)}
+            futures = [pool.submit(_run_task, *one, n) for n, one in enumerate(placed)]
             for future in as_completed(futures):
-                by_task[futures[future]] = future.result()
-                on_done(by_task[futures[future]])
+                on_done(future.result())
         except BrokenProcessPool:
             raise RunFailed("a simulation's process was killed", remedy="use fewer --workers, or more memory") from None
         except BaseException:
@@ -113,7 +111,7 @@ def _run_in_processes(
             queue.cancel_join_thread()
             queue.put(None)
             watcher.join(JOIN_S)  # a process killed during a write leaves the queue half read
-    return [by_task[n] for n in range(len(placed))]
+    return [future.result() for future in futures]
 
 
 JOIN_S = 1.0
