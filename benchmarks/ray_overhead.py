@@ -126,7 +126,7 @@ def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, 
 
 
 def measure(pairs: int) -> dict[str, Any]:
-    nodes = [Node(f"n{i}", {"pool": f"p{i}"}, {"CPU": 1.0}, {}) for i in range(NODES)]
+    nodes = [Node(f"n{i}", {"pool": f"p{i}"}, {"CPU": 1.0}) for i in range(NODES)]
     without: list[tuple[float, float]] = []
     with_ray: list[tuple[float, float]] = []
     with tempfile.TemporaryDirectory() as directory, asyncio.Runner() as runner, contextlib.ExitStack() as stack:

@@ -91,7 +91,7 @@ class Part:
 async def opened(directory: Path, store: SharedWeightStore, first: WeightsRef) -> AsyncIterator[list[Part]]:
     """The cluster with its engines, which serve `first`."""
     cores = {"CPU": float(ENGINES_PER_NODE)}
-    nodes = [Node(f"n{i}", {"pool": f"p{i}"}, cores, {}) for i in range(NODES)]
+    nodes = [Node(f"n{i}", {"pool": f"p{i}"}, cores) for i in range(NODES)]
     async with private_cluster(directory / "ray", nodes, health_s=30.0) as address:
         runtime = RayRuntime(address, env=auth_environment(directory / "ray" / TOKEN))
         await runtime.start()

@@ -52,12 +52,11 @@ class ActorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A machine for actors: its labels, and its total and free resources."""
+    """A machine for actors: its labels and its resources."""
 
     id: str
     labels: Mapping[str, str]
     total: Mapping[str, float]
-    free: dict[str, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -407,8 +407,7 @@ class Runtime(Protocol):
 
     def reserved(self, bundle: str) -> bool: ...
 
-    def nodes(self) -> Sequence[Node]:
-        """`free` of each node excludes reservations and actors outside of reservations."""
+    def nodes(self) -> Sequence[Node]: ...
 
     def events(self) -> AsyncIterator[RuntimeEvent]: ...
 

@@ -309,7 +309,7 @@ async def _ray_runtime(
     spec = resolved.cluster.runtime
     if spec.address not in ("local", "start"):
         return RayRuntime(spec.address, env={} if spec.token is None else auth_environment(Path(spec.token)))
-    nodes = host_nodes(resolved) if spec.address == "local" else [Node("head", {}, {}, {})]
+    nodes = host_nodes(resolved) if spec.address == "local" else [Node("head", {}, {})]
     directory = directory / "ray"
     cluster = private_cluster(directory, nodes, health_s=spec.health_s, port=spec.port)
     address = await stack.enter_async_context(cluster)

@@ -71,7 +71,7 @@ two pulls of a version (by the loading engine, and ahead of it)."""
 def pool_nodes(resolved: Resolved) -> list[Node]:
     """Nodes of the local machine: one per pool of the cluster. Cores and GPUs are resources by name."""
     return [
-        Node(pool.name, pool_labels(pool), {resource_kind(resolved, pool): float(pool.count)}, {})
+        Node(pool.name, pool_labels(pool), {resource_kind(resolved, pool): float(pool.count)})
         for pool in resolved.cluster.pools
     ]
 
@@ -85,7 +85,7 @@ def host_nodes(resolved: Resolved) -> list[Node]:
         first = pool.count if pool.min is None else pool.min
         for number, start in enumerate(range(0, first, size)):
             total = {resource_kind(resolved, pool): float(min(size, pool.count - start))}
-            found.append(Node(f"{pool.name}-{number}", pool_labels(pool), total, {}))
+            found.append(Node(f"{pool.name}-{number}", pool_labels(pool), total))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Accounting of nodes in a runtime on Ray, without a Ray cluster."""
+"""The nodes of a runtime on Ray, without a Ray cluster."""
 
 from __future__ import annotations
 
@@ -24,24 +24,19 @@ def row(ray_id: str, name: str, *, alive: bool = True) -> dict[str, Any]:
 
 
 def test_a_node_of_the_name_of_a_dead_one_is_another() -> None:
-    runtime, resources = RayRuntime("auto"), {"CPU": 3.0}
+    runtime = RayRuntime("auto")
     runtime.update_nodes([row("id-1", "n1")])
-    runtime.account("id-1", resources, -1.0)
     assert runtime.node_name("id-1") == "n1"
-    assert runtime.nodes()[0].free == {"CPU": 1.0}
+    assert [(n.id, n.total) for n in runtime.nodes()] == [("n1", {"CPU": 4.0})]
     runtime.update_nodes([row("id-1", "n1"), row("id-2", "n1")])
-    assert [(n.id, n.free["CPU"]) for n in runtime.nodes()] == [("n1", 1.0), ("n1-id-2", 4.0)], "both live"
+    assert [n.id for n in runtime.nodes()] == ["n1", "n1-id-2"], "both live"
     runtime.update_nodes([row("id-1", "n1", alive=False), row("id-2", "n1")])
     assert [n.id for n in runtime.nodes()] == ["n1-id-2"]
 
     runtime = RayRuntime("auto")
     runtime.update_nodes([row("id-1", "n1")])
-    runtime.account("id-1", resources, -1.0)
     runtime.update_nodes([row("id-1", "n1", alive=False), row("id-2", "n1")])
-    runtime.account("id-1", resources, 1.0)
-    assert [(n.id, n.free) for n in runtime.nodes()] == [("n1", {"CPU": 4.0})], (
-        "resources of the dead one are not counted here"
-    )
+    assert (runtime.node_name("id-1"), runtime.node_name("id-2")) == ("id-1", "n1")
 
 
 def test_many_who_look_at_a_time_share_a_look_that_began_after_they_asked() -> None:
@@ -75,22 +70,11 @@ def test_many_who_look_at_a_time_share_a_look_that_began_after_they_asked() -> N
     asyncio.run(scenario())
 
 
-Lives = st.lists(st.sets(st.integers(0, 7), max_size=6), max_size=12)
-"""Ids that live, look by look; ids that are equal modulo 3 have the same name."""
-
-
-@given(Lives, st.lists(st.tuples(st.integers(0, 11), st.integers(0, 7)), max_size=20))
-def test_free_resources_are_those_reserved_by_no_group(lives: list[set[int]], holds: list[tuple[int, int]]) -> None:
-    runtime, resources = RayRuntime("auto"), {"CPU": 1.0}
-    held: dict[int, int] = {}
-    for poll_nodes, alive in enumerate(lives):
+@given(st.lists(st.sets(st.integers(0, 7), max_size=6), max_size=12))
+def test_the_nodes_are_the_live_ones_whatever_their_names(lives: list[set[int]]) -> None:
+    """Ids that live, look by look; ids that are equal modulo 3 have the same name."""
+    runtime = RayRuntime("auto")
+    for alive in lives:
         runtime.update_nodes([row(f"id-{i}", f"n{i % 3}") for i in alive])
-        for gone in held.keys() - alive:
-            for _ in range(held.pop(gone)):
-                runtime.account(f"id-{gone}", resources, 1.0)
-        for _, node in ((at, node) for at, node in holds if at == poll_nodes and node in alive):
-            runtime.account(f"id-{node}", resources, -1.0)
-            held[node] = held.get(node, 0) + 1
-        nodes = {node.id: node for node in runtime.nodes()}
-        assert len(nodes) == len(alive)
-        assert sorted(n.free["CPU"] for n in nodes.values()) == sorted(4.0 - held.get(i, 0) for i in alive)
+        assert {runtime.node_name(f"id-{i}") for i in alive} == {node.id for node in runtime.nodes()}
+        assert len(runtime.nodes()) == len(alive)

@@ -74,7 +74,7 @@ def test_a_run_on_ray_survives_its_controller_and_a_node(home: Home) -> None:
 def test_a_cluster_whose_programs_are_killed_leaves_nothing(tmp_path: Path) -> None:
     """It is two processes: the death of either one is the end of all of Ray's."""
     pytest.importorskip("ray")
-    with ray_cluster_of([Node("n0", {}, {"CPU": 1.0}, {})], tmp_path) as cluster:
+    with ray_cluster_of([Node("n0", {}, {"CPU": 1.0})], tmp_path) as cluster:
         below = parents()
         keeper = next(pid for pid, parent in below.items() if parent == cluster.pid)
         ours = {pid for pid in below if keeper in ancestors(pid, below)}

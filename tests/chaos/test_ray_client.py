@@ -23,9 +23,9 @@ def test_a_run_through_the_client_outlives_its_server(
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_CLIENT_RECONNECT_GRACE_PERIOD", "3")  # 30 s else
     nodes = [
-        Node("head", {"gpu": "none"}, {"CPU": 1.0}, {}),
-        Node("h800", {"gpu": "H800"}, {"CPU": 1.0}, {}),
-        Node("h20", {"gpu": "H20"}, {"CPU": 1.0}, {}),
+        Node("head", {"gpu": "none"}, {"CPU": 1.0}),
+        Node("h800", {"gpu": "H800"}, {"CPU": 1.0}),
+        Node("h20", {"gpu": "H20"}, {"CPU": 1.0}),
     ]
     gate = home.path / "gate"  # of each life's games the first 40 begin at once
     games = {"environment": "tests.e2e.worlds:Held", "environment_args": {"free": 40, "gate": str(gate), "turns": 2}}

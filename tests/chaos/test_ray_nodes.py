@@ -95,7 +95,7 @@ def test_the_plan_follows_nodes_that_join_and_leave(home: Home) -> None:
 
 
 def joining(name: str) -> Node:
-    return Node(name, {"pool": "h20", "device": "wide", "gpu": "H20"}, {"CPU": 1.0}, {})
+    return Node(name, {"pool": "h20", "device": "wide", "gpu": "H20"}, {"CPU": 1.0})
 
 
 def served(run: Launched) -> list[str]:

@@ -27,9 +27,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # a Ray cluster of th
 LIMIT_S = 300.0
 
 NODES = [
-    Node("head", {"gpu": "H800"}, {"CPU": 1.0}, {}),
-    Node("cores-0", {"pool": "here"}, {"CPU": 1.0}, {}),
-    Node("cores-1", {"pool": "here"}, {"CPU": 1.0}, {}),
+    Node("head", {"gpu": "H800"}, {"CPU": 1.0}),
+    Node("cores-0", {"pool": "here"}, {"CPU": 1.0}),
+    Node("cores-1", {"pool": "here"}, {"CPU": 1.0}),
 ]
 
 
@@ -93,7 +93,7 @@ def test_hosts_follow_nodes_that_come_and_go(tmp_path: Path, monkeypatch: pytest
                 playing = hosts.make("told")
                 await playing.reset(0)
 
-                add_node(cluster.directory, Node("cores-1", {"pool": "here"}, {"CPU": 1.0}, {}))
+                add_node(cluster.directory, Node("cores-1", {"pool": "here"}, {"CPU": 1.0}))
                 await until(fleet, lambda: len(fleet.up()) == 2)
                 assert sorted(fleet.where().values()) == ["cores-0", "cores-1"], "one has the plan's core on each"
                 drain(cluster.directory, "cores-0")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -71,18 +72,18 @@ def test_a_plan_is_reserved_whole_and_a_part_that_ends_gives_its_room_back(fake:
         runtime, found = LocalRuntime(host_nodes(fake)), plan_bundles(fake)
         assert [group.name for group in found] == [a.name for a in fake.plan.assignments]
         await runtime.reserve(found, wait_s=0.0)
-        free = {n.id: n.free["CPU"] for n in runtime.nodes()}
+        free = {node: amounts["CPU"] for node, amounts in runtime.free.items()}
         assert free == {"cores-0": 0.0, "h800-0": 0.0, "h20-0": 0.0, "h20-1": 1.0}
         engine = engine_actor(fake, tmp_path, fake.plan.of(Role.ENGINE)[0])
         handle = await place_actor(fake, runtime, engine)
-        assert {n.id: n.free["CPU"] for n in runtime.nodes()} == free
+        assert {node: amounts["CPU"] for node, amounts in runtime.free.items()} == free
         await place_actor(fake, runtime, replace(engine, name="one-more"))
         await handle.kill()
         await runtime.release(engine.name)
-        assert sum(n.free["CPU"] for n in runtime.nodes()) == 1.0
+        assert sum(amounts["CPU"] for amounts in runtime.free.values()) == 1.0
         with pytest.raises(UsageError, match="it cannot be made"):
             await place_actor(fake, runtime, replace(engine, factory="tests.launch.test_clusters:Unmade"))
-        assert sum(n.free["CPU"] for n in runtime.nodes()) == 1.0, "nothing is held for what did not start"
+        assert sum(amounts["CPU"] for amounts in runtime.free.values()) == 1.0, "nothing is held for what did not start"
         await runtime.close()
 
     virtual.run(main())
@@ -116,7 +117,7 @@ def test_nodes_that_do_not_join_are_named(fake: Resolved) -> None:
 
 def test_what_happens_to_the_cluster_is_told() -> None:
     async def main() -> None:
-        runtime = LocalRuntime([Node("n0", {}, {"CPU": 1.0}, {})])
+        runtime = LocalRuntime([Node("n0", {}, {"CPU": 1.0})])
         told: list[tuple[str, str, dict[str, str]]] = []
         async with asyncio.TaskGroup() as tasks:
             watch = tasks.create_task(
@@ -200,8 +201,13 @@ def test_a_part_that_takes_no_device_waits_for_a_node_of_its_pool(fake: Resolved
 class Growing(LocalRuntime):
     """A cluster that a node joins later."""
 
+    joined: tuple[Node, ...] = ()
+
     def join(self, node: Node) -> None:
-        self._nodes[node.id] = node
+        self.joined += (node,)
+
+    def nodes(self) -> Sequence[Node]:
+        return (*super().nodes(), *self.joined)
 
 
 class Nothing:

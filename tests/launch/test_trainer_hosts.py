@@ -167,8 +167,8 @@ def test_two_ranks_on_two_nodes_learn_what_one_learns_and_outlive_a_node(tmp_pat
     one = alone(tmp_path / "one")
     config = tmp_path / "trainer.json"
     config.write_text(json.dumps(setup(tmp_path / "weights")))
-    head = Node("head", {"pool": "controller"}, {"CPU": 1.0}, {})
-    learners = [Node(f"n{i}", LEARNERS, {"CPU": 1.0}, {}) for i in range(3)]
+    head = Node("head", {"pool": "controller"}, {"CPU": 1.0})
+    learners = [Node(f"n{i}", LEARNERS, {"CPU": 1.0}) for i in range(3)]
 
     async def scenario() -> None:
         runtime = cluster.runtime()
@@ -223,7 +223,7 @@ def test_a_host_that_cannot_start_ends_the_others_and_says_why(tmp_path: Path) -
     config.write_text(json.dumps(setup(tmp_path / "weights")))
 
     async def scenario() -> None:
-        runtime = LocalRuntime([Node("n", LEARNERS, {"CPU": 2.0}, {})])
+        runtime = LocalRuntime([Node("n", LEARNERS, {"CPU": 2.0})])
         await runtime.start()
         try:
             here = "rollart.adapters.clusters.program:Program"

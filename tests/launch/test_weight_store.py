@@ -54,7 +54,7 @@ class Bench:
             ahead=ahead,
             pull_s=60.0,
         )
-        self.runtime = LocalRuntime([Node("here", {}, {}, {})])
+        self.runtime = LocalRuntime([Node("here", {}, {})])
 
     async def program(self, name: str) -> Handle:
         factory = "rollart.adapters.clusters.program:Program"

@@ -19,26 +19,26 @@ Bundles = st.lists(st.tuples(st.sampled_from(["a", "b", "!a", "in(a,b)"]), st.in
 @given(Nodes, Bundles)
 def test_a_gang_fits_if_there_is_a_way(rooms: list[tuple[str, int]], asked: list[tuple[str, int]]) -> None:
     nodes = [
-        Node(f"n{i}", {"gpu": kind, "ray.io/node-id": f"{i}"}, {"GPU": float(room)}, {"GPU": float(room)})
+        Node(f"n{i}", {"gpu": kind, "ray.io/node-id": f"{i}"}, {"GPU": float(room)})
         for i, (kind, room) in enumerate(rooms)
     ]
     gang = [Bundle(f"b{i}", {"GPU": float(n)}, {"gpu": label}) for i, (label, n) in enumerate(asked)]
     ways = itertools.product(nodes, repeat=len(gang))
     there = any(holds(gang, dict(zip((b.name for b in gang), way, strict=True)), nodes) for way in ways)
-    found = PlacementSearch(gang, nodes).find()
+    found = PlacementSearch(gang, nodes, {n.id: n.total for n in nodes}).find()
     assert (found is not None) == there
     assert found is None or holds(gang, dict(found), nodes)
 
 
 def holds(gang: Sequence[Bundle], where: dict[str, Node], nodes: Sequence[Node]) -> bool:
     taken = {n.id: sum(b.resources["GPU"] for b in gang if where[b.name].id == n.id) for n in nodes}
-    fine = all(taken[n.id] <= n.free["GPU"] for n in nodes)
+    fine = all(taken[n.id] <= n.total["GPU"] for n in nodes)
     return fine and all(matches(b.labels, where[b.name].labels) for b in gang)
 
 
 def test_nodes_that_are_alike_are_tried_once() -> None:
-    nodes = [Node(f"n{i}", {"gpu": "x", "ray.io/node-id": f"{i}"}, {"GPU": 8.0}, {"GPU": 8.0}) for i in range(40)]
+    nodes = [Node(f"n{i}", {"gpu": "x", "ray.io/node-id": f"{i}"}, {"GPU": 8.0}) for i in range(40)]
     gang = [Bundle(f"g{i}", {"GPU": 5.0}, {"gpu": "x"}) for i in range(41)]
-    search = PlacementSearch(gang, nodes)
+    search = PlacementSearch(gang, nodes, {n.id: n.total for n in nodes})
     assert search.find() is None
     assert search.steps <= 2 * len(gang)

@@ -28,10 +28,11 @@ from rollart.ports import Handle
 
 class LocalRuntime:
     """Owns its actors. `reserve` waits until the nodes have room, unblocked by a `release`; calls to one actor wait for
-    one of its `max_concurrency` slots. Invariant: free = total - reserved on every node, never below 0."""
+    one of its `max_concurrency` slots. Invariant: `free` = total - reserved on every node, never below 0."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
-        self._nodes = {n.id: Node(n.id, dict(n.labels), dict(n.total), dict(n.total)) for n in nodes}
+        self._nodes = tuple(nodes)
+        self.free = {node.id: dict(node.total) for node in nodes}
         self._bundles: dict[str, Bundle] = {}
         self._bundle_nodes: dict[str, Node] = {}
         self._actors: dict[str, _LocalHandle] = {}
@@ -39,11 +40,11 @@ class LocalRuntime:
         self._changed = asyncio.Event()
 
     async def start(self) -> None:
-        for node in self._nodes.values():
+        for node in self._nodes:
             self.emit(RuntimeEvent("node_up", node.id))
 
     def nodes(self) -> Sequence[Node]:
-        return tuple(self._nodes.values())
+        return self._nodes
 
     async def spawn(self, spec: ActorSpec) -> Handle:
         if spec.name in self._actors:
@@ -58,18 +59,17 @@ class LocalRuntime:
 
     async def reserve(self, gang: Sequence[Bundle], *, wait_s: float) -> None:
         refuse_reserved(gang, self._bundles)
-        nodes = list(self._nodes.values())
-        check_feasible(gang, nodes)
+        check_feasible(gang, self._nodes)
         try:
             async with asyncio.timeout(wait_s):
-                while (found := PlacementSearch(gang, nodes).find()) is None:
+                while (found := PlacementSearch(gang, self._nodes, self.free).find()) is None:
                     changed = self._changed
                     await changed.wait()
         except TimeoutError:
-            lacking = [bundle for bundle in gang if PlacementSearch([bundle], nodes).find() is None]
+            lacking = [one for one in gang if PlacementSearch([one], self._nodes, self.free).find() is None]
             raise insufficient_capacity(lacking or gang[:1], wait_s) from None
         for bundle in gang:
-            add_resources(found[bundle.name].free, bundle.resources, -1.0)
+            add_resources(self.free[found[bundle.name].id], bundle.resources, -1.0)
             self._bundles[bundle.name], self._bundle_nodes[bundle.name] = bundle, found[bundle.name]
 
     async def release(self, bundle: str) -> None:
@@ -77,7 +77,7 @@ class LocalRuntime:
             return
         if any(handle.spec.bundle == bundle for handle in self._actors.values()):
             raise UsageError(f"an actor is still in bundle {bundle!r}", remedy="kill it first")
-        add_resources(self._bundle_nodes.pop(bundle).free, self._bundles.pop(bundle).resources, 1.0)
+        add_resources(self.free[self._bundle_nodes.pop(bundle).id], self._bundles.pop(bundle).resources, 1.0)
         self._changed.set()
         self._changed = asyncio.Event()
 

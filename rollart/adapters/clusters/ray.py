@@ -21,7 +21,7 @@ import os
 import pickle
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,7 +41,6 @@ from rollart.adapters.clusters.ray_link import (
 )
 from rollart.adapters.clusters.runtime import (
     EventLog,
-    add_resources,
     check_feasible,
     feasible_nodes,
     insufficient_capacity,
@@ -87,10 +86,7 @@ CLOSE_S = 30.0
 
 class RayRuntime:
     """Owns its actors and the connection to the cluster, one per process. `spawn` waits until Ray finds room for the
-    actor; after the death of a node, the next incarnation of its actor goes to any node that its labels allow.
-
-    Invariant: free = total - reserved on every live node.
-    """
+    actor; after the death of a node, the next incarnation of its actor goes to any node that its labels allow."""
 
     def __init__(self, address: str, *, env: Mapping[str, str] | None = None) -> None:
         """`address` of a cluster: `host:port`, `ray://host:port`, or `auto` for the value of RAY_ADDRESS. `env`:
@@ -100,7 +96,7 @@ class RayRuntime:
         self._env_before: dict[str, str | None] = {}
         self._actors: dict[str, RayHandle] = {}
         self.link = RayDriverLink()
-        self.groups = RayGroups(self.account, lambda function, *args: self.link.run_blocking(function, *args))
+        self.groups = RayGroups(lambda function, *args: self.link.run_blocking(function, *args))
         self._nodes: dict[str, Node] = {}
         self._names: dict[str, str] = {}
         """Names of live nodes, by Ray's id."""
@@ -252,14 +248,8 @@ class RayRuntime:
             name = f"{name}-{ray_id[:12]}" if name in self._nodes else name
             total = {k: v for k, v in row["Resources"].items() if not k.startswith(("node:", "object_store", "memory"))}
             self._names[ray_id] = name
-            self._nodes[name] = Node(name, dict(row["Labels"]), total, dict(total))
+            self._nodes[name] = Node(name, dict(row["Labels"]), total)
             self.emit(RuntimeEvent("node_up", name))
-
-    def account(self, ray_id: str, resources: Mapping[str, float], sign: float) -> None:
-        """Add resources to the free ones of the node of this id, if it lives (`sign` 1), or take them (−1)."""
-        node = self._nodes.get(self._names.get(ray_id, ""))
-        if node is not None:
-            add_resources(node.free, resources, sign)
 
     async def _report_leaving(self) -> None:
         """Report nodes that are about to leave: preempted, or drained by the cluster's operator."""
@@ -278,7 +268,6 @@ class RayRuntime:
                         await self.poll_nodes()
                 except TimeoutError:
                     self.link.failed(connection_lost(self._address, f"no answer for {SILENT_S:g} s"))
-                await self.groups.follow(self._names)
                 await self._report_leaving()
 
 
@@ -453,12 +442,8 @@ class RayGroups:
     """Owns the placement groups of one connection, one per bundle. `reserve` waits until all bundles of a gang have
     room, unblocked by a release or by a node that joins."""
 
-    def __init__(
-        self, account: Callable[[str, Mapping[str, float], float], None], run_blocking: Callable[..., Awaitable[Any]]
-    ) -> None:
-        """`account` adds to or takes from the resources of the node with this Ray id; `run_blocking` makes a blocking
-        call."""
-        self._account = account
+    def __init__(self, run_blocking: Callable[..., Awaitable[Any]]) -> None:
+        """`run_blocking` makes a blocking call."""
         self._run_blocking = run_blocking
         self._held: dict[str, _PlacementGroup] = {}
         self._random = random.Random(os.getpid())
@@ -493,26 +478,13 @@ class RayGroups:
 
     async def release(self, bundle: str) -> None:
         held = self._held.pop(bundle, None)
-        if held is None:
-            return
-        if held.node is not None:
-            self._account(held.node, held.bundle.resources, 1.0)
-        await self._remove([held])
-
-    async def follow(self, alive: Container[str]) -> None:
-        """Record the new nodes of bundles whose nodes died: Ray moves them by itself, as soon as there is room.
-        `alive`: Ray's ids of the live nodes; a node that joins under a dead node's name is a new one."""
-        moved = [held for held in self._held.values() if held.node is None or held.node not in alive]
-        table = await self._table() if moved else {}
-        for held in moved:
-            node = _bundle_node(table, held)
-            if node is not None and node in alive:
-                held.node = node
-                if held.bundle.name in self._held:  # not released meanwhile
-                    self._account(node, held.bundle.resources, -1.0)
+        if held is not None:
+            await self._remove([held])
 
     async def _try(self, gang: Sequence[Bundle], hold_s: float) -> list[Bundle]:
         """Hold the whole gang, or nothing; the bundles that found no room within `hold_s`."""
+        from ray.util.placement_group import placement_group_table
+
         loop = asyncio.get_running_loop()
         until, interval = loop.time() + hold_s, GROUP_POLL_INTERVAL_S[0]
         requested: list[_PlacementGroup] = []
@@ -522,7 +494,7 @@ class RayGroups:
                 requested.append(_PlacementGroup(bundle))
                 await self._run_blocking(_create_group, requested[-1])
             while True:
-                table = await self._table()
+                table = await self._run_blocking(placement_group_table)  # every group of the cluster, by its id
                 pending = [held for held in requested if table.get(held.ray.id.hex(), {}).get("state") != "CREATED"]
                 if not pending:
                     break
@@ -530,23 +502,12 @@ class RayGroups:
                     return [held.bundle for held in pending]
                 await asyncio.sleep(interval)
                 interval = min(1.5 * interval, GROUP_POLL_INTERVAL_S[1])
-            for held in requested:
-                held.node = _bundle_node(table, held)
-                self._held[held.bundle.name] = held
-                if held.node is not None:
-                    self._account(held.node, held.bundle.resources, -1.0)
+            self._held |= {held.bundle.name: held for held in requested}
             requested = []
             return []
         finally:
             if requested:  # not empty on failure only; shielded, so that cancellation does not leak groups
                 await asyncio.shield(self._remove(requested))
-
-    async def _table(self) -> Mapping[str, Any]:
-        """Every placement group of the cluster, by its id."""
-        from ray.util.placement_group import placement_group_table
-
-        found: Mapping[str, Any] = await self._run_blocking(placement_group_table)
-        return found
 
     async def _remove(self, groups: Sequence[_PlacementGroup]) -> None:
         from ray.util.placement_group import remove_placement_group
@@ -587,21 +548,12 @@ def _death_errors() -> tuple[type[Exception], ...]:
 
 @dataclass(slots=True)
 class _PlacementGroup:
-    """A bundle's group that is requested from Ray, and then held; `node` is Ray's id of its node, None while it has
-    none."""
+    """A bundle's group that is requested from Ray, and then held."""
 
     bundle: Bundle
     ray: Any = None
-    node: str | None = None
     abandoned: bool = False
     """Abandoned while it is created: `_create_group` removes it."""
-
-
-def _bundle_node(table: Mapping[str, Any], held: _PlacementGroup) -> str | None:
-    """Ray's id of the bundle's node."""
-    row = table.get(held.ray.id.hex(), {})
-    nodes = row.get("bundles_to_node_id", {}) if row.get("state") == "CREATED" else {}
-    return nodes.get(0) or None
 
 
 def _create_group(held: _PlacementGroup) -> None:

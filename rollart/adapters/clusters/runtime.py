@@ -46,11 +46,10 @@ def feasible_nodes(spec: ActorSpec, labels: Mapping[str, str], nodes: Sequence[N
 
 def check_feasible(gang: Sequence[Bundle], nodes: Sequence[Node]) -> None:
     """`UsageError` if the gang would not fit on these nodes even if they were empty."""
-    empty = [Node(n.id, n.labels, n.total, dict(n.total)) for n in nodes]
     for bundle in gang:
-        if not any(matches(bundle.labels, n.labels) and _has_capacity(n.total, bundle) for n in empty):
+        if not any(matches(bundle.labels, n.labels) and _has_capacity(n.total, bundle) for n in nodes):
             raise UsageError(f"{bundle}: no node could ever hold it", remedy=_described(nodes))
-    search = PlacementSearch(gang, empty)
+    search = PlacementSearch(gang, nodes, {n.id: n.total for n in nodes})
     if search.find() is None and search.steps < MAX_SEARCH_STEPS:
         deepest = search.stuck
         raise UsageError(
@@ -165,10 +164,11 @@ class PlacementSearch:
     """Depth-first search over bundles from the largest on; ties by the order of `nodes`. `stuck` is the first bundle
     that the search never placed."""
 
-    def __init__(self, gang: Sequence[Bundle], nodes: Sequence[Node]) -> None:
+    def __init__(self, gang: Sequence[Bundle], nodes: Sequence[Node], free: Mapping[str, Mapping[str, float]]) -> None:
+        """`free`: the resources that the nodes have for the gang, by node."""
         self.steps = 0
-        self._nodes = nodes
-        self._room = {n.id: dict(n.free) for n in nodes}
+        self._nodes, self._free = nodes, free
+        self._room = {node: dict(amounts) for node, amounts in free.items()}
         self._order = sorted(gang, key=lambda b: -sum(b.resources.values()))
         self._selector_labels = {label for bundle in self._order for label in bundle.labels}
         self._found: dict[str, Node] = {}
@@ -210,7 +210,7 @@ class PlacementSearch:
             # no bundle selects by, such as Ray's node id, would make equal nodes look different.
             labels = [(label, value) for label, value in node.labels.items() if label in self._selector_labels]
             key = (tuple(sorted(labels)), tuple(sorted(self._room[node.id].items())))
-            if self._room[node.id] == node.free and key in equivalents:
+            if self._room[node.id] == self._free[node.id] and key in equivalents:
                 continue
             equivalents.add(key)
             yield node
