@@ -106,10 +106,8 @@ class HttpEngine:
         return answer
 
     async def _generate_any(self, request: GenerateRequest) -> Completion:
-        if self._streaming:
-            stream = self.stream if self.stream is not None and self.stream.open else await self._open_stream()
-            if stream is not None:
-                return await stream.generate(request)
+        if (stream := await self._open_stream()) is not None:
+            return await stream.generate(request)
         body = request_body(request)
         if request.on_chunk is not None and request.kv_transfer is None:  # events cannot carry `kv_transfer_params`
             return await self._generate_streamed(request, body)
@@ -284,14 +282,14 @@ class HttpEngine:
             await self._http.close()
 
     async def _open_stream(self) -> EngineStream | None:
-        """Connect to the server's stream. None, now and in future, if it has none or its port is unreachable."""
+        """The server's stream, connected. None, now and in future, if it has none or its port is unreachable."""
         async with self._opening:
             if not self._streaming or (self.stream is not None and self.stream.open):
                 return self.stream
             offered = as_object(await self.request("GET", "/rollart/stream", limit_s=CONNECT_S, optional=True))
             host, port = urlsplit(self.url).hostname or "", offered.get("port")
             if not port:
-                self._streaming = False
+                self._streaming, self.stream = False, None
                 return None
             try:
                 async with asyncio.timeout(CONNECT_S):
