@@ -58,9 +58,9 @@ def cloudformation(
     """`storage.yaml` makes the bucket (named `bucket`), which must hold the code before `functions.yaml` can be
     deployed."""
     parameter = {"Type": "String", "Description": "Bucket of the storage stack: the archives are there."}
-    resources = _cfn_role(functions, role_arn)
+    resources, role = _cfn_role(functions, role_arn)
     for function in functions:
-        resources |= _cfn_function(function, _cfn_role_reference(role_arn))
+        resources |= _cfn_function(function, role)
     arn = "arn:${AWS::Partition}:s3:::${Bucket}"
     resources["ControllerPolicy"] = _cfn_controller_policy(functions, {"Fn::Sub": arn}, {"Fn::Sub": f"{arn}/*"})
     template = {
@@ -99,9 +99,10 @@ def cloudformation(
 
 def sam(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "", bucket: str = "") -> RenderedFiles:
     """`template.yaml` alone: SAM's client uploads the archives, to a bucket of its own."""
-    resources = _cfn_bucket(bucket) | _cfn_role(functions, role_arn)
+    own_role, role = _cfn_role(functions, role_arn)
+    resources = _cfn_bucket(bucket) | own_role
     for function in functions:
-        resources |= _sam_function(function, _cfn_role_reference(role_arn))
+        resources |= _sam_function(function, role)
     arn = {"Fn::GetAtt": ["Bucket", "Arn"]}
     resources["ControllerPolicy"] = _cfn_controller_policy(functions, arn, {"Fn::Sub": "${Bucket.Arn}/*"})
     template = {
@@ -247,19 +248,16 @@ def _cfn(kind: str, properties: Mapping[str, Any], *, kept: str = "", after: str
     return {"Type": kind, **policies, **({"DependsOn": after} if after else {}), "Properties": properties}
 
 
-def _cfn_role(functions: Sequence[AwsFunction], role_arn: str) -> dict[str, Any]:
+def _cfn_role(functions: Sequence[AwsFunction], role_arn: str) -> tuple[dict[str, Any], Any]:
+    """A role for the functions, if none is given, and the reference to their role."""
     if role_arn or not functions:
-        return {}
+        return {}, role_arn
     policy = _policy([log_permission([{"Fn::GetAtt": [f"{_logical(f)}Logs", "Arn"]} for f in functions])])
     properties = {
         "AssumeRolePolicyDocument": ASSUME_ROLE,
         "Policies": [{"PolicyName": "own-logs", "PolicyDocument": policy}],
     }
-    return {"FunctionsRole": _cfn("AWS::IAM::Role", properties)}
-
-
-def _cfn_role_reference(role_arn: str) -> Any:
-    return role_arn or {"Fn::GetAtt": ["FunctionsRole", "Arn"]}
+    return {"FunctionsRole": _cfn("AWS::IAM::Role", properties)}, {"Fn::GetAtt": ["FunctionsRole", "Arn"]}
 
 
 def _cfn_logs(function: AwsFunction) -> dict[str, Any]:
