@@ -90,7 +90,11 @@ class SharedLink:
         try:
             await future
         finally:
-            self.cancel(flow)
+            if not flow.over:
+                self._catch_up()
+            if not flow.over:
+                self._leave(flow)
+                self._plan()
 
     def send(self, gb: float, done: Callable[[], None], streams: int = 1) -> None:
         """Transfer without a task: `done` is called at the end. It may send again, and must not raise."""
@@ -102,16 +106,7 @@ class SharedLink:
         else:
             self._join(gb, streams, done)
 
-    def cancel(self, flow: LinkTransfer) -> None:
-        if not flow.over:
-            self._catch_up()
-        if not flow.over:
-            self._leave(flow)
-            self._plan()
-
     def _join(self, gb: float, streams: int, done: Callable[[], None]) -> LinkTransfer:
-        if streams < 1:
-            raise ValueError(f"{streams} streams (rule: at least 1)")
         self._catch_up()
         self._streams += streams
         self._sent += 1
