@@ -63,7 +63,7 @@ class OpenEnv:
         self,
         url: str | Sequence[str],
         *,
-        action: str | ActionEncoder | None = None,
+        action: str | Callable[[str], Any] | None = None,
         text: str | ObservationRenderer | None = None,
         actions: Sequence[str] | None = None,
         actions_from: str | None = None,
@@ -80,7 +80,7 @@ class OpenEnv:
         reuse: bool = False,
     ) -> None:
         self._urls = endpoints([url] if isinstance(url, str) else url)
-        self._encode = action_encoder(action)
+        self._field, self._encode = action_encoder(action)
         if isinstance(text, str):
             field = text
             text = attribute_at(text, "text") if ":" in text else lambda observation: str(observation[field])
@@ -108,10 +108,8 @@ class OpenEnv:
             self._session, answer = await self._start_session(data, random.Random(seed))
         else:
             answer = await self._session.request("reset", data, self._reset_s)
-        if self._encode is None:
-            self._encode = action_encoder(
-                sole_text_field(await self._session.schema(self._connect_s), self._session.host)
-            )
+        if self._field is None and self._encode is None:
+            self._field = sole_text_field(await self._session.schema(self._connect_s), self._session.host)
         if answer.done:
             raise EnvironmentFault(self._session.host, "the episode was over before its first step")
         self._last = self._to_observation(answer.observation)
@@ -119,11 +117,13 @@ class OpenEnv:
         return self._last
 
     async def step(self, action: str) -> Step:
-        if self._session is None or self._encode is None or self._last is None:
+        if self._session is None or self._last is None:
             raise RuntimeError("step before reset")
         try:
-            data = self._encode(action)
-            answer = await self._session.request("step", data, self._step_s, fields=self._encode.fields)
+            data: Any = {self._field: action.strip()} if self._encode is None else self._encode(action)
+            if not isinstance(data, Mapping):
+                raise ValueError(f"an action is a mapping, not {type(data).__name__}")
+            answer = await self._session.request("step", data, self._step_s, field=self._encode is None)
         except ValueError:  # also raised for an action that the server refused
             self._observations.append(self._last.text)
             self._rewards.append(self._invalid_reward)
@@ -267,12 +267,12 @@ class OpenEnvSession:
             raise
 
     async def request(
-        self, operation: str, data: Mapping[str, Any], seconds: float, *, fields: frozenset[str] | None = None
+        self, operation: str, data: Mapping[str, Any], seconds: float, *, field: bool = False
     ) -> OpenEnvObservation:
         """The response to a reset or a step. ValueError for an action that violates the server's types, unless by
-        the names of its `fields`, which the spec chose and not the policy."""
+        the name of its `field`, which the spec chose and not the policy."""
         await self._send(operation, data)
-        frame = await self._frame(seconds, operation, fields)
+        frame = await self._frame(seconds, operation, field)
         if frame.get("type") != "observation":
             raise await self._end(f"answered a {operation} with a frame of type {frame.get('type')!r}")
         self._started = True
@@ -314,7 +314,7 @@ class OpenEnvSession:
                 return  # a full server sends an error frame before it closes: read that
             raise await self._end(f"the session was gone at its {operation} ({one_line(error, 200)})") from None
 
-    async def _frame(self, seconds: float, operation: str, fields: frozenset[str] | None) -> Any:
+    async def _frame(self, seconds: float, operation: str, field: bool) -> Any:
         """The next frame as a mapping. An error frame raises `EnvironmentFault` or ValueError."""
         try:
             async with asyncio.timeout(seconds):
@@ -334,10 +334,10 @@ class OpenEnvSession:
         if not isinstance(frame, dict):
             raise await self._end(f"answered a {operation} with a malformed frame")
         if frame.get("type") == "error":
-            await self._raise_error(operation, frame.get("data"), fields)
+            await self._raise_error(operation, frame.get("data"), field)
         return frame
 
-    async def _raise_error(self, operation: str, data: Any, fields: frozenset[str] | None) -> None:
+    async def _raise_error(self, operation: str, data: Any, field: bool) -> None:
         error = data if isinstance(data, dict) else {}
         code, errors = str(error.get("code", "?")), error.get("errors")
         if operation == "step" and code == "VALIDATION_ERROR":
@@ -346,7 +346,7 @@ class OpenEnvSession:
             misnamed = any(
                 e.get("type") in ("missing", "extra_forbidden") and len(e.get("loc") or ()) == 1 for e in listed
             )
-            if fields is None or not misnamed:
+            if not field or not misnamed:
                 raise ValueError(str(errors))
             error = {"message": f"its actions have other fields: {errors}"}
         detail = " ".join(str(error.get("message", data)).split())[:300]
@@ -364,32 +364,14 @@ JSON = "json"
 """`action: json`: the policy writes the whole action."""
 
 
-@dataclass(frozen=True, slots=True)
-class ActionEncoder:
-    """From the policy's text to an action; ValueError for a text that is not an action. `fields` are the names that the
-    spec gave, None if the policy names the fields itself."""
-
-    encode: Callable[[str], Mapping[str, Any]]
-    fields: frozenset[str] | None = None
-
-    def __call__(self, text: str) -> Mapping[str, Any]:
-        action = self.encode(text)
-        if not isinstance(action, Mapping):
-            raise ValueError(f"an action is a mapping, not {type(action).__name__}")
-        return action
-
-
-def action_encoder(action: str | ActionEncoder | Callable[[str], Mapping[str, Any]] | None) -> ActionEncoder | None:
-    """The encoder of actions; None if the server's schema must be read first."""
-    if action is None or isinstance(action, ActionEncoder):
-        return action
+def action_encoder(action: str | Callable[[str], Any] | None) -> tuple[str | None, Callable[[str], Any] | None]:
+    """The field of an action that takes the policy's text, or the function from the text to the whole action, which
+    raises ValueError for a text that is not an action; neither if the server's schema must be read first."""
     if not isinstance(action, str):
-        return ActionEncoder(action)
+        return None, action
     if action == JSON:
-        return ActionEncoder(json.loads)
-    if ":" in action:
-        return ActionEncoder(attribute_at(action, "action"))
-    return ActionEncoder(lambda text: {action: text.strip()}, frozenset((action,)))
+        return None, json.loads
+    return (None, attribute_at(action, "action")) if ":" in action else (action, None)
 
 
 def sole_text_field(schema: Mapping[str, Any], host: str) -> str:
