@@ -364,7 +364,7 @@ class SampleBuffer:
         """Groups of a domain that a batch for `version` may hold, complete or not."""
         assert self.pace is not None
         ready = [PacedGroup(r.id, r.v0, r.samples) for r in self._ready.values() if r.domain == domain]
-        unfinished = [u.at(version) for u in self.pace.unfinished() if u.domain == domain]
+        unfinished = [u.under(version) for u in self.pace.unfinished() if u.domain == domain]
         return [m for m in (*ready, *unfinished) if not self._bound.stale(m.v0, version)]
 
     def _lacking(self, version: int, taken: Sequence[Group] = ()) -> list[PacedGroup]:

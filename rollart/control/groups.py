@@ -86,7 +86,7 @@ class IncompleteGroup:
     samples: int
     domain: str
 
-    def at(self, version: int) -> PacedGroup:
+    def under(self, version: int) -> PacedGroup:
         """The group as a batch for `version` sees it: if it has not begun, it begins under that version at the
         earliest."""
         return PacedGroup(self.id, version if self.v0 is None else self.v0, self.samples)
@@ -155,7 +155,7 @@ class GroupRun:
     """Order of opening: an older group has a lower number."""
     ended: AbortReason | None = None
     """Abort reason of members that end from now on, as the group no longer needs them; None while it does."""
-    seen: list[TrajectorySnapshot] = field(default_factory=list)
+    snapshots: list[TrajectorySnapshot] = field(default_factory=list)
     """Snapshots of its sampled trajectories, for the report on selection bias."""
 
     @property

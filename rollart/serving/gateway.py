@@ -195,7 +195,7 @@ class Gateway:
         """Engines that serve or are only suspected, and do not drain."""
         return {m.engine.id for m in self.registry.members.values() if m.keeps}
 
-    def at(self, kind: EngineKind) -> list[EngineId]:
+    def engines_of(self, kind: EngineKind) -> list[EngineId]:
         """Engines of a kind in the order in which to flip them: fewest sessions first, then by id."""
         members = [m for m in self.registry.members.values() if m.seat.kind == kind]
         return [m.engine.id for m in sorted(members, key=lambda m: (not m.serves, len(m.sessions), m.engine.id))]

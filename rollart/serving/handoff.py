@@ -42,13 +42,6 @@ class MissingHandoffValue(HandoffFailed):
     """The prefill engine answered without a hand-off value."""
 
 
-def prefill_params(returned: Mapping[str, object] | None, *, last: bool = False) -> dict[str, object]:
-    """Parameters of a prefill leg: keep the KV for a decode engine, and fetch the KV that this engine returned. After
-    the hand-over of the `last` turn the prefill engine may free it (vLLM's blocks are free then in any case)."""
-    params = {"do_remote_prefill": False, **(returned or {}), "do_remote_decode": True}
-    return {**params, SESSION_ENDS_KEY: True} if last else params
-
-
 def prefill_id(request_id: str) -> str:
     """The id of a request's prefill leg, under which the KV is kept."""
     return f"{request_id}-p"
@@ -57,12 +50,18 @@ def prefill_id(request_id: str) -> str:
 def prefill_request(
     request: GenerateRequest, returned: Mapping[str, object] | None, *, last: bool = False
 ) -> GenerateRequest:
-    """The prefill leg of a request: one unused token. It has its own id, because both legs may appear in one log."""
+    """The prefill leg of a request: one unused token. It has its own id, because both legs may appear in one log.
+
+    Its engine keeps the KV for a decode engine, and fetches the KV that it returned. After the hand-over of the `last`
+    turn it may free it (vLLM's blocks are free then in any case)."""
+    params = {"do_remote_prefill": False, **(returned or {}), "do_remote_decode": True}
+    if last:
+        params[SESSION_ENDS_KEY] = True
     return dataclasses.replace(
         request,
         request_id=prefill_id(request.request_id),
         sampling=dataclasses.replace(request.sampling, max_tokens=1),
-        kv_transfer=prefill_params(returned, last=last),
+        kv_transfer=params,
         on_chunk=None,
     )
 

@@ -100,11 +100,10 @@ class AllAtOnceUpdates(WeightUpdates):
         try:
             await self._take_back(weights.version)
             members = self._registry.members
-            versions = {e: m.version for e, m in members.items()}
-            targets = [
-                members[EngineId(e)]
-                for e in engines_to_update(versions, {e: m.healthy for e, m in members.items()}, weights.version)
-            ]
+            if ahead := sorted(e for e, m in members.items() if m.version > weights.version):
+                raise ValueError(f"engines {ahead} are past version {weights.version}")
+            behind = (members[EngineId(e)] for e in sorted(members) if members[e].version < weights.version)
+            targets = [m for m in behind if m.healthy]
             async with asyncio.TaskGroup() as group:
                 for member in targets:
                     group.create_task(self._load(member, weights), name=f"sync {member.engine.id}")
@@ -140,12 +139,3 @@ class AllAtOnceUpdates(WeightUpdates):
                 member.shares.release()
         except (EngineError, LeaseExpired) as error:
             self._suspect(member, error)
-
-
-def engines_to_update(versions: Mapping[str, int], healthy: Mapping[str, bool], target: int) -> tuple[str, ...]:
-    """Healthy engines below `target`, in id order. ValueError if an engine is past it already: versions never
-    decrease."""
-    ahead = [e for e, v in versions.items() if v > target]
-    if ahead:
-        raise ValueError(f"engines {sorted(ahead)} are past version {target}")
-    return tuple(sorted(e for e, v in versions.items() if v < target and healthy.get(e, False)))

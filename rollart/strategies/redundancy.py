@@ -222,15 +222,15 @@ class SelectionBiasReport(RolloutStrategy):
         self._changed = False
 
     def kept(self, run: GroupRun) -> None:
-        self._kept.extend(_with_group_difficulty(run, seen) for seen in run.seen)
+        self._kept.extend(_with_group_difficulty(run, snapshot) for snapshot in run.snapshots)
 
     def sampled(self, run: GroupRun, state: TrajectoryState, sample: TrainSample) -> None:
-        run.seen.append(trajectory_snapshot(state, sample))
+        run.snapshots.append(trajectory_snapshot(state, sample))
 
     def surplus(self, run: GroupRun) -> None:
         """The work of its finished members is lost."""
-        for seen in run.seen:
-            self._cancel(_with_group_difficulty(run, seen))
+        for snapshot in run.snapshots:
+            self._cancel(_with_group_difficulty(run, snapshot))
 
     def cancelled(self, run: GroupRun, state: TrajectoryState, sample: TrainSample | None = None) -> None:
         self._cancel(_with_group_difficulty(run, trajectory_snapshot(state, sample)))

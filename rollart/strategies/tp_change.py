@@ -23,6 +23,7 @@ from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
 from rollart.supervise.rebalance import UNDO_ATTEMPTS, order_moves, reverse_drain
+from rollart.supervise.supervisor import back_off_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,7 +356,7 @@ class Resharder(RolloutStrategy):
                         break
                     if attempt == UNDO_ATTEMPTS:
                         raise
-                    await asyncio.sleep(min(0.25 * 2**attempt, 5.0))
+                    await asyncio.sleep(back_off_s(attempt))
 
     async def _step(self, move: FleetMove) -> None:
         assert self._fleet is not None

@@ -114,7 +114,7 @@ class EngineFleet:
         """Drain one engine of the kind. `wanted`: this engine, which may have been retired already."""
         async with self.gateway.still():
             may = self.gateway.stable() if wanted is None else {wanted}
-            engine_id = next((e for e in self.gateway.at(kind) if e in may), None)
+            engine_id = next((e for e in self.gateway.engines_of(kind) if e in may), None)
             if engine_id is None:
                 raise RunFailed(f"no {kind.role} of tp {kind.tp} on {kind.pool} serves: none can be drained")
             self.gateway.retire(engine_id)

@@ -156,7 +156,7 @@ class RebalanceSettings:
 class _Change:
     """An applied change whose effect is not measured yet."""
 
-    at: float
+    applied_at: float
     trigger: str
     predicted: float | None
     before: float | None
@@ -328,7 +328,7 @@ class Rebalancer:
                 for move in flips:
                     assert move.before is not None
                     assert move.after is not None
-                    for engine in self.gateway.at(EngineKind(move.pool, move.before, move.tp))[: move.replicas]:
+                    for engine in self.gateway.engines_of(EngineKind(move.pool, move.before, move.tp))[: move.replicas]:
                         self.gateway.flip(engine, move.after)
                 if proposal.router_only:
                     self.gateway.follow(proposal.routes)
@@ -410,7 +410,7 @@ class Rebalancer:
             assert move.before is not None, "a flip has a role before"
             kind = EngineKind(move.pool, move.before, move.tp)
             used[kind] = used.get(kind, 0) + move.replicas
-            have = len(self.gateway.at(kind))
+            have = len(self.gateway.engines_of(kind))
             if used[kind] > have:
                 return f"{move}, but there are {have}"
         return None
@@ -450,7 +450,7 @@ class Rebalancer:
     def _measure(self, now: float) -> None:
         """Record the measured effect of the last change, once its window has passed."""
         change = self._change
-        if change is None or now < change.at + self.settings.settle_s + self.settings.measure_s:
+        if change is None or now < change.applied_at + self.settings.settle_s + self.settings.measure_s:
             return
         self._change = None
         after = self._rate(self.settings.measure_s)

@@ -17,7 +17,6 @@ from rollart.policy.collapse import CollapseAlarm
 from rollart.policy.release import SlotLedger
 from rollart.policy.routing import EngineView, choose_engine
 from rollart.policy.staleness import StalenessBound
-from rollart.serving.weight_updates import engines_to_update
 from rollart.sim import loop
 from rollart.testing.ledger import MemoryRecorder
 
@@ -134,13 +133,6 @@ def test_routing_is_fenced_and_least_loaded(engines: list[EngineView], version: 
         first = min((e.fill, e.running) for e in eligible.values())
         assert (eligible[chosen].fill, eligible[chosen].running) == first
     assert chosen == choose_engine(list(reversed(engines)), version=version)
-
-
-def test_versions_never_go_back() -> None:
-    assert engines_to_update({"b": 1, "a": 1, "c": 2}, {"a": True, "b": True, "c": True}, 2) == ("a", "b")
-    assert engines_to_update({"a": 1}, {"a": False}, 2) == ()
-    with pytest.raises(ValueError, match="past version 1"):
-        engines_to_update({"a": 2}, {"a": True}, 1)
 
 
 def test_slots_are_released_once() -> None:
