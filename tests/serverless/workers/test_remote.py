@@ -168,7 +168,8 @@ def test_who_does_not_greet_is_not_listened_to_for_long(monkeypatch: pytest.Monk
             await _knock(port, b"")
             await _knock(port, b"\x00\x00")  # half a length
             monkeypatch.setattr("serverless.hosts.GREETING_S", LIMIT_S)
-            link = await HostLink("one", f"tcp://127.0.0.1:{port}", "the token").open()
+            link = HostLink("one", f"tcp://127.0.0.1:{port}", "the token")
+            await link.open()
             await link.ping()
             await link.aclose()
             await host.close()
