@@ -57,8 +57,8 @@ class ProviderQueue:
     arrival.
     """
 
-    def __init__(self, function: FunctionQueue, index: int, backend: Backend, *, alone: bool) -> None:
-        """`index`: the position in the fallback order. `alone`: there is no other provider."""
+    def __init__(self, function: FunctionQueue, index: int, backend: Backend) -> None:
+        """`index`: the position in the fallback order."""
         self._function = function
         self.index = index
         self._spec = spec = function.spec
@@ -67,7 +67,6 @@ class ProviderQueue:
         self.provider = backend.provider
         self.why = ""
         """The detail of the fault that last opened the breaker."""
-        self._alone = alone
         self._counts = stages = function.stages
         self._hedges, self._batches = stages[OffloadStage.HEDGE], stages[OffloadStage.BATCH]
         self._admissions = stages[OffloadStage.ADMISSION]
@@ -309,7 +308,7 @@ class ProviderQueue:
         """Report an attempt's end to the breaker, and reroute waiting items if its state changes."""
         failed = None if cancelled else False
         if fault is not None:
-            failed = is_provider_failure(fault, alone=self._alone)
+            failed = is_provider_failure(fault, alone=len(self._function.provider_queues) == 1)
             timed_out = fault.kind is FaultKind.TIMEOUT and self._spec.timeout_floor is not None
             if failed and not attempt.trial and (attempt.cause is Cause.ISOLATION or timed_out):
                 failed = None  # most likely caused by the item
@@ -480,9 +479,7 @@ class FunctionQueue:
         self._billed_s = 0.0
         self._billed_items = 0
         order = backends if settings.fallback.enabled else backends[:1]
-        self.provider_queues = [
-            ProviderQueue(self, index, backend, alone=len(order) == 1) for index, backend in enumerate(order)
-        ]
+        self.provider_queues = [ProviderQueue(self, index, backend) for index, backend in enumerate(order)]
 
     @property
     def waiting(self) -> int:

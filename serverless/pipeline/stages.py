@@ -150,12 +150,6 @@ class PipelineSpec(Settings):
     breaker: BreakerSpec = BreakerSpec()
     fallback: StageSpec = StageSpec()
 
-    @classmethod
-    def none(cls) -> PipelineSpec:
-        """Settings with every stage off: one item, one call, one outcome."""
-        off = {name: {"enabled": False} for name in cls.model_fields if name != "limits"}
-        return cls.model_validate({**off, "limits": {"scope": "off"}})
-
 
 @dataclass(slots=True)
 class StageCounts:
@@ -193,8 +187,3 @@ class FunctionHealth:
             self.faults += 1
             self.by_kind[outcome.kind] += 1
         self.model_faults += isinstance(outcome, ModelFault)
-
-    @property
-    def rate(self) -> float:
-        """Share of faults since the start."""
-        return self.faults / self.outcomes if self.outcomes else 0.0

@@ -278,7 +278,7 @@ class RemoteWorker(WorkerChannel):
 
     async def ready(self, hello: Sequence[Any]) -> None:
         """Request the worker and wait for the end of its init phase. Raises `WorkerFault` if that failed."""
-        match await self.ask("", encode_message(["hello", *hello])):
+        match await super().ask("", encode_message(["hello", *hello])):
             case ["ready", int() | float() as init_s]:
                 self.init_s, self.started = float(init_s), True
             case ["failed", str(kind), str(detail), bool(retryable)]:
@@ -287,8 +287,6 @@ class RemoteWorker(WorkerChannel):
                 raise self.broke_protocol()
 
     async def ask(self, request: str, frame: bytes) -> list[Any]:
-        if not request:
-            return await super().ask(request, frame)
         self.busy = True
         self._link.changed(1)
         try:

@@ -653,8 +653,8 @@ def test_every_stage_can_be_left_out(stage: str, tmp_path: pathlib.Path) -> None
         await asyncio.sleep(rng.uniform(0.01, 0.05))
         return InfraFault(FaultKind.CRASH, retryable=True) if rng.random() < 0.1 else None
 
-    off: dict[str, Any] = {"scope": "off"} if stage == "limits" else {"enabled": False}
-    chosen = PipelineSpec.none() if stage == "all" else PipelineSpec.model_validate({stage: off})
+    off: dict[str, Any] = {name: {"enabled": False} for name in STAGES} | {"limits": {"scope": "off"}}
+    chosen = PipelineSpec.model_validate(off if stage == "all" else {stage: off[stage]})
     provider = Modelled(body, capacity=3)
 
     async def main(o: Offload) -> Any:
