@@ -367,7 +367,6 @@ def make_scaler(
     *,
     seen: StatisticsMeter,
     rolling: ActiveRollouts,
-    domains: Iterable[DomainSpec],
     live: Callable[[], int],
     events: Recorder,
     directory: Path,
@@ -382,9 +381,9 @@ def make_scaler(
             "to": scaled.after,
             "why": scaled.why,
         }
-        kind = "function_scaled"
+        kind = "function_scaling_failed" if scaled.failed else "function_scaled"
         if scaled.failed:
-            kind, fields = "function_scaling_failed", {**fields, "detail": scaled.failed}
+            fields["detail"] = scaled.failed
         events.event(RunEvent(scaled.t, kind, scaled.function, fields))
 
     def route(function: str) -> str:
@@ -392,7 +391,7 @@ def make_scaler(
         return next((provider for provider, (state, _) in states.items() if state != "open"), "")
 
     around = ScalerContext(
-        demand=TrajectoryDemand(rolling, domains),
+        demand=TrajectoryDemand(rolling, resolved.run.domains),
         prices=scaling_prices(resolved, live),
         waiting=offload.waiting_for,
         route=route,

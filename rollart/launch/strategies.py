@@ -60,20 +60,32 @@ class StrategySettings:
     """Tensor parallelism follows preemption, if a fleet can start engines."""
 
     def __call__(self, run: RolloutContext) -> RolloutOptions:
-        shares = None if self.fairness is None else _share_tracker(self.fairness, run)
-        prefetcher = None if self.prefetch == 0 else _prefetcher(self.prefetch, run)
+        rules, waits = run.schedule.rules, run.waits
+        shares = prefetcher = resharder = None
+        if self.fairness is not None:
+            shares = DomainShareTracker(
+                run.domains,
+                self.fairness,
+                run.recorder,
+                steps=run.schedule.steps,
+                window=rules.alpha + 1 if rules.windowed else 1,
+                apart=rules.admission is Admission.NEXT_BATCH,
+            )
+        if self.prefetch != 0:
+            reset_s, close_s = waits.env_reset_s, waits.env_close_s
+            prefetcher = Prefetcher(
+                run.domains, run.leases, run.recorder, depth=self.prefetch, reset_s=reset_s, close_s=close_s
+            )
+        if self.reshard is not None:
+            resharder = Resharder(
+                run.gateway, run.leases, run.recorder, run.meter(), settings=self.reshard, round_=run.round
+            )
         admission: Callable[..., PromptAdmission] = PromptAdmission
         if self.tail is not None:
             admission = partial(TailBatchAdmission, tail=self.tail)
         elif shares is not None:
             admission = partial(FairAdmission, shares=shares)
-        strategies: list[RolloutStrategy | None] = [
-            shares,
-            *self._speculation(run),
-            prefetcher,
-            self._resharder(run),
-            self._lender(run),
-        ]
+        strategies = [shares, *self._speculation(run), prefetcher, resharder, self._lender(run)]
         return RolloutOptions([s for s in strategies if s is not None], admission, shares, prefetcher)
 
     def _speculation(self, run: RolloutContext) -> Iterator[RolloutStrategy]:
@@ -87,11 +99,6 @@ class StrategySettings:
         if self.filter.zero_variance:
             yield GroupFilter(run.domains, self.filter, run.recorder)
 
-    def _resharder(self, run: RolloutContext) -> Resharder | None:
-        if self.reshard is None:
-            return None
-        return Resharder(run.gateway, run.leases, run.recorder, run.meter(), settings=self.reshard, round_=run.round)
-
     def _lender(self, run: RolloutContext) -> DeviceLender | None:
         if self.lending is None or run.borrow is None:
             return None
@@ -104,25 +111,6 @@ class StrategySettings:
         )
         run.gateway.on_lost = lender.lost
         return lender
-
-
-def _share_tracker(settings: FairnessSettings, run: RolloutContext) -> DomainShareTracker:
-    rules = run.schedule.rules
-    return DomainShareTracker(
-        run.domains,
-        settings,
-        run.recorder,
-        steps=run.schedule.steps,
-        window=rules.alpha + 1 if rules.windowed else 1,
-        apart=rules.admission is Admission.NEXT_BATCH,
-    )
-
-
-def _prefetcher(depth: int | Literal["auto"], run: RolloutContext) -> Prefetcher:
-    waits = run.waits
-    return Prefetcher(
-        run.domains, run.leases, run.recorder, depth=depth, reset_s=waits.env_reset_s, close_s=waits.env_close_s
-    )
 
 
 def strategy_settings(resolved: Resolved, reshard: ReshardSettings | None) -> StrategySettings:

@@ -99,31 +99,6 @@ SHOWN_METRICS = (
 )
 
 
-def step_fields(done: StepDone, *, steps: int, live: int) -> EventFields:
-    """One training step: progress, speed, and results by domain (`success.lake`, `score.lake`)."""
-    fields: EventFields = {
-        "step": done.step + 1,
-        "steps": steps,
-        "version": done.version,
-        "train_s": done.t1 - done.t0,
-        "waited_s": done.waited_s,
-        "trained_tokens": done.report.trained_tokens,
-        "live": live,
-    }
-    by_domain: dict[str, list[tuple[float, bool | None]]] = {}
-    for group in done.groups:
-        for sample in group.samples:
-            by_domain.setdefault(sample.domain, []).append((sample.score, sample.success))
-    for domain, results in sorted(by_domain.items()):
-        judged = [s for _, s in results if s is not None]
-        fields[f"success.{domain}"] = sum(judged) / len(judged) if judged else None
-        fields[f"score.{domain}"] = sum(v for v, _ in results) / len(results)
-    for name in SHOWN_METRICS:
-        if name in done.report.metrics:
-            fields[name] = done.report.metrics[name]
-    return fields
-
-
 SHOWN_EVENTS = frozenset(
     {
         "affinity_fallback",
@@ -294,7 +269,6 @@ class RunContext:
                     chain,
                     seen=meter,
                     rolling=scheduler.rolling,
-                    domains=self.resolved.run.domains,
                     live=scheduler.groups.live,
                     events=self.ledger,
                     directory=self.directory,
@@ -317,7 +291,9 @@ class RunContext:
             check=self._flush_clocks,
             budget=self.resolved.run.budget,
             seconds=lambda: self.ledger.seconds,
-            spent_usd=self._spent_usd,
+            # Over all lives of the run: every device while a part holds it, busy or idle; all devices of pools that are
+            # not rented; and calls of functions whose provider sends a bill.
+            spent_usd=lambda: self.devices_before + self.site.spent_usd() + self.ledger.functions_usd,
         )
 
     async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
@@ -340,13 +316,28 @@ class RunContext:
         self.current = WeightsRef(version, path, stamp=stamp_of(path))
 
     def _on_step(self, done: StepDone) -> None:
+        """One training step: progress, speed, and results by domain (`success.lake`, `score.lake`)."""
         if why := self.collapse.step(done.report.metrics):
             self.emit("learning_stopped", "training", step=done.step + 1, why=why)
-        self.emit(
-            "step",
-            "training",
-            **step_fields(done, steps=self.resolved.run.steps, live=self.control.scheduler.groups.live()),
-        )
+        fields: EventFields = {
+            "step": done.step + 1,
+            "steps": self.resolved.run.steps,
+            "version": done.version,
+            "train_s": done.t1 - done.t0,
+            "waited_s": done.waited_s,
+            "trained_tokens": done.report.trained_tokens,
+            "live": self.control.scheduler.groups.live(),
+        }
+        by_domain: dict[str, list[tuple[float, bool | None]]] = {}
+        for group in done.groups:
+            for sample in group.samples:
+                by_domain.setdefault(sample.domain, []).append((sample.score, sample.success))
+        for domain, results in sorted(by_domain.items()):
+            judged = [s for _, s in results if s is not None]
+            fields[f"success.{domain}"] = sum(judged) / len(judged) if judged else None
+            fields[f"score.{domain}"] = sum(v for v, _ in results) / len(results)
+        fields |= {name: done.report.metrics[name] for name in SHOWN_METRICS if name in done.report.metrics}
+        self.emit("step", "training", **fields)
 
     def _on_evaluated(self, label: str, results: Mapping[str, EvaluationResult]) -> None:
         """Held-out success by domain."""
@@ -362,11 +353,6 @@ class RunContext:
         hosts = [clock for fleet in (self.environments, self.functions) if fleet for clock in fleet.clocks]
         for clock in (*self.clocks, *self.site.clocks, *hosts):
             clock.flush()
-
-    def _spent_usd(self) -> float:
-        """Dollars so far over all lives of the run: every device while a part holds it, busy or idle; all devices of
-        pools that are not rented; and calls of functions whose provider sends a bill."""
-        return self.devices_before + self.site.spent_usd() + self.ledger.functions_usd
 
 
 def control_settings(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pathlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -103,12 +104,11 @@ def test_changes_are_events_of_the_ledger(tmp_path: pathlib.Path) -> None:
             for n in range(2000):
                 rolling.begin(live(f"c{n}", "code", -990.0))
             async with make_scaler(
-                resolved,
+                replace(resolved, run=resolved.run.model_copy(update={"domains": DOMAINS})),
                 offload,
                 [backend],
                 seen=seen,
                 rolling=rolling,
-                domains=DOMAINS,
                 live=lambda: 400,
                 events=events,
                 directory=tmp_path,
