@@ -248,16 +248,13 @@ class _ElasticReplay:
             self._rest(t, what)
         elif kind == IDLE:
             self._expire(t, what)
-        else:
-            self._tick(t)
-
-    def _tick(self, t: float) -> None:
-        self.kept = min(self.most, self.scaling.wanted(t, self.busy + len(self.waiting), len(self.workers)))
-        while len(self.workers) < self.kept:
-            self._start(t)
-        for worker in list(self.idle):
-            self._expire(t, worker)
-        self._push(t + self.tick_s, TICK, 0)
+        else:  # TICK
+            self.kept = min(self.most, self.scaling.wanted(t, self.busy + len(self.waiting), len(self.workers)))
+            while len(self.workers) < self.kept:
+                self._start(t)
+            for worker in list(self.idle):
+                self._expire(t, worker)
+            self._push(t + self.tick_s, TICK, 0)
 
     def _start(self, t: float) -> None:
         if len(self.workers) >= self.most:
