@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import enum
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,7 +177,8 @@ class SampleBuffer:
     async def lacking(self, column: SampleColumn) -> list[TrainSample]:
         """The next samples whose column the caller must fill: at least one, each sample once, for `ADVANTAGE` in whole
         groups. Unblocked by `offer`."""
-        sampler = _all_rows if column is SampleColumn.ADVANTAGE else Fifo(MAX_ROWS_PER_CALL, at_least=1)
+        most = sys.maxsize if column is SampleColumn.ADVANTAGE else MAX_ROWS_PER_CALL
+        sampler = Fifo(most, at_least=1)
         while (taken := self.table.take(column, sampler)) is None:
             self._columns[column].clear()
             await self._columns[column].wait()
@@ -409,7 +411,7 @@ class SampleBuffer:
                 return chosen
             taken = {pick.row.group for pick in chosen.batches[0]}
             fresh = {r.id for r in self._fresh_groups(version) if last_chance(r.v0, version, pace.alpha)}
-            last = [PickedRow(row, row.tokens) for row in ready.rows.values() if row.group in fresh - taken]
+            last = [PickedRow(row, row.tokens) for row in ready.values() if row.group in fresh - taken]
             return Selection((chosen.batches[0] + tuple(last),), chosen.consumed + tuple(p.row.id for p in last))
 
         return paced
@@ -440,7 +442,7 @@ class SampleBuffer:
         def sampler(ready: ReadyRows) -> Selection | None:
             if chosen is None:
                 return None
-            return Selection.of(ready.rows[s.id] for group in chosen for s in self.groups[group.id].samples)
+            return Selection.of(ready[s.id] for group in chosen for s in self.groups[group.id].samples)
 
         return sampler
 
@@ -448,15 +450,15 @@ class SampleBuffer:
         """The quota of every domain, or the available samples once the deadline has passed."""
         assert self._due is not None
         by_domain: dict[str, dict[str, SampleRow]] = {name: {} for name in self._quotas}
-        for row in ready.rows.values():
+        for row in ready.values():
             group = self._ready[row.group]
             if not self._bound.stale(group.v0, version):
                 by_domain[group.domain][row.id] = row
         picks: list[PickedRow] = []
         for domain, quota in self._quotas.items():
             least = max(1, math.ceil(self._due.least * quota - 1e-9))
-            sampler = Deadline(quota, least, version, due=late, gamma=self._due.decay, whole_groups=True)
-            found = sampler(ReadyRows(by_domain[domain], ready.missing))
+            sampler = Deadline(quota, least, version, due=late, gamma=self._due.decay)
+            found = sampler(by_domain[domain])
             if found is None:
                 return None
             picks += found.batches[0]
@@ -466,7 +468,7 @@ class SampleBuffer:
         """Complete groups with all of their columns."""
         if not self._columns:
             return list(self._ready.values())
-        rows = self.table.ready(TRAINING).rows
+        rows = self.table.ready(TRAINING)
         return [r for r in self._ready.values() if self.groups[r.id].samples[0].id in rows]
 
     def _forget(self, group_id: GroupId) -> Group:
@@ -506,7 +508,3 @@ def _weighted(group: Group, weights: Mapping[str, float]) -> Group:
     """The group with the weights of its samples in the loss."""
     samples = (dataclasses.replace(s, weight=weights[s.id]) if s.id in weights else s for s in group.samples)
     return dataclasses.replace(group, samples=tuple(samples))
-
-
-def _all_rows(ready: ReadyRows) -> Selection | None:
-    return Selection.of(ready.rows.values()) if ready.rows else None

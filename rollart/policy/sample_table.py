@@ -49,15 +49,6 @@ class PickedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadyRows:
-    """The input of a sampler: the rows that a task may take, by id, in order of readiness; and the number of rows of a
-    group that are not ready for the task yet."""
-
-    rows: Mapping[str, SampleRow]
-    missing: Callable[[str], int]
-
-
-@dataclass(frozen=True, slots=True)
 class Selection:
     """One batch per consumer, and the rows that it consumes: all picked rows, and the rows cut by a token budget."""
 
@@ -70,6 +61,9 @@ class Selection:
         picks = tuple(PickedRow(r, r.tokens) for r in rows)
         return Selection((picks,), tuple(p.row.id for p in picks))
 
+
+ReadyRows = Mapping[str, SampleRow]
+"""The rows that a task may take, by id, in order of readiness."""
 
 Sampler = Callable[[ReadyRows], Selection | None]
 """Chooses among the ready rows; None: not enough yet."""
@@ -189,19 +183,14 @@ class SampleTable:
 
     def ready(self, task: str) -> ReadyRows:
         """The rows that `take` would show to a sampler; a view, valid until the table changes."""
-        mine = self._task(task)
-
-        def missing(group: str) -> int:
-            return self._groups[group].size - mine.counts.get(group, 0)
-
-        return ReadyRows(mine.ready, missing)
+        return self._task(task).ready
 
     def take(self, task: str, sampler: Sampler, *, hold: bool = False) -> TakenRows | None:
         """Let the sampler choose among the task's ready rows, and mark its choice consumed: at once, or with `hold`
         only when it is settled. None: the sampler chose to wait. ValueError for a selection that breaks a rule of the
         table, which is the sampler's error; then nothing is consumed."""
         mine = self._task(task)
-        selection = sampler(self.ready(task))
+        selection = sampler(mine.ready)
         if selection is None:
             return None
         self._check(task, mine, selection)
@@ -304,9 +293,9 @@ class Fifo:
 
     def __call__(self, ready: ReadyRows) -> Selection | None:
         enough = self.count if self.at_least is None else self.at_least
-        if len(ready.rows) < max(enough, 1):
+        if len(ready) < max(enough, 1):
             return None
-        return Selection.of(islice(ready.rows.values(), self.count))
+        return Selection.of(islice(ready.values(), self.count))
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,13 +364,11 @@ class TokenBudget:
 
 @dataclass(frozen=True, slots=True)
 class Deadline:
-    """`target` rows, or at the deadline (`due`) the available rows, if there are at least `least` (asynchronous
-    federated learning aggregates on a clock).
+    """Complete groups of `target` rows, or at the deadline (`due`) the available groups, if they have at least `least`
+    rows (asynchronous federated learning aggregates on a clock).
 
-    Order: oldest version first, then the group closest to completion, then readiness (Pangu's priority queues): rows
-    close to their staleness bound are trained before they expire, and nearly complete groups are completed. With
-    `whole_groups`, only complete groups are taken, and only if they fit into `target`. Each row has weight gamma **
-    age.
+    Order: oldest version first, then readiness (Pangu's priority queues): rows close to their staleness bound are
+    trained before they expire. A group is taken only if it fits into `target`. Each row has weight gamma ** age.
     """
 
     target: int
@@ -389,25 +376,22 @@ class Deadline:
     version: int
     due: bool = False
     gamma: float = 1.0
-    whole_groups: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.target:
             raise ValueError(f"1 <= least {self.least} <= target {self.target} does not hold")
 
     def __call__(self, ready: ReadyRows) -> Selection | None:
-        units = _whole(ready) if self.whole_groups else [[row] for row in ready.rows.values()]
-        units.sort(key=lambda rows: (min(r.version for r in rows), ready.missing(rows[0].group)))
-        if units and len(units[0]) > self.target:
-            raise ValueError(f"group {units[0][0].group} of {len(units[0])} rows fits into no batch of {self.target}")
+        groups = sorted(_whole(ready), key=lambda group: min(r.version for r in group))
+        if groups and len(groups[0]) > self.target:
+            raise ValueError(f"group {groups[0][0].group} of {len(groups[0])} rows fits into no batch of {self.target}")
         rows: list[SampleRow] = []
-        for unit in units:
-            if len(rows) + len(unit) <= self.target:
-                rows += unit
-            elif self.whole_groups:
+        for group in groups:
+            if len(rows) + len(group) > self.target:
                 # A younger, smaller group must not overtake a group that does not fit: it waits for the next batch.
                 break
-        full = len(rows) == self.target or len(rows) < sum(map(len, units))
+            rows += group
+        full = len(rows) == self.target or len(rows) < sum(map(len, groups))
         if not (full or self.due) or len(rows) < self.least:
             return None
         weights = age_weights([r.version for r in rows], self.version, self.gamma)
@@ -430,7 +414,7 @@ def _whole(ready: ReadyRows) -> list[list[SampleRow]]:
     """Groups whose rows are all ready, in the order in which they became ready."""
     groups: dict[str, list[SampleRow]] = {}
     whole: list[list[SampleRow]] = []
-    for row in ready.rows.values():
+    for row in ready.values():
         rows = groups.setdefault(row.group, [])
         rows.append(row)
         if len(rows) == row.group_size:

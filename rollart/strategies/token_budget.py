@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from rollart.control.training import all_samples
 from rollart.model import Group, TrainSample
-from rollart.policy.sample_table import ReadyRows, SampleRow, TokenBudget
+from rollart.policy.sample_table import SampleRow, TokenBudget
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class BatchTruncation:
         }
         if sum(row.tokens for row in rows.values()) <= self.tokens:
             return samples
-        chosen = TokenBudget(self.tokens, str(step))(ReadyRows(rows, lambda _: 0))
+        chosen = TokenBudget(self.tokens, str(step))(rows)
         assert chosen is not None, "there are more tokens than the budget's"
         kept = {p.row.id: p.tokens for p in chosen.batches[0]}
         cut = [self._cut(s, kept[s.id], rows[s.id].tokens) for s in samples if s.id in kept]

@@ -32,7 +32,7 @@ def ready(groups: list[list[int]], versions: list[int] | None = None) -> ReadyRo
         for i, group in enumerate(groups)
         for j, tokens in enumerate(group)
     }
-    return ReadyRows(rows, lambda _: 0)
+    return rows
 
 
 @given(st.lists(st.integers(0, 100), max_size=30), st.integers(1, 6))
@@ -60,17 +60,17 @@ def test_longest_first_keeps_grahams_bound(sizes: list[int], parts: int) -> None
 def test_first_come_first_served(groups: list[list[int]], count: int) -> None:
     view = ready(groups)
     got = Fifo(count)(view)
-    if len(view.rows) < count:
+    if len(view) < count:
         assert got is None
-        assert Fifo(count, at_least=len(view.rows) or 1)(view) is None or view.rows
+        assert Fifo(count, at_least=len(view) or 1)(view) is None or view
     else:
         assert got is not None
-        assert list(got.consumed) == [*view.rows][:count]
+        assert list(got.consumed) == [*view][:count]
 
 
 def test_whole_groups_skip_the_incomplete_one() -> None:
     view = ready([[1, 1], [1, 1], [1]])
-    partial = ReadyRows({k: v for k, v in view.rows.items() if k != "g0.1"}, view.missing)
+    partial = {k: v for k, v in view.items() if k != "g0.1"}
     got = WholeGroups(2)(partial)
     assert got is not None
     assert got.consumed == ("g1.0", "g1.1", "g2.0")
@@ -81,11 +81,11 @@ def test_whole_groups_skip_the_incomplete_one() -> None:
 @given(groups_of_rows.filter(bool), st.integers(1, 4))
 def test_balanced_spreads_exactly_what_was_chosen(groups: list[list[int]], consumers: int) -> None:
     view = ready(groups)
-    got = Balanced(Fifo(len(view.rows)), consumers)(view)
+    got = Balanced(Fifo(len(view)), consumers)(view)
     assert got is not None
     assert len(got.batches) == consumers
-    assert Counter(p.row.id for batch in got.batches for p in batch) == Counter([*view.rows])
-    assert Balanced(Fifo(len(view.rows) + 1), consumers)(view) is None
+    assert Counter(p.row.id for batch in got.batches for p in batch) == Counter([*view])
+    assert Balanced(Fifo(len(view) + 1), consumers)(view) is None
 
 
 @settings(max_examples=40, deadline=None)
@@ -100,9 +100,9 @@ def test_the_token_budget_is_met_exactly_and_little_is_lost(groups: list[list[in
     assert sum(p.tokens for p in got.batches[0]) == budget, "constant tokens per step"
     assert all(0 < p.tokens <= p.row.tokens for p in got.batches[0])
     assert sum(p.tokens < p.row.tokens for p in got.batches[0]) <= 1, "only the row at the edge is cut"
-    used = {view.rows[r].group for r in got.consumed}
-    assert len(got.consumed) == sum(view.rows[f"{g}.0"].group_size for g in used), "groups are used up whole"
-    lost = sum(view.rows[r].tokens for r in got.consumed) - budget
+    used = {view[r].group for r in got.consumed}
+    assert len(got.consumed) == sum(view[f"{g}.0"].group_size for g in used), "groups are used up whole"
+    lost = sum(view[r].tokens for r in got.consumed) - budget
     assert lost < max(sum(groups[int(g[1:])]) for g in used), "less than a group"
 
 
@@ -122,22 +122,19 @@ def test_the_cut_favours_nobody() -> None:
     assert TokenBudget(500, "a")(view) == TokenBudget(500, "a")(view), "the same salt draws the same"
 
 
-rows_with_age = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3)), min_size=1, max_size=20)
+rows_with_age = st.lists(st.integers(0, 5), min_size=1, max_size=20)
 
 
 @given(rows_with_age, st.integers(1, 10), st.integers(1, 10), st.booleans())
-def test_a_deadline_takes_what_is_there_oldest_and_nearly_whole_first(
-    ages: list[tuple[int, int]], target: int, least: int, due: bool
-) -> None:
+def test_a_deadline_takes_what_is_there_oldest_first(ages: list[int], target: int, least: int, due: bool) -> None:
     target, least = max(target, least), min(target, least)
-    rows = {f"r{i}": SampleRow(f"r{i}", f"g{i}", 4, 1, v) for i, (v, _) in enumerate(ages)}
-    missing = {f"g{i}": m for i, (_, m) in enumerate(ages)}
-    got = Deadline(target, least, version=5, due=due, gamma=0.5)(ReadyRows(rows, missing.__getitem__))
+    rows = {f"r{i}": SampleRow(f"r{i}", f"g{i}", 1, 1, v) for i, v in enumerate(ages)}
+    got = Deadline(target, least, version=5, due=due, gamma=0.5)(rows)
     if len(rows) < target and not (due and len(rows) >= least):
         assert got is None
         return
     assert got is not None
-    order = sorted(rows, key=lambda r: (rows[r].version, missing[rows[r].group]))
+    order = sorted(rows, key=lambda r: rows[r].version)
     assert list(got.consumed) == order[:target]
     weights = [p.weight for p in got.batches[0]]
     assert sum(weights) == pytest.approx(len(weights)), "the mean weight is 1"
@@ -146,13 +143,13 @@ def test_a_deadline_takes_what_is_there_oldest_and_nearly_whole_first(
 
 def test_a_deadline_keeps_groups_whole() -> None:
     view = ready([[1, 1], [1, 1, 1], [1]], versions=[2, 1, 1])
-    got = Deadline(5, 1, version=2, whole_groups=True)(view)
+    got = Deadline(5, 1, version=2)(view)
     assert got is not None
     assert got.consumed == ("g1.0", "g1.1", "g1.2", "g2.0"), "g0 does not fit any more: it waits whole"
-    assert Deadline(7, 2, version=2, whole_groups=True)(view) is None, "not due, not full"
-    assert len(Deadline(7, 2, version=2, whole_groups=True, due=True)(view).consumed) == 6  # type: ignore[union-attr]
+    assert Deadline(7, 2, version=2)(view) is None, "not due, not full"
+    assert len(Deadline(7, 2, version=2, due=True)(view).consumed) == 6  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="group g1 of 3 rows fits into no batch of 2"):
-        Deadline(2, 1, version=2, whole_groups=True)(view)
+        Deadline(2, 1, version=2)(view)
     with pytest.raises(ValueError, match="least 3"):
         Deadline(2, 3, version=2)
 

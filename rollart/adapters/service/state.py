@@ -144,7 +144,7 @@ class ServiceState:
                 self.rows[held.row.id] = held
 
         def taking(rows: Collection[str]) -> Sampler:
-            return lambda ready: Selection.of(ready.rows[h.row.id] for h in group if h.row.id in rows)
+            return lambda ready: Selection.of(ready[h.row.id] for h in group if h.row.id in rows)
 
         for task, rows in stored.consumed.items():
             self.table.take(task, taking(rows))
@@ -368,7 +368,7 @@ class ServiceState:
             "path": self.path,
             "rows": len(self.table),
             "room": self.table.room(),
-            "ready": {name: len(self.table.ready(name).rows) for name in self.setup.tasks},
+            "ready": {name: len(self.table.ready(name)) for name in self.setup.tasks},
             "leases": len(self._leases),
             "counts": dict(sorted(self.counts.items())),
         }
