@@ -124,10 +124,21 @@ class BroadcastGroup:
         self.store: Any = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
         own = PrefixStore(f"{order.group}/{lane}", self.store)
         if self._nccl:
+            from torch._C._distributed_c10d import ProcessGroupNCCL
+
             torch.cuda.set_device(device)
-            self._group: Any = _nccl(own, rank, order.size, seconds(order.limit_s))
+            nccl_options = ProcessGroupNCCL.Options()
+            nccl_options._timeout = seconds(order.limit_s)
+            with without_nccl_error_handling():
+                self._group: Any = ProcessGroupNCCL(own, rank, order.size, nccl_options)
         else:
-            self._group = _gloo(own, rank, order.size, limit, _local_address_towards(host, port))
+            from torch._C._distributed_c10d import ProcessGroupGloo
+
+            gloo: Any = ProcessGroupGloo
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=_local_address_towards(host, port))]
+            options._timeout = limit
+            self._group = gloo(own, rank, order.size, options)
 
     def broadcast(self, bucket: Tensor, *, within_s: float) -> Any:
         return self._group.broadcast(bucket, 0, timeout=seconds(within_s))
@@ -347,25 +358,6 @@ def digest_of(bucket: Tensor) -> str:
     """The sha256 of bytes in host memory."""
     array: Any = bucket.numpy()
     return hashlib.sha256(array).hexdigest()
-
-
-def _gloo(store: Any, rank: int, size: int, limit: datetime.timedelta, here: str) -> Any:
-    from torch._C._distributed_c10d import ProcessGroupGloo
-
-    kind: Any = ProcessGroupGloo
-    options = kind._Options()
-    options._devices = [kind.create_device(hostname=here)]
-    options._timeout = limit
-    return kind(store, rank, size, options)
-
-
-def _nccl(store: Any, rank: int, size: int, limit: datetime.timedelta) -> Any:
-    from torch._C._distributed_c10d import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = limit
-    with without_nccl_error_handling():
-        return ProcessGroupNCCL(store, rank, size, options)
 
 
 @contextlib.contextmanager

@@ -350,7 +350,14 @@ def _rope_tables(a: Architecture, context: int, device: torch.device, dtype: tor
     half = a.head_dim // 2
     frequency = 1.0 / a.rope_theta ** (torch.arange(half, dtype=torch.float32) * 2 / a.head_dim)
     if a.rope_scaling is not None:
-        frequency = _llama3(frequency, a.rope_scaling)
+        # Llama 3.1's rope scaling: long wavelengths are stretched by `factor`, short ones kept, the middle blended.
+        factor, original = a.rope_scaling["factor"], a.rope_scaling["original_max_position_embeddings"]
+        low, high = a.rope_scaling["low_freq_factor"], a.rope_scaling["high_freq_factor"]
+        wavelength = 2 * math.pi / frequency
+        smooth = (original / wavelength - low) / (high - low)
+        blended = (1 - smooth) / factor * frequency + smooth * frequency
+        scaled = torch.where(wavelength > original / low, frequency / factor, frequency)
+        frequency = torch.where((wavelength <= original / low) & (wavelength >= original / high), blended, scaled)
     angle = torch.arange(context, dtype=torch.float32)[:, None] * frequency
     cos, sin = angle.cos(), angle.sin()
     return (
@@ -382,18 +389,6 @@ def _group(network: Network, a: int, b: int, slots: Ints, start: Ints, lengths: 
     run = int(slots[-1]) - int(slots[0]) + 1 == rows
     where = slice(int(slots[0]), int(slots[-1]) + 1) if run else to_device(slots, device)
     return AttentionGroup(a, b, int(offsets[a]), int(offsets[b]), width, length, where, pad, keep, mask, tail_mask)
-
-
-def _llama3(frequency: Tensor, scaling: Mapping[str, float]) -> Tensor:
-    """Llama 3.1's rope scaling: long wavelengths are stretched by `factor`, short ones kept, the middle blended."""
-    factor, original = scaling["factor"], scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    wavelength = 2 * math.pi / frequency
-    smooth = (original / wavelength - low) / (high - low)
-    blended = (1 - smooth) / factor * frequency + smooth * frequency
-    scaled = torch.where(wavelength > original / low, frequency / factor, frequency)
-    middle = (wavelength <= original / low) & (wavelength >= original / high)
-    return torch.where(middle, blended, scaled)
 
 
 def _causal(positions: Ints, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -66,7 +66,7 @@ class Runner:
         self._step_tokens = step_tokens
         self._waiting: OrderedDict[str, EngineJob] = OrderedDict()
         self._running: dict[str, EngineJob] = {}
-        self._by_slot: list[EngineJob | None] = [None] * slots
+        self._by_slot: dict[int, EngineJob] = {}
         self._arrivals = 0
         self.prompt_tokens = self.generated_tokens = self.cached_tokens = 0
         self.imported_tokens = self.dropped_imports = 0
@@ -79,6 +79,8 @@ class Runner:
         return bool(self._running or self._waiting)
 
     def stats(self) -> EngineStats:
+        # Idle sessions do not count as used: they are evicted on demand.
+        used = float(self.table.kv[self.table.active()].sum())
         return EngineStats(
             running=len(self._running),
             waiting=len(self._waiting),
@@ -87,7 +89,7 @@ class Runner:
             cached_tokens=self.cached_tokens,
             prefill_seconds=self.prefill_seconds,
             decode_seconds=self.decode_seconds,
-            kv_used=self.table.used_share(),
+            kv_used=used / (self.table.slots * self.context),
             kv_tokens=self.table.slots * self.context,
             kv_sessions=self.table.slots,
             external_tokens=self.imported_tokens,
@@ -168,7 +170,14 @@ class Runner:
     def step(self) -> list[FinishedJob]:
         """Admit requests that fit, compute one forward pass, sample. Returns the requests that ended."""
         began = time.perf_counter()
-        ended_jobs = self._sample_imported(self._admit())
+        ended_jobs: list[FinishedJob] = []
+        if complete := self._admit():
+            # Their first token is drawn from the logits that came with the KV. They are exactly the prefill engine's; a
+            # pass over the last token alone would only approximate them, since a product of one row rounds differently
+            # than one of many.
+            rows = [job.logits for job in complete if job.logits is not None]
+            logits = torch.stack(rows).to(self.network.device, torch.float32)
+            ended_jobs += self._sample(logits, np.array([job.slot for job in complete], np.int64))
         slots = self._select_slots()
         if not len(slots):
             return ended_jobs
@@ -184,7 +193,11 @@ class Runner:
         if len(slots):
             ended_jobs += self._sample(logits, slots)
         new = end - start
-        self._account_time(time.perf_counter() - began, decoded=int((new == 1).sum()), total=int(new.sum()))
+        # The step's time is split between prefill and decode by tokens: they share one forward pass.
+        seconds, decoded, total = time.perf_counter() - began, int((new == 1).sum()), int(new.sum())
+        self.steps += 1
+        self.decode_seconds += seconds * decoded / total
+        self.prefill_seconds += seconds * (total - decoded) / total
         return ended_jobs
 
     def _logits(self, slots: Ints, start: Ints, end: Ints) -> tuple[Tensor, Ints | None]:
@@ -274,16 +287,6 @@ class Runner:
         job.logits = block.logits if whole else None
         return whole
 
-    def _sample_imported(self, jobs: Sequence[EngineJob]) -> list[FinishedJob]:
-        """Sample the first token from logits that came with the KV. They are exactly the prefill engine's logits; a
-        pass over the last token alone would only approximate them, since a product of one row rounds differently than
-        one of many."""
-        known = [(job.slot, job.logits) for job in jobs if job.logits is not None]
-        if not known:
-            return []
-        logits = torch.stack([row for _, row in known]).to(self.network.device, torch.float32)
-        return self._sample(logits, np.array([slot for slot, _ in known], np.int64))
-
     def piece(self, job: EngineJob) -> CompletionChunk | None:
         """The tokens of a running request since the last call, which is at most one step ago; None if there are
         none."""
@@ -312,7 +315,7 @@ class Runner:
     def _sample(self, logits: Tensor, slots: Ints) -> list[FinishedJob]:
         """Draw one token for each row of the logits and end the requests that are complete."""
         table = self.table
-        jobs = [self._job_at(slot) for slot in slots.tolist()]
+        jobs = [self._by_slot[slot] for slot in slots.tolist()]
         allowed = [job.allowed for job in jobs]
         at = table.known[slots]
         rows = SamplingRows(
@@ -366,7 +369,7 @@ class Runner:
         )
         kv = self._export(job) if (job.export or job.returns) and reason is not FinishReason.ABORT else None
         del self._running[job.request.request_id]
-        self._by_slot[slot] = None
+        del self._by_slot[slot]
         table.retire(slot, "" if job.ends else job.request.session, job.request.cache_salt)
         return FinishedJob(job, completion, kv)
 
@@ -378,17 +381,6 @@ class Runner:
         tokens = tuple(self.table.tokens[job.slot, :n].tolist())
         block = self.cache.export(job.slot, tokens, self.version, start=start)
         return dataclasses.replace(block, logits=job.logits) if job.export else block
-
-    def _job_at(self, slot: int) -> EngineJob:
-        job = self._by_slot[slot]
-        assert job is not None
-        return job
-
-    def _account_time(self, seconds: float, *, decoded: int, total: int) -> None:
-        """Split a step's time between prefill and decode by tokens: they share one forward pass."""
-        self.steps += 1
-        self.decode_seconds += seconds * decoded / total
-        self.prefill_seconds += seconds * (total - decoded) / total
 
 
 def _common(block: KvBlock, job: EngineJob) -> int:

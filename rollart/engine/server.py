@@ -217,7 +217,7 @@ class EngineServer:
         return _json({"port": self._stream_port}, status=200 if self._stream_port else 404)
 
     async def _close(self, app: web.Application) -> None:
-        self._staging.close()
+        self._staging.receiver.close()
         await self.handoffs.close()
 
 

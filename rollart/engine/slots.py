@@ -64,10 +64,6 @@ class SlotTable:
         """Positions that hold valid KV, idle sessions included."""
         return int(self.kv.sum())
 
-    def used_share(self) -> float:
-        """Share of the positions used by active requests. Idle sessions do not count: they are evicted on demand."""
-        return float(self.kv[self.state == SlotState.ACTIVE].sum()) / (self.slots * self.context)
-
     def idle_sessions(self) -> int:
         return len(self._idle)
 

@@ -24,14 +24,14 @@ class WeightStaging:
 
     def __init__(self, network: Network) -> None:
         self._network = network
-        self._receiver = WeightReceiver(network.device, check=self._loadable)
+        self.receiver = WeightReceiver(network.device, check=self._loadable)
 
     def take_part(self, info: object) -> bool:
         """Take part in the broadcast that vLLM's `init_info` orders; False if it holds no order."""
         if not isinstance(info, dict) or not info:
             return False
         try:
-            self._receiver.take_part(BroadcastOrder(**info))
+            self.receiver.take_part(BroadcastOrder(**info))
         except (TypeError, ValueError) as error:
             raise EngineError(f"init_info: {error}", retryable=False) from None
         return True
@@ -42,13 +42,10 @@ class WeightStaging:
         path, stamp = (info.get("path"), info.get("stamp")) if isinstance(info, dict) else (None, None)
         if not isinstance(path, str):
             raise EngineError("update_info.path must name a published directory", retryable=False)
-        received = self._receiver.take(stamp) if isinstance(stamp, str) else None
+        received = self.receiver.take(stamp) if isinstance(stamp, str) else None
         if received is not None:
             return path, dict(received.tensors), received.stamp
         return path, *await asyncio.get_running_loop().run_in_executor(None, self._read, path)
-
-    def close(self) -> None:
-        self._receiver.close()
 
     def _read(self, path: str) -> tuple[dict[str, Tensor], str]:
         """Tensors and stamp of a directory; it must be complete and of the engine's architecture."""

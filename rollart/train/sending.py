@@ -6,7 +6,7 @@ import json
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,9 +99,11 @@ class BroadcastSender:
         try:
             if order.backend == "nccl" and self._device.type != "cuda":
                 raise RuntimeError("weights.collective.backend is nccl, and the trainer has no GPU (rule: gloo)")
-            group = self._join_group(order)
-            self._clear_previous(group.store)
-            sent = self._stream(group, order, version, bucket)
+            if self._group is None or self._group.name != order.group:
+                self.leave()
+                self._group = BroadcastGroup(order, self._rank, rank=0, device=self._device)
+            self._clear_previous(self._group.store)
+            sent = self._stream(self._group, order, version, bucket)
         except (RuntimeError, OSError) as error:
             errors[0] = error_line(error)
             self.leave()
@@ -116,13 +118,6 @@ class BroadcastSender:
         group, self._group = self._group, None
         if group is not None:
             group.close(wait_s=wait_s)
-
-    def _join_group(self, order: BroadcastOrder) -> BroadcastGroup:
-        if self._group is not None and self._group.name == order.group:
-            return self._group
-        self.leave()
-        self._group = BroadcastGroup(order, self._rank, rank=0, device=self._device)
-        return self._group
 
     def _clear_previous(self, store: Any) -> None:
         """Delete the previous broadcast's keys from the store. A member that still reads them has missed that
@@ -156,7 +151,12 @@ class BroadcastSender:
                 spare.append(buffer)
             buffer = spare.pop()
             filled = buffer[: end - start]
-            _fill_bucket(filled, start, end, flat, slots, first)
+            for tensor, (offset, size) in zip(flat[first:], slots[first:], strict=True):
+                if offset >= end:
+                    break
+                low, high = max(offset, start), min(offset + size, end)
+                if low < high:  # gaps between tensors keep their old contents
+                    filled[low - start : high - start].copy_(tensor[low - offset : high - offset])
             group.store.set(lane_key(order, self._rank, number), digest_of(filled))
             on_device = filled if order.backend == "gloo" else filled.to(self._device)
             work = group.broadcast(on_device, within_s=min(group.patience_s, left_s(ends)))
@@ -185,16 +185,3 @@ class BroadcastSender:
                 member, {"error": "the broadcast broke off" if broken else "it did not confirm the whole version"}
             )
         return found
-
-
-def _fill_bucket(
-    into: Tensor, start: int, end: int, flat: Sequence[Tensor], slots: Sequence[tuple[int, int]], first: int
-) -> None:
-    """Copy bytes `start` to `end` of the lane; gaps between tensors keep their old contents."""
-    for number in range(first, len(slots)):
-        offset, size = slots[number]
-        if offset >= end:
-            break
-        low, high = max(offset, start), min(offset + size, end)
-        if low < high:
-            into[low - start : high - start].copy_(flat[number][low - offset : high - offset])
