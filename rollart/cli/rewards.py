@@ -27,7 +27,6 @@ from rollart.launch.functions import (
     translated_errors,
     units_by_provider,
 )
-from rollart.ledger.prices import PriceBook
 from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_text, as_usd, table
 from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.prices import PriceList
@@ -69,7 +68,7 @@ def deploy(
 ) -> None:
     packages = packages_in(source, name=name)
     notes = [f"{one.spec.name}: {warning}" for one in packages for warning in one.warnings]
-    trials = TrialMeter(PriceBook(PriceList(prices=effective_prices(cluster))))
+    trials = TrialMeter(PriceList(prices=effective_prices(cluster)))
     done: list[Any] = []
 
     async def main(target: Deployer) -> None:

@@ -19,12 +19,12 @@ from pydantic import ValidationError
 from rollart.control.groups import ActiveRollouts
 from rollart.errors import ProviderError, RollartError, RunFailed, SpecError, StorageFailed, UsageError, did_you_mean
 from rollart.ledger.events import FUNCTION_HEALTH, OFFLOAD_STAGE
-from rollart.ledger.prices import PriceBook
 from rollart.ledger.store import Ledger
 from rollart.ports import Recorder, RunEvent
 from rollart.settings.cluster import ClusterFunctions, FunctionProvider, HttpFunction
 from rollart.settings.functions import settings_model
 from rollart.settings.load import builtin, function_layer_settings, load_prices
+from rollart.settings.prices import PriceList
 from rollart.settings.resolve import Resolved
 from rollart.settings.run import DomainSpec
 from serverless.declare import declarations
@@ -181,7 +181,7 @@ class DeploymentTrial:
 class TrialMeter(NullMeter):
     """The meter of a deployer. `bills`: its trials, priced by a list."""
 
-    def __init__(self, prices: PriceBook) -> None:
+    def __init__(self, prices: PriceList) -> None:
         self._prices = prices
         self.bills: list[DeploymentTrial] = []
 

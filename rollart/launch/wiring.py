@@ -65,7 +65,6 @@ from rollart.launch.trainer import place_trainer
 from rollart.launch.weight_store import SharedWeightStore, agreement_sample, weight_store
 from rollart.leases import Leases
 from rollart.ledger.intervals import ResourceClock
-from rollart.ledger.prices import PriceBook
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
 from rollart.policy.collapse import CollapseAlarm
@@ -436,7 +435,7 @@ async def open_run(
                 directory,
                 clock=asyncio.get_running_loop().time,
                 config=resolved.to_dict(),
-                prices=PriceBook(resolved.prices),
+                prices=resolved.prices,
                 began=began,
                 held=held,
                 on_event=lambda event: progress(event) if event.kind in SHOWN_EVENTS else None,

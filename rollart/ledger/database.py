@@ -19,9 +19,9 @@ from typing import Any
 from rollart.errors import RollartError, RunFailed, StorageFailed, UsageError
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED, ResourceState
 from rollart.ledger.payloads import INLINE_LIMIT, PayloadDamaged, PayloadFiles, decode_sample, encode_sample
-from rollart.ledger.prices import PriceBook
 from rollart.model import AbortReason, Group, TrainSample
 from rollart.ports import FINISHED, Charge, Interval, Recovered, RunEvent
+from rollart.settings.prices import PriceList
 from serverless.meter import Saving, WorkerSpan, WorkerState
 from serverless.types import Invocation
 
@@ -150,7 +150,7 @@ class Database:
         *,
         now: float,
         config: Mapping[str, Any] | None = None,
-        prices: PriceBook | None = None,
+        prices: PriceList | None = None,
         sync: bool = True,
         measure: Measure = len,
     ) -> None:

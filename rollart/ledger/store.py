@@ -17,9 +17,9 @@ from typing import Any, Self, TypeAlias
 from rollart.errors import RollartError, StorageFailed
 from rollart.ledger.database import Database, Measure, Operation
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED, ResourceState
-from rollart.ledger.prices import PriceBook
 from rollart.model import Group, TrainSample, TrajectoryId
 from rollart.ports import Charge, Clock, Interval, Recovered, RunEvent
+from rollart.settings.prices import PriceList
 from serverless.meter import Saving, WorkerSpan
 from serverless.types import Invocation
 
@@ -62,7 +62,7 @@ class Ledger:
         *,
         clock: Clock,
         config: Mapping[str, Any] | None = None,
-        prices: PriceBook | None = None,
+        prices: PriceList | None = None,
         inline: bool = False,
         measure: Measure = len,
         began: float | None = None,

@@ -11,7 +11,6 @@ from typing import Any
 from placement.hardware import device_name
 from rollart.ledger import events
 from rollart.ledger.intervals import IntervalSum
-from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import (
     ChargeSum,
     InvocationSum,
@@ -72,7 +71,7 @@ class RunRows:
     charges: Sequence[ChargeSum]
     invocations: Sequence[InvocationSum]
     versions: Sequence[VersionRow]
-    prices: PriceBook
+    prices: PriceList
     savings: Sequence[Saving] = ()
     workers: Sequence[WorkerSum] = ()
     events: Mapping[str, Sequence[RunEvent]] = field(default_factory=dict)
@@ -100,7 +99,7 @@ def collect(reader: LedgerReader, run: str) -> RunRows:
         charges=reader.charge_sums(),
         invocations=reader.invocation_sums(),
         versions=reader.versions(),
-        prices=_price_book(config),
+        prices=_price_list(config),
         savings=reader.saving_sums(),
         workers=[*reader.worker_sums(), *estimated_workers(unmetered, keep_s)],
         events={kind: reader.events(kind) for kind in events.REPORTED},
@@ -110,12 +109,12 @@ def collect(reader: LedgerReader, run: str) -> RunRows:
     )
 
 
-def _price_book(config: Mapping[str, Any]) -> PriceBook:
+def _price_list(config: Mapping[str, Any]) -> PriceList:
     if prices := config.get("prices"):
-        return PriceBook(PriceList.model_validate(prices))
+        return PriceList.model_validate(prices)
     from rollart.settings.load import builtin, load_prices  # late: imports the schemas of all specs
 
-    return PriceBook(load_prices(builtin("prices.yaml")))
+    return load_prices(builtin("prices.yaml"))
 
 
 def pool_prices(config: Mapping[str, Any]) -> Iterator[PoolPrice]:

@@ -10,7 +10,6 @@ import pytest
 
 from rollart.errors import ProviderError, SpecError, UsageError
 from rollart.launch.functions import TrialMeter, backend, check_providers, packages_in
-from rollart.ledger.prices import PriceBook
 from rollart.settings.cluster import ClusterFunctions, LocalFunctions
 from rollart.settings.load import builtin, load_prices
 from serverless.deploy import template
@@ -58,7 +57,7 @@ def test_no_such_provider() -> None:
 
 
 def test_trials_are_priced_by_the_list() -> None:
-    trials = TrialMeter(PriceBook(load_prices(builtin("prices.yaml"))))
+    trials = TrialMeter(load_prices(builtin("prices.yaml")))
     trials.invocation(
         Invocation(
             function="f",

@@ -21,7 +21,6 @@ from rollart.leases import Expiry, Leases
 from rollart.ledger.database import FILE, Database
 from rollart.ledger.intervals import ResourceClock, ResourceState
 from rollart.ledger.payloads import PayloadFiles, decode_sample, encode_sample
-from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
@@ -551,7 +550,7 @@ def test_no_event_reaches_the_ledger_unseen(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("inline", [True, False])
 def test_what_was_spent_is_known_and_survives(tmp_path: Path, inline: bool) -> None:
-    prices = PriceBook(load_prices(builtin("prices.yaml")))
+    prices = load_prices(builtin("prices.yaml"))
     call = Invocation("f", "aws_lambda", "w", 0, 1, 0, 3600.0, 1024, 1, "ok")
     unbilled = Invocation("f", "local", "w", 0, 1, 0, 3600.0, 1024, 1, "ok")
     hour = Interval("engine", "e", 0, 3600, "busy", "", 2, 1.5)

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from rollart.errors import StorageFailed
 from rollart.ledger.database import FILE
-from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.ports import RunEvent
@@ -74,9 +73,7 @@ def test_idle_workers_are_spent_where_they_cost(tmp_path: Path, inline: bool) ->
 
     async def main() -> None:
         for life in (1, 2):
-            with Ledger(
-                tmp_path, clock=zero, prices=PriceBook(load_prices(builtin("prices.yaml"))), inline=inline
-            ) as ledger:
+            with Ledger(tmp_path, clock=zero, prices=load_prices(builtin("prices.yaml")), inline=inline) as ledger:
                 for span in (*hour, busy):
                     ledger.worker(span)
                 await ledger.flush()

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.ledger.intervals import IntervalSum, ResourceState
-from rollart.ledger.prices import PriceBook
 from rollart.ledger.reader import ChargeSum, InvocationSum, RunFacts, VersionRow, WorkerSum
 from rollart.ports import RunEvent
 from rollart.report.cost import cost, cost_lines, fates, waste
@@ -29,7 +28,7 @@ from rollart.settings.load import builtin, load_prices
 from serverless.meter import Saving, WorkerState
 from serverless.types import Cause
 
-PRICES = PriceBook(load_prices(builtin("prices.yaml")))
+PRICES = load_prices(builtin("prices.yaml"))
 
 
 EVALUATIONS = (

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rollart.ledger.prices import PriceBook
 from rollart.settings.load import builtin, load_prices
 
-SHIPPED = PriceBook(load_prices(builtin("prices.yaml")))
+SHIPPED = load_prices(builtin("prices.yaml"))
 
 
 def test_the_shipped_list() -> None:
