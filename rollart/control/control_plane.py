@@ -320,7 +320,7 @@ class ControlPlane:
     def move_by(self, fleet: Fleet) -> None:
         """Set the fleet of the rebalancer, which starts and drains engines of this control plane's gateway."""
         if self.rebalancer is not None:
-            self.rebalancer.move_by(fleet)
+            self.rebalancer.fleet = fleet
 
     def follow(self, nodes: NodeTracker | None) -> None:
         """Let the rebalancer plan for the nodes that are present at the time. None: the nodes do not change."""

@@ -304,7 +304,7 @@ class RunContext:
         if self.current is None:
             return self.emitted
         gateway = self.control.gateway
-        return self.emitted + gateway.served + gateway.version + self.supervisor.waited
+        return self.emitted + gateway.turns.served + gateway.version + self.supervisor.waited
 
     def _on_engine_gone(self, engine: EngineId, cause: str) -> None:
         self.fleet.gone(engine)

@@ -184,24 +184,18 @@ def _priced(offer: PrefillChoice) -> bool:
     return offer.remote < (1 - MARGIN) * offer.local
 
 
-def _dynamo(offer: PrefillChoice) -> bool:
-    return not (offer.uncached < DYNAMO_TOKENS and offer.uncached < DYNAMO_RATIO * offer.tokens)
-
-
 def _vllm_router(offer: PrefillChoice) -> bool:
     return offer.uncached > UNCACHED_TOKENS
 
 
-def _local(_: PrefillChoice) -> bool:
-    return False
-
-
-def _remote(_: PrefillChoice) -> bool:
-    return True
-
-
 PREFILL_RULES: Mapping[str, PrefillRule] = MappingProxyType(
-    {"priced": _priced, "dynamo": _dynamo, "vllm_router": _vllm_router, "local": _local, "remote": _remote}
+    {
+        "priced": _priced,
+        "dynamo": lambda offer: offer.uncached >= min(DYNAMO_TOKENS, DYNAMO_RATIO * offer.tokens),
+        "vllm_router": _vllm_router,
+        "local": lambda _: False,
+        "remote": lambda _: True,
+    }
 )
 
 
@@ -309,20 +303,12 @@ def route(
     decode, preferred = next((e for e in serving if e.id == sticky), None), True
     if decode is None:
         decode, preferred = _sticky_engine(serving, prefills, turn, router, tariff, assignments)
-    local = None if tariff is None else tariff.local(decode.load, turn.tokens, turn.output)
     if not prefills:
         return TurnPath(decode.id, None, "no prefill engine", preferred)
-    prefill, price = _prefill(prefills, decode, turn, tariff)
-    offer = PrefillChoice(
-        tokens=turn.tokens,
-        uncached=max(turn.tokens - decode.cached, 0),
-        local=local,
-        remote=price,
-        was_remote=turn.was_remote,
-    )
-    if router.rule(offer) and offer.remote != math.inf:
-        return TurnPath(decode.id, prefill.id, "remote", preferred)
-    return TurnPath(decode.id, None, "local", preferred)
+    prefill, _ = _prefill_choice(prefills, decode, turn, router.rule, tariff)
+    if prefill is None:
+        return TurnPath(decode.id, None, "local", preferred)
+    return TurnPath(decode.id, prefill.id, "remote", preferred)
 
 
 def _sticky_engine(
@@ -344,7 +330,10 @@ def _sticky_engine(
         kind = engine.seat.kind if tariff is not None else engine.seat.pool
         if kind not in best or _least_behind(engine) < _least_behind(best[kind]):
             best[kind] = engine
-    priced = [(_cheapest(engine, prefills, turn, router.rule, tariff), engine) for engine in best.values()]
+    if tariff is None:
+        priced = [(0.0, engine) for engine in best.values()]  # all engines tie
+    else:
+        priced = [(_prefill_choice(prefills, e, turn, router.rule, tariff)[1], e) for e in best.values()]
     limit = min(price for price, _ in priced) * (1 + MARGIN)
     tied = [(price, engine) for price, engine in priced if price <= limit]
     shares = router.routes.shares.get(turn.domain)
@@ -364,20 +353,17 @@ def _sticky_engine(
     return min(tied, key=lambda x: (-behind(x[1]), x[1].fill, x[0], _least_behind(x[1])))[1], rank == 0
 
 
-def _cheapest(
-    decode: EngineView, prefills: Sequence[EngineView], turn: TurnView, rule: PrefillRule, tariff: PathPricing | None
-) -> float:
-    """The price of the turn by way of `decode`; 0 without prices: all engines tie."""
-    if tariff is None:
-        return 0.0
-    local = tariff.local(decode.load, turn.tokens, turn.output)
-    if not prefills:
-        return local
-    _, remote = _prefill(prefills, decode, turn, tariff)
-    uncached = max(turn.tokens - decode.cached, 0)
-    assert remote is not None, "a tariff prices every path"
-    goes = rule(PrefillChoice(turn.tokens, uncached, local, remote, turn.was_remote)) and remote != math.inf
-    return remote if goes else local
+def _prefill_choice(
+    prefills: Sequence[EngineView], decode: EngineView, turn: TurnView, rule: PrefillRule, tariff: PathPricing | None
+) -> tuple[EngineView | None, float]:
+    """The engine that prefills the turn for `decode`, None if `decode` does; and the price, 0 without prices."""
+    local = None if tariff is None else tariff.local(decode.load, turn.tokens, turn.output)
+    if prefills:
+        prefill, remote = _prefill(prefills, decode, turn, tariff)
+        uncached = max(turn.tokens - decode.cached, 0)
+        if rule(PrefillChoice(turn.tokens, uncached, local, remote, turn.was_remote)) and remote != math.inf:
+            return prefill, remote or 0.0
+    return None, local or 0.0
 
 
 def _prefill(

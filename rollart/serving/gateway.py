@@ -87,16 +87,6 @@ class Gateway:
         return self.turns.version
 
     @property
-    def served(self) -> int:
-        """Turns generated so far."""
-        return self.turns.served
-
-    @property
-    def paths(self) -> Mapping[str, int]:
-        """Turns by routing reason; empty while load alone decides."""
-        return self.turns.paths
-
-    @property
     def admission(self) -> KvAdmission | None:
         """The admission control of engines' KV memory; its `run` must run as long as the gateway is used."""
         return self.turns.admission
@@ -167,9 +157,6 @@ class Gateway:
     def spare(self, engine_id: EngineId) -> bool:
         """True if the run can continue without this engine: another one serves and does not drain."""
         return any(m.keeps for e, m in self.registry.members.items() if e != engine_id)
-
-    def seat_of(self, engine_id: EngineId) -> EnginePlacement | None:
-        return self.registry.seat_of(engine_id)
 
     def follow(self, routes: Routes) -> None:
         """Apply routes from the next turn on. Trajectories keep their sticky engines. If the shares change, earlier
@@ -314,7 +301,7 @@ class Gateway:
 
         def current(version: int) -> None:
             on_version(version)
-            self.turns.handed.report(version, self._event, self.paths)
+            self.turns.handed.report(version, self._event, self.turns.paths)
             if self.admission is not None:
                 self.admission.report(version)
 

@@ -52,6 +52,7 @@ class TurnRouter:
         self.admission: KvAdmission | None = None
         self.colocation = colocation
         self.paths: dict[str, int] = {}
+        """Turns by routing reason; empty while load alone decides."""
 
     def follow(self, routes: Routes) -> None:
         before = self.router.routes

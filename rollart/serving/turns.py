@@ -66,9 +66,11 @@ class TurnExecutor(TurnRouter):
         super().__init__(limits, registry, router, version, emit, colocation)
         self._leases = leases
         self.doubt = doubt
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
+        """Set at the next `notify`, which replaces it."""
         self.pulls = HandoffTracker(leases, self.notify)
         self.served = 0
+        """Turns generated so far."""
         self.handed = HandoffCounts()
         self.handoffs = None if limits.handoffs == 0 else HandoffQueue(limits.handoffs, limits.slots)
         if concurrency is not None:
@@ -81,20 +83,15 @@ class TurnExecutor(TurnRouter):
     def notify(self) -> None:
         """Wake waiting turns and refresh the routing mode after a change of engines, weights or routes."""
         self._update_mode()
-        self._changed.set()
-        self._changed = asyncio.Event()
+        self.changed.set()
+        self.changed = asyncio.Event()
         if self.admission is not None:
             self.admission.pump()
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set at the next `notify`."""
-        return self._changed
 
     async def quiet(self, member: RegisteredEngine) -> None:
         """Returns when the draining engine has no running turn and no pending KV fetch, or no longer drains."""
         while member.draining and (member.running or member.lent):
-            await self._changed.wait()
+            await self.changed.wait()
 
     async def generate(self, turn: TurnRequest) -> Completion:
         """See `Gateway.generate`."""
@@ -375,7 +372,7 @@ class TurnExecutor(TurnRouter):
             found = self._route_now(turn)
             if found is not None:
                 return found
-            changed = self._changed
+            changed = self.changed
             async with self._leases.hold(turn.session, "an engine", self._limits.engine_s, Expiry.GAP_FILL):
                 await changed.wait()
 

@@ -52,9 +52,10 @@ class HostAutoscaler:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
-                    rest = self._not_before - loop_time()
+                    now = loop_time()
+                    rest, waits = self._not_before - now, self.nodes.availability.wait(now)
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(min(self.nodes.wait(), rest if rest > 0 else LONGEST_S, LONGEST_S)):
+                        async with asyncio.timeout(min(waits, rest if rest > 0 else LONGEST_S, LONGEST_S)):
                             await self._woken.wait()
                     self._woken.clear()
                     for _ in range(self._adjust()):
@@ -65,8 +66,8 @@ class HostAutoscaler:
 
     def _adjust(self) -> int:
         """Retire the hosts that must leave; returns the number of hosts to spawn."""
-        here, up, leaving = self.hosts.where(), self.hosts.up(), self.nodes.doomed()
-        want, settled = self._wanted(here), self.nodes.settled()
+        here, up, leaving = self.hosts.where(), self.hosts.up(), self.nodes.availability.leaving()
+        want, settled = self._wanted(here), self.nodes.availability.ready(loop_time())
         if not settled:  # a lost host may be back on another node once the nodes have settled
             want = min(want, len(here) + self._spawning)
         going = [name for name, node in here.items() if node in leaving]

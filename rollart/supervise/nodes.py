@@ -137,7 +137,7 @@ class NodeTracker:
     """How long a run without any engine waits for a node."""
 
     def __post_init__(self) -> None:
-        self._presence = NodeAvailability(self.settings)
+        self.availability = NodeAvailability(self.settings)
         self._planned = dict(self.most)
         self._warned: frozenset[str] = frozenset()
         self._failed = False
@@ -155,47 +155,35 @@ class NodeTracker:
     def found(self, nodes: Iterable[tuple[str, Mapping[str, int]]]) -> None:
         """The initial nodes, which count at once, with the devices by pool of each."""
         for node, devices in nodes:
-            self._presence.come(node, devices, loop_time(), trusted=True)
+            self.availability.come(node, devices, loop_time(), trusted=True)
         self.wake()
 
     def joined(self, node: str, devices: Mapping[str, int]) -> None:
         """A node joined, with its devices by pool. A node of no pool is ignored."""
         if devices:
-            self._presence.come(node, devices, loop_time())
+            self.availability.come(node, devices, loop_time())
             self.wake()
 
     def leaving(self, node: str) -> None:
         """The node will leave: it is preempted, or drained by the cluster's operator."""
-        self._presence.warn(node)
+        self.availability.warn(node)
         self.wake()
 
     def lost(self, node: str) -> None:
-        self._presence.go(node, loop_time())
+        self.availability.go(node, loop_time())
         self.wake()
 
     def devices(self) -> dict[str, int]:
         """The devices by pool that a plan may use now."""
-        counted = self._presence.counted(loop_time(), frozenset(self.where().values()))
+        counted = self.availability.counted(loop_time(), frozenset(self.where().values()))
         return {pool: min(most, counted.get(pool, 0)) for pool, most in self.most.items()}
-
-    def wait(self) -> float:
-        """Seconds until a reason to replan may arise without a node event."""
-        return self._presence.wait(loop_time())
-
-    def settled(self) -> bool:
-        """True if a plan may follow the present nodes."""
-        return self._presence.ready(loop_time())
-
-    def doomed(self) -> frozenset[str]:
-        """Nodes that will leave."""
-        return self._presence.leaving()
 
     def reason(self) -> str:
         """The reason to revise the plan, once for each change; '' if there is none."""
-        leaving, counted = self._presence.leaving(), self.devices()
+        leaving, counted = self.availability.leaving(), self.devices()
         told = sorted(f"{node} is to go" for node in leaving - self._warned)
         self._warned = leaving
-        if not told and not self._presence.ready(loop_time()):
+        if not told and not self.availability.ready(loop_time()):
             return ""
         if self._failed:
             told.append("the last change of nodes is still to be followed")
@@ -206,13 +194,13 @@ class NodeTracker:
     def retry(self) -> None:
         """The last change of the plan failed: its reason is reported again after a while."""
         self._failed = True
-        self._presence.rest(loop_time())
+        self.availability.rest(loop_time())
 
     def load(self, gateway: Gateway) -> Mapping[EngineKind, KindLoad]:
         """Engines to plan with, by kind: restarting engines count as healthy, engines on leaving nodes do not count."""
         found = {kind: replace(load, healthy=load.engines) for kind, load in gateway.load().items()}
         for engine in self._doomed(gateway):
-            seat = gateway.seat_of(engine)
+            seat = gateway.registry.seat_of(engine)
             if seat is not None and seat.kind in found:
                 load = found[seat.kind]
                 found[seat.kind] = replace(load, engines=load.engines - 1, healthy=load.healthy - 1)
@@ -222,12 +210,12 @@ class NodeTracker:
         """Drains of engines on leaving nodes, except the last serving engine: it stays as long as its node."""
         moves = []
         for engine in self._doomed(gateway):
-            seat = gateway.seat_of(engine)
+            seat = gateway.registry.seat_of(engine)
             if seat is not None and gateway.spare(engine):
                 gateway.retire(engine)
                 moves.append(FleetMove(FleetMoveKind.DRAIN, seat.pool, seat.tp, 1, seat.role, engine=engine))
         return moves
 
     def _doomed(self, gateway: Gateway) -> list[EngineId]:
-        leaving, stable = self._presence.leaving(), gateway.stable()
+        leaving, stable = self.availability.leaving(), gateway.stable()
         return [engine for engine, node in self.where().items() if node in leaving and engine in stable]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 from collections import deque
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
@@ -184,6 +185,7 @@ class Rebalancer:
     _: KW_ONLY
     settings: RebalanceSettings
     fleet: Fleet | None = None
+    """Applies drains and starts; without it, these are only proposed."""
     _nodes: NodeTracker | None = field(default=None, init=False)
     _baseline: dict[str, DomainWork] = field(default_factory=dict, init=False)
     _reasons: list[str] = field(default_factory=list, init=False)
@@ -199,10 +201,6 @@ class Rebalancer:
 
     def __post_init__(self) -> None:
         self._baseline.update(self.settings.baseline)
-
-    def move_by(self, fleet: Fleet) -> None:
-        """Enable drains and starts, which this fleet applies."""
-        self.fleet = fleet
 
     def follow(self, nodes: NodeTracker) -> None:
         """Plan for the present nodes of an elastic cluster, as nodes join and leave."""
@@ -222,7 +220,8 @@ class Rebalancer:
         self._samples.append((loop_time(), self.meter.finished))
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(period if self._nodes is None else min(period, self._nodes.wait())):
+                nodes = math.inf if self._nodes is None else self._nodes.availability.wait(loop_time())
+                async with asyncio.timeout(min(period, nodes)):
                     await self._woken.wait()
             now = loop_time()
             self._samples.append((now, self.meter.finished))

@@ -120,7 +120,7 @@ class FleetContract:
                 drained = tasks.create_task(s.fleet.apply(DRAIN))
             assert drained.done()
             assert all(len(task.result().token_ids) for task in asked)
-            assert s.gateway.served == 12, "each turn once"
+            assert s.gateway.turns.served == 12, "each turn once"
             assert s.gateway.seats().keys() == {"engine-0"}
             assert s.fleet.free()["there"] == 2
             assert not await s.alive(engine)

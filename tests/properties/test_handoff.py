@@ -260,7 +260,7 @@ def test_the_fence_holds_when_every_update_meets_a_hand_off(seed: int) -> None:
     taken = world.events("handoffs_taken_back")
     assert 0 < len(taken) <= world.run.steps, "emitted once per update, not once per turn"
     assert world.events("handoff_failed") == [], "an update is no failure"
-    assert world.run.control.gateway.paths.keys() == {"remote"}, "and prefills no turn locally"
+    assert world.run.control.gateway.turns.paths.keys() == {"remote"}, "and prefills no turn locally"
 
 
 def test_without_the_fence_the_same_runs_mix_versions(monkeypatch: pytest.MonkeyPatch) -> None:

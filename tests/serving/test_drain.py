@@ -74,7 +74,7 @@ def test_a_turn_that_is_cut_short_is_no_failed_attempt() -> None:
                 while bench.shares[sticky].in_flight:
                     await asyncio.sleep(1.0)
         assert turn.result().token_ids
-        assert bench.gateway.served == 1
+        assert bench.gateway.turns.served == 1
         assert bench.suspected == [], "its end was wanted"
 
     virtual(main)

@@ -133,7 +133,7 @@ def test_a_remote_turn_is_two_requests_and_one_turn() -> None:
         assert first.request_id != second.request_id
         assert len(answer.token_ids) == 2, "the token of the prefill engine is nobody's"
         assert bench.told == [0], "sent once"
-        assert bench.gateway.served == 1
+        assert bench.gateway.turns.served == 1
         # 100 tokens at 1 ms on P, then their KV at 0.1 ms each and 2 tokens at 10 ms on D: both legs are charged.
         assert bench.charged == pytest.approx(0.1 + 0.01 + 0.02)
         assert bench.idle()
@@ -230,7 +230,7 @@ def test_kv_that_expired_is_no_fault_of_the_decode_engine() -> None:
         assert len(bench.events("handoff_failed")) == 1
         assert [r.kv_transfer is None for r in bench.requests("d")] == [False, True]
         assert bench.told == [0], "one turn, sent once"
-        assert bench.gateway.served == 1
+        assert bench.gateway.turns.served == 1
 
     virtual(main)
 
@@ -296,7 +296,7 @@ def test_an_update_meets_many_hand_offs_with_one_event_and_no_turn_counts_as_fai
         assert {turn.result().spans[0].version for turn in turns} == {6}
         assert bench.events("handoffs_taken_back") == [{"count": 8}] * 6
         assert bench.events("handoff_failed") == []
-        assert bench.gateway.paths.keys() == {"remote"}
+        assert bench.gateway.turns.paths.keys() == {"remote"}
         assert bench.fabric.broken == []
         assert bench.idle()
 
@@ -533,7 +533,7 @@ def test_a_role_outlives_a_restart() -> None:
         bench.gateway.flip(EngineId("p"), EngineRole.DECODE)
         bench.gateway.lose(EngineId("p"))
         bench.gateway.join(bench.engines["p"], version=0, shares=bench.shares["p"], seat=EnginePlacement("fast"))
-        seat = bench.gateway.seat_of(EngineId("p"))
+        seat = bench.gateway.registry.seat_of(EngineId("p"))
         assert seat is not None
         assert seat.role is EngineRole.DECODE
 

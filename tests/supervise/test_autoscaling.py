@@ -37,7 +37,7 @@ class Fleet:
     def room(self) -> str | None:
         used = list(self.hosts.values())
         free = [n for n, c in self.cores.items() if used.count(n) < c or not self.core_each]
-        return min((n for n in free if n not in self.nodes.doomed()), key=used.count, default=None)
+        return min((n for n in free if n not in self.nodes.availability.leaving()), key=used.count, default=None)
 
     async def spawn(self) -> str:
         node = self.room()
@@ -184,7 +184,7 @@ def test_when_nodes_rest_there_are_as_many_hosts_as_they_have_room_for(
                 scene.die(node)
             await asyncio.sleep(7.0 * number)
         await asyncio.sleep(40 * SETTLE_S * 2**5)
-        staying = {n: c for n, c in scene.cores.items() if n not in scene.nodes.doomed()}
+        staying = {n: c for n, c in scene.cores.items() if n not in scene.nodes.availability.leaving()}
         assert len(scene.fleet.hosts) == min(most, sum(staying.values()))
         assert set(scene.fleet.hosts.values()) <= staying.keys()
         assert scene.fleet.up() == set(scene.fleet.hosts)

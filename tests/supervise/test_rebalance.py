@@ -131,7 +131,7 @@ class Bench:
         return [(e.subject, dict(e.fields)) for e in self.recorder.events if e.kind == kind]
 
     def roles(self) -> dict[str, str]:
-        seats = {n: self.gateway.seat_of(EngineId(n)) for n in self.engines}
+        seats = {n: self.gateway.registry.seat_of(EngineId(n)) for n in self.engines}
         return {n: str(s.role) for n, s in seats.items() if s is not None}
 
 
