@@ -132,10 +132,10 @@ def replay_dedicated(calls: Iterable[ReplayedCall], workers: int) -> CallReplay:
 def min_dedicated_workers(calls: Sequence[ReplayedCall], wait_s: float, *, quantile: float = 0.99) -> int:
     """The smallest number of dedicated workers with which this quantile of the waits is at most `wait_s`.
 
-    More workers never increase any wait (first come, first served), so the number is found by bisection; the maximum
-    overlap of the calls always suffices. 1 for no calls.
+    More workers never increase any wait (first come, first served), so the number is found by bisection; a worker per
+    call always suffices. 1 for no calls.
     """
-    low, high = 1, max(1, _max_overlap(calls))
+    low, high = 1, max(1, len(calls))
     while low < high:
         middle = (low + high) // 2
         if replay_dedicated(calls, middle).wait(quantile) <= wait_s:
@@ -143,17 +143,6 @@ def min_dedicated_workers(calls: Sequence[ReplayedCall], wait_s: float, *, quant
         else:
             low = middle + 1
     return low
-
-
-def _max_overlap(calls: Sequence[ReplayedCall]) -> int:
-    """The maximum number of concurrent calls without waiting; a call that ends as another begins does not overlap
-    it."""
-    edges = sorted([(c.t, 1) for c in calls] + [(c.t + c.seconds, -1) for c in calls])
-    now = most = 0
-    for _, step in edges:
-        now += step
-        most = max(most, now)
-    return most
 
 
 def replay_elastic(
