@@ -77,7 +77,9 @@ def inspect_source(found: SourceDefinition, sources: SourceFiles, spec: Function
     """Check the reward at `found`; `sources` are the files that are packed with it. The declaration `stateless` of the
     spec overrides uncertain findings."""
     target = definition(found.body, found.name)
-    modules = [SourceModule(found.path, found.body, closed=_factory(found, target))]
+    factories = (node for node in found.body if isinstance(node, ast.FunctionDef) and node is not target)
+    factory = next((node for node in factories if target in list(ast.walk(node))), None)
+    modules = [SourceModule(found.path, found.body, closed=factory)]
     modules += [SourceModule(path, tree.body) for path, tree in sources.modules() if path != found.path]
     functions = _reachable(modules, target)
     for function in list(functions):
@@ -236,14 +238,6 @@ class SourceFunction:
     def finding(self, node: ast.AST, text: str, *, sure: bool = True) -> StateFinding:
         line = getattr(node, "lineno", getattr(self.node, "lineno", 0))
         return StateFinding(self.module.path.name, line, text, sure)
-
-
-def _factory(found: SourceDefinition, target: ast.AST | None) -> _Callable | None:
-    """The factory that returned the reward (a closure), None if there is none."""
-    for node in found.body:
-        if isinstance(node, ast.FunctionDef) and node is not target and target in list(ast.walk(node)):
-            return node
-    return None
 
 
 _ONCE = ("__init__", "__new__", "__post_init__", "load")

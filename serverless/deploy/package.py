@@ -113,7 +113,10 @@ def build(spec: FunctionSpec, *, base: pathlib.Path | None = None) -> Package:
     root = base or pathlib.Path.cwd()
     sources, attribute, found, merged = _read_source(spec, root)
     locked = lock(merged.requirements, root if "requirements" in spec.model_fields_set else found.path.parent)
-    warnings = _refuse_state(sources, found, merged)
+    verdict = inspect_source(found, sources, merged)
+    if isinstance(verdict, Stateful):
+        raise NotOffloadable(spec.name, tuple(map(str, verdict.reasons)), remedy=verdict.remedy)
+    warnings = tuple(map(str, verdict.warnings))
     warnings += tuple(f"{one} is not installed here, so it is not pinned" for one in locked.unpinned)
     merged = merged.model_copy(update={"requirements": locked.all, "takes": _takes(merged, found)})
     manifest = {
@@ -223,14 +226,6 @@ def _merge(spec: FunctionSpec, declared: Mapping[str, Any], root: pathlib.Path, 
         raise SpecInvalid(f"function {spec.name}: {text}") from None
     except TypeError as error:  # artefacts that are not a list of strings
         raise SpecInvalid(f"function {spec.name}: artefacts: {error}") from None
-
-
-def _refuse_state(sources: SourceFiles, found: SourceDefinition, spec: FunctionSpec) -> tuple[str, ...]:
-    """Raise `NotOffloadable` for a reward that keeps state; otherwise return the warnings."""
-    verdict = inspect_source(found, sources, spec)
-    if isinstance(verdict, Stateful):
-        raise NotOffloadable(spec.name, tuple(map(str, verdict.reasons)), remedy=verdict.remedy)
-    return tuple(map(str, verdict.warnings))
 
 
 def _takes(spec: FunctionSpec, found: SourceDefinition) -> str:

@@ -269,38 +269,32 @@ class ProviderQueue:
 
     def _answered(self, attempt: CallAttempt, reply: Reply) -> None:
         """Handle an attempt's reply. The first answer, or the last fault, becomes the call's."""
-        call, now = attempt.call, asyncio.get_running_loop().time()
-        self._record_reply(attempt, reply, now)
-        call.tries.remove(attempt)
-        hedge = self._hedges
-        if call.done or (reply.fault is not None and call.tries):
-            hedge.extra_billed_s += reply.invocation.billed_s if reply.invocation is not None else 0.0
-            return
-        for loser in call.tries:
-            hedge.extra_billed_s += billed_seconds(now - loser.began)
-        hedge.helped += attempt.cause is Cause.HEDGE and reply.fault is None
-        self._finish(call)
-        for entry in call.entries:
-            entry.call = None
-        self._conclude(call, reply, now - attempt.began)
-
-    def _record_reply(self, attempt: CallAttempt, reply: Reply, now: float) -> None:
-        """Update the window, the hedger and the breaker from a reply."""
+        call, fault, bill, now = attempt.call, reply.fault, reply.invocation, asyncio.get_running_loop().time()
         attempt.reported = True
         del self._attempts[attempt]  # at once: replies that arrive together must not count each other as in flight
-        seconds, items, others = now - attempt.began, len(attempt.call.entries), len(self._attempts)
-        if reply.invocation is not None:
-            self._function.billed(reply.invocation)
-            if attempt.call.cause in CAUSED_BY:
-                self._counts[CAUSED_BY[attempt.call.cause]].extra_billed_s += reply.invocation.billed_s
-        fault = reply.fault
+        seconds, items, others = now - attempt.began, len(call.entries), len(self._attempts)
+        if bill is not None:
+            self._function.billed(bill)
+            if call.cause in CAUSED_BY:
+                self._counts[CAUSED_BY[call.cause]].extra_billed_s += bill.billed_s
         if fault is None:
             self._window.answered(now, seconds, items, in_flight=others, number=attempt.number)
-            cold_s = reply.invocation.cold_start_s if reply.invocation is not None else 0.0
-            self._latencies.add(max(0.0, seconds - cold_s), items)
+            self._latencies.add(max(0.0, seconds - (bill.cold_start_s if bill is not None else 0.0)), items)
         elif fault.kind is FaultKind.THROTTLED:
             self._window.throttled(fault, now, attempt.number, self._function.rng, in_flight=others)
         self._record_end(attempt, fault, now)
+        call.tries.remove(attempt)
+        hedge = self._hedges
+        if call.done or (fault is not None and call.tries):
+            hedge.extra_billed_s += bill.billed_s if bill is not None else 0.0
+            return
+        for loser in call.tries:
+            hedge.extra_billed_s += billed_seconds(now - loser.began)
+        hedge.helped += attempt.cause is Cause.HEDGE and fault is None
+        self._finish(call)
+        for entry in call.entries:
+            entry.call = None
+        self._conclude(call, reply, seconds)
 
     def _record_end(
         self, attempt: CallAttempt, fault: InfraFault | None, now: float, *, cancelled: bool = False

@@ -149,7 +149,16 @@ class FunctionHttpServer:
         reply = await asyncio.shield(call)
         if isinstance(reply, ServerlessError):
             raise reply
-        return _lambda_answer(reply, tail=request.headers.get("X-Amz-Log-Type") == "Tail")
+        bill, fault, payload = reply.invocation, reply.fault, reply.body
+        headers = {"X-Amz-Executed-Version": "$LATEST", "X-Amzn-RequestId": bill.provider_id if bill else "-"}
+        if bill is not None and request.headers.get("X-Amz-Log-Type") == "Tail":
+            headers["X-Amz-Log-Result"] = base64.b64encode(_report(bill)[-4096:].encode()).decode()
+        if fault is not None:
+            payload = faults.function_error(fault, headers["X-Amzn-RequestId"], bill.t1 - bill.t0 if bill else 0.0)
+            if payload is None:
+                return _service_error(fault)
+            headers["X-Amz-Function-Error"] = "Unhandled"
+        return web.Response(body=json.dumps(payload).encode(), headers=headers, content_type="application/json")
 
     async def _run(self, function: str, event: list[dict[str, Any]], deadline_s: float) -> Reply | ServerlessError:
         """Run a call and return its errors, so that they do not end the task group."""
@@ -248,20 +257,6 @@ def _refusal(error: ServerlessError) -> web.Response:
 def _web_response(answer: IdempotentResponse) -> web.Response:
     headers = {**answer.headers, "X-Rollart-Idempotent": "1"}
     return web.Response(status=answer.status, body=answer.body, headers=headers, content_type="application/json")
-
-
-def _lambda_answer(reply: Reply, *, tail: bool) -> web.Response:
-    call, fault, payload = reply.invocation, reply.fault, reply.body
-    headers = {"X-Amz-Executed-Version": "$LATEST", "X-Amzn-RequestId": call.provider_id if call else "-"}
-    if call is not None and tail:
-        headers["X-Amz-Log-Result"] = base64.b64encode(_report(call)[-4096:].encode()).decode()
-    if fault is not None:
-        run_s = call.t1 - call.t0 if call else 0.0
-        payload = faults.function_error(fault, headers["X-Amzn-RequestId"], run_s)
-        if payload is None:
-            return _service_error(fault)
-        headers["X-Amz-Function-Error"] = "Unhandled"
-    return web.Response(body=json.dumps(payload).encode(), headers=headers, content_type="application/json")
 
 
 def _report(call: Invocation) -> str:

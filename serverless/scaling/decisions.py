@@ -68,19 +68,16 @@ class Decider:
 
     def decide(self, observation: ScalingObservation) -> ScalingTarget:
         items = max(1.0, observation.statistics.items)
-        reactive = self._reactive(observation, items)
+        reactive = 0
+        if self._autoscaler is not None:
+            ended = observation.statistics.take_busy(observation.now)
+            at_once = max(observation.load.under_way + observation.waiting / items, ended)
+            self._autoscaler.observe(observation.now, at_once)
+            reactive = self._autoscaler.wanted(observation.now, observation.load.workers)
         ahead = self._ahead(observation, items)
         workers = min(self._spec.concurrency, max(reactive, ahead))
         why = "idle" if not workers else "forecast" if ahead >= min(reactive, workers) else "reactive"
         return ScalingTarget(workers, why, self._keep_alive(observation, workers))
-
-    def _reactive(self, observation: ScalingObservation, items: float) -> int:
-        if self._autoscaler is None:
-            return 0
-        ended = observation.statistics.take_busy(observation.now)
-        at_once = max(observation.load.under_way + observation.waiting / items, ended)
-        self._autoscaler.observe(observation.now, at_once)
-        return self._autoscaler.wanted(observation.now, observation.load.workers)
 
     def _ahead(self, observation: ScalingObservation, items: float) -> int:
         settings = self._settings.forecast

@@ -197,24 +197,21 @@ class Scaler:
             for managed in self._managed:
                 if managed.provisioner is None:
                     self._apply(managed, 0, "set back", managed.spec.keep_alive_s, now)
-            await self._restore_levels()
+            # Reset all levels concurrently, each within its own time limit. A cancellation waits for them.
+            resets = asyncio.gather(*(p.restore() for p in self._paid), return_exceptions=True)
+            cancelled = False
+            while not resets.done():
+                try:
+                    await asyncio.shield(resets)
+                except asyncio.CancelledError:
+                    cancelled = True
+            if cancelled:
+                raise asyncio.CancelledError
 
     async def _run(self) -> None:
         while True:
             self.tick()
             await asyncio.sleep(self._settings.tick_s)
-
-    async def _restore_levels(self) -> None:
-        """Reset all levels concurrently, each within its own time limit. A cancellation waits for them."""
-        resets = asyncio.gather(*(p.restore() for p in self._paid), return_exceptions=True)
-        cancelled = False
-        while not resets.done():
-            try:
-                await asyncio.shield(resets)
-            except asyncio.CancelledError:
-                cancelled = True
-        if cancelled:
-            raise asyncio.CancelledError
 
     def _managed_function(
         self, spec: FunctionSpec, backend: Backend, levels: ProvisionedLevels
