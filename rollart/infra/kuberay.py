@@ -11,7 +11,7 @@ from typing import Any
 from rollart.errors import SpecError
 from rollart.infra.files import RenderedFiles, header, yaml_text
 from rollart.infra.hosts import HostGroup, hosts_engines
-from rollart.infra.needs import ClusterNeeds, PodSettings
+from rollart.infra.needs import PodSettings
 from rollart.infra.ray import PORT, health_environment
 
 RAY_VERSION = "2.60.0"
@@ -73,8 +73,19 @@ def kuberay(
     about = header("kuberay", name)
     permanent = _cluster(name, groups, replace(pods, specs=None), health_s)
     manifest = _manifest("ray.io/v1", "RayCluster", name, meta, spec=permanent)
+    # Volumes that all nodes mount, and the identity of the pods that call a provider.
+    shared = [_volume_claim(f"{name}-runs", meta)]
+    if _needs_volume(pods.needs.shared):
+        shared.append(_volume_claim(f"{name}-weights", meta))
+    if pods.needs.cloud:
+        shared.append(_manifest("v1", "ServiceAccount", name, meta))
+    shared.append(_network_policy(name, meta, pods.needs.service))
+    if pods.needs.service:
+        port = {"name": "service", "port": pods.needs.service, "targetPort": pods.needs.service}
+        body = {"selector": _controller_labels(name), "ports": [port]}
+        shared.append(_manifest("v1", "Service", f"{name}-service", meta, spec=body))
     files = {
-        "runs.yaml": yaml_text(*_shared_manifests(name, meta, pods.needs), about=about),
+        "runs.yaml": yaml_text(*shared, about=about),
         "raycluster.yaml": yaml_text(manifest, about=about),
     }
     apply = "kubectl apply -f runs.yaml -f raycluster.yaml"
@@ -102,21 +113,6 @@ def kuberay(
             "sam, terraform) is attached to; on EKS: kubectl annotate serviceaccount eks.amazonaws.com/role-arn=..."
         )
     return RenderedFiles(files, (*steps, apply))
-
-
-def _shared_manifests(name: str, meta: Mapping[str, Any], needs: ClusterNeeds) -> list[dict[str, Any]]:
-    """Volumes that all nodes mount, and the identity of the pods that call a provider."""
-    found = [_volume_claim(f"{name}-runs", meta)]
-    if _needs_volume(needs.shared):
-        found.append(_volume_claim(f"{name}-weights", meta))
-    if needs.cloud:
-        found.append(_manifest("v1", "ServiceAccount", name, meta))
-    found.append(_network_policy(name, meta, needs.service))
-    if needs.service:
-        port = {"name": "service", "port": needs.service, "targetPort": needs.service}
-        body = {"selector": _controller_labels(name), "ports": [port]}
-        found.append(_manifest("v1", "Service", f"{name}-service", meta, spec=body))
-    return found
 
 
 def _manifest(version: str, kind: str, name: str, meta: Mapping[str, Any], **body: Any) -> dict[str, Any]:

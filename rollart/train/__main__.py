@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import ctypes
 import os
 import socket
@@ -48,7 +49,10 @@ def main() -> int:
     parser.add_argument("--leader", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     die_with_parent(arguments.leader or os.getppid(), code=0)
-    _keep_memory()
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, TRIM_THRESHOLD_BYTES)
+        libc.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
     listener = None
     if arguments.rank == 0:
         listener = _listen(arguments.host, arguments.port)
@@ -109,9 +113,11 @@ def join_service(arguments: argparse.Namespace, config: TrainerConfig, followers
         number = select_gpu(arguments.local, here)
         config = config.model_copy(update={"device": f"cuda:{number}"})
         gpu = str(torch.cuda.get_device_properties(number).uuid)
-    host, port = _parse_address(arguments.meet or "127.0.0.1:0")
-    host = host or arguments.host
-    store = rendezvous(host, port, rank=rank, size=size)
+    host, colon, port = (arguments.meet or "127.0.0.1:0").rpartition(":")
+    if not colon or not port.isdecimal():
+        raise UsageError(f"--meet {arguments.meet} is not HOST:PORT")
+    host = host.strip("[]") or arguments.host
+    store = rendezvous(host, int(port), rank=rank, size=size)
     meet = f"{f'[{host}]' if ':' in host else host}:{store.port}"
     if arguments.meet is not None and rank == 0:
         print(f"meet {meet}", flush=True)
@@ -132,25 +138,6 @@ def join_service(arguments: argparse.Namespace, config: TrainerConfig, followers
     service = TrainerService(config, ranks, host=arguments.host)
     ranks.torch.exchange("ready")
     return service
-
-
-def _parse_address(text: str) -> tuple[str, int]:
-    """The host may be omitted."""
-    from rollart.errors import UsageError
-
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isdecimal():
-        raise UsageError(f"--meet {text} is not HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
-def _keep_memory() -> None:
-    try:
-        libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, TRIM_THRESHOLD_BYTES)
-        libc.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
-    except (OSError, AttributeError):
-        return
 
 
 def _listen(host: str, port: int) -> socket.socket | None:

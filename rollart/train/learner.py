@@ -104,7 +104,16 @@ class Learner:
             used=used,
             actions=ActionTensors(batch, self.policy.device),
             weight=np.array([self.config.domains[d].loss_weight for d in batch.domains]),
-            objective=self._policy_objective(batch, used, advantage, version),
+            objective=PolicyObjective(
+                self.config.loss,
+                batch,
+                advantage,
+                version,
+                device=self.policy.device,
+                dtype=self.policy.dtype,
+                proximal=self._score(batch, used) if self.config.loss.kind == "decoupled" else None,
+                reference=self._reference_logprobs(batch) if self.config.loss.kl else None,
+            ),
             entropy_grad=self.config.loss.entropy != 0,
         )
         gaps: dict[str, float] = {}
@@ -234,19 +243,6 @@ class Learner:
             lr = config.lr if name == "policy" else config.imitation.lr
             self.optimizers[name] = torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
         return self.optimizers[name]
-
-    def _policy_objective(self, batch: TrainingBatch, used: IntArray, advantage: FloatArray, version: int) -> Objective:
-        config = self.config.loss
-        return PolicyObjective(
-            config,
-            batch,
-            advantage,
-            version,
-            device=self.policy.device,
-            dtype=self.policy.dtype,
-            proximal=self._score(batch, used) if config.kind == "decoupled" else None,
-            reference=self._reference_logprobs(batch) if config.kl else None,
-        )
 
     def _reference_logprobs(self, batch: TrainingBatch) -> Tensor:
         """Log-probabilities [N] of the loss tokens under the reference policy. If a rank cannot load it, all ranks

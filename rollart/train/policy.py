@@ -104,7 +104,12 @@ class TrainedPolicy:
         self.dtype = torch.promote_types(dtype or first.dtype, torch.float32)
         self.scorer = Scorer(model)
         self.vocab_size = int(self.scorer.head.weight.shape[0])
-        self._check_head()
+        with torch.no_grad():
+            ids = torch.arange(min(4, self.vocab_size), device=self.device)[None]
+            whole = model(input_ids=ids, use_cache=False).logits.float()
+            ours = self.scorer.head(self.scorer.body(input_ids=ids, use_cache=False).last_hidden_state).float()
+        if not torch.allclose(whole, ours, atol=1e-4, rtol=1e-4):  # soft caps, scales: trained wrongly
+            raise UsageError(f"{type(model).__name__} transforms its logits after the output head: not supported")
         self.scorer.trims_last_layer = self._matches_model(self.scorer.last_layer_trimmed)
         self._sharded = ranks is not None and ranks.mesh is not None
         if parallel is not None:
@@ -153,16 +158,6 @@ class TrainedPolicy:
                 return torch.allclose(whole, ours, atol=1e-5, rtol=1e-4)
             except (AttributeError, TypeError, ValueError, RuntimeError):
                 return False  # another architecture: the general path is slower but correct
-
-    def _check_head(self) -> None:
-        """Refuse architectures that do more than `head(hidden)` (soft caps, logit scales) instead of training them
-        wrongly."""
-        with torch.no_grad():
-            ids = torch.arange(min(4, self.vocab_size), device=self.device)[None]
-            whole = self.model(input_ids=ids, use_cache=False).logits.float()
-            ours = self.scorer.head(self.scorer.body(input_ids=ids, use_cache=False).last_hidden_state).float()
-        if not torch.allclose(whole, ours, atol=1e-4, rtol=1e-4):
-            raise UsageError(f"{type(self.model).__name__} transforms its logits after the output head: not supported")
 
     def _distribute(self, config: ParallelConfig, ranks: Ranks, dtype: torch.dtype | None) -> None:
         """Prepare the model for several devices: compilation, activation checkpointing, and parameters that are

@@ -181,8 +181,8 @@ class RayClientLink(RayDriverLink):
         try:
             return await waiting
         except Exception as error:
-            if not _is_connection_error(error):
-                raise
+            if not isinstance(error, (ConnectionError, importlib.import_module("grpc").RpcError)):
+                raise  # the server returned it
             last_line = (str(error).strip().splitlines() or [type(error).__name__])[-1]
             self.failed(connection_lost(self._address, last_line.strip()))
             assert self._error is not None
@@ -314,11 +314,6 @@ def _draining_nodes_by_task() -> set[str]:
 
     found: set[str] = ray.get(ray.remote(num_cpus=0)(_draining_nodes).remote(), timeout=ANSWER_S)
     return found
-
-
-def _is_connection_error(error: Exception) -> bool:
-    """True if the server is gone, False for an error that it returned."""
-    return isinstance(error, (ConnectionError, importlib.import_module("grpc").RpcError))
 
 
 async def _check_http2_preface(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:

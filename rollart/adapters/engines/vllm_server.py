@@ -47,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _main(args: argparse.Namespace) -> int:
-    port, side = _free_ports(args.host)
+    with socket.socket() as first, socket.socket() as second:
+        first.bind((args.host, 0))
+        second.bind((args.host, 0))
+        # If another process takes one before vLLM does, vLLM exits and is restarted.
+        port, side = first.getsockname()[1], second.getsockname()[1]
     command = [args.python, "-m", "vllm.entrypoints.openai.api_server"]
     model = _link_model(args.model, args.alias) if args.alias else args.model
     command += ["--host", args.host, "--port", str(port), "--model", model, *args.args]
@@ -119,14 +123,6 @@ def _link_model(model: str, alias: str) -> str:
     fresh.symlink_to(Path(model).resolve())
     fresh.replace(link)
     return alias
-
-
-def _free_ports(host: str) -> tuple[int, int]:
-    """Two unused ports. If another process takes one before vLLM does, vLLM exits and is restarted."""
-    with socket.socket() as first, socket.socket() as second:
-        first.bind((host, 0))
-        second.bind((host, 0))
-        return first.getsockname()[1], second.getsockname()[1]
 
 
 def _failure_reason(log: str) -> str:

@@ -61,7 +61,12 @@ def check_environments(
             quick(name)
     if images is not None:
         on_check("environments.images")
-        yield from _check_image_hook(images)
+        path = str(images["hook"])
+        hook = yield from _make("", path, dict(images.get("arguments", {})), "images_args")
+        lacking = [name for name in ("images", "ensure") if not callable(getattr(hook, name, None))]
+        if lacking and hook is not _NOT_MADE:
+            message = f"'{path}' has no {' and no '.join(lacking)} (rule: async images() and ensure(image))"
+            yield EnvironmentProblem("", "", message)
 
 
 def _check_environment(
@@ -91,15 +96,6 @@ def _check_environment(
             message = f"'{path}' gave no worked example: {one_line(error, 500)}"
             yield EnvironmentProblem(domain, WARM_START_ARGUMENT, message)
     return instance
-
-
-def _check_image_hook(images: Mapping[str, Any]) -> Iterator[EnvironmentProblem]:
-    path = str(images["hook"])
-    hook = yield from _make("", path, dict(images.get("arguments", {})), "images_args")
-    lacking = [name for name in ("images", "ensure") if not callable(getattr(hook, name, None))]
-    if lacking and hook is not _NOT_MADE:
-        message = f"'{path}' has no {' and no '.join(lacking)} (rule: async images() and ensure(image))"
-        yield EnvironmentProblem("", "", message)
 
 
 _NOT_MADE = object()

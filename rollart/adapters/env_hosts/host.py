@@ -207,7 +207,13 @@ class EnvironmentHostServer:
             if factory is None or factory.make is None:
                 reason = f"no domain '{domain}' here" if factory is None else factory.problem
                 return request.answer(CallStatus.REFUSED, reason)
-            episode = self.episodes[request.episode] = self._open_episode(request.episode, self.pools[domain])
+            name, pool = request.episode, self.pools[domain]
+            if (idle := pool.take()) is None:
+                episode = HostedEpisode(name, pool.new_loop(name), pool, EnvironmentOrigin("cold", 0.0))
+            else:
+                made = EnvironmentOrigin("reused" if idle.played else "ahead", 0.0 if idle.played else idle.make_s)
+                episode = HostedEpisode(name, idle, pool, made, counted=True)
+            self.episodes[name] = episode
         elif episode.hosted.environment is not None:
             episode.made = EnvironmentOrigin("again", 0.0)
         hosted = episode.hosted
@@ -227,14 +233,6 @@ class EnvironmentHostServer:
             if hosted.environment is not None and not episode.counted:
                 episode.counted = True
                 episode.pool.mark_in_use(hosted)
-
-    def _open_episode(self, name: str, pool: WarmPool) -> HostedEpisode:
-        """An episode, with an idle environment of the pool if there is one."""
-        idle = pool.take()
-        if idle is None:
-            return HostedEpisode(name, pool.new_loop(name), pool, EnvironmentOrigin("cold", 0.0))
-        made = EnvironmentOrigin("reused" if idle.played else "ahead", 0.0 if idle.played else idle.make_s)
-        return HostedEpisode(name, idle, pool, made, counted=True)
 
     async def _images(self, request: HostRequest) -> HostResponse:
         """List the images that an episode needs and the images on this host; a PULL request also pulls the missing

@@ -98,8 +98,14 @@ class VerifiersText:
         request = await self._conversation.next_request()
         if request is None:
             return await self._loaded.final_step(await self._state(), self._row, success_at=self._success_at)
-        new = _new_messages(self._shown, request.messages, self._loaded.name)
-        self._shown = request.messages
+        known = len(self._shown)
+        goes_on = list(request.messages[:known]) == list(self._shown) and len(request.messages) > known + 1
+        if not goes_on or request.messages[known].get("role") != "assistant":
+            raise RuntimeError(
+                f"{self._loaded.name} rewrites its conversation, which text that goes on cannot show: play it as "
+                "environment: {harness: rollart.adapters.envs.verifiers:episode}"
+            )
+        self._shown, new = request.messages, request.messages[known + 1 :]
         return Step(Observation(self._render(new, request.tools, False), max_tokens=self._max_tokens))
 
     async def close(self) -> None:
@@ -136,20 +142,6 @@ async def episode(
         state = await environment.env.rollout(row, OpenAIChatCompletionsClient(api), model, {})
     environment.check(state)
     return await environment.final_step(state, row, success_at=success_at)
-
-
-def _new_messages(
-    shown: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], name: str
-) -> Sequence[Mapping[str, Any]]:
-    """Messages after the policy's last answer."""
-    known = len(shown)
-    goes_on = list(messages[:known]) == list(shown) and len(messages) > known + 1
-    if not goes_on or messages[known].get("role") != "assistant":
-        raise RuntimeError(
-            f"{name} rewrites its conversation, which text that goes on cannot show: play it as "
-            "environment: {harness: rollart.adapters.envs.verifiers:episode}"
-        )
-    return messages[known + 1 :]
 
 
 _DRAWS = 2000
