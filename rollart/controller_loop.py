@@ -236,24 +236,8 @@ class LoopWatchdog:
             self._iteration, self._polls, self._call, self._call_polls, self._interruptions = since, 0, None, 0, 0
             self._loop.call_soon_threadsafe(self._take_signals)
             return
+        # The loop is in the same iteration as at the last poll.
         self._polls += 1
-        self._blocked()
-
-    def _ticked(self, number: int, frame: FrameType | None) -> None:
-        """Two ticks without a poll of the thread mean that it cannot run."""
-        self._starved = self._starved + 1 if self._all_polls == self._ticked_at else 0
-        if self._starved > 1:
-            self._poll()
-        self._ticked_at = self._all_polls
-
-    def _take_signals(self) -> None:
-        """Restore the signal handlers: users' code may have replaced them."""
-        for number, answer in self._handlers.items():
-            if signal.getsignal(number) != answer:
-                signal.signal(number, answer)
-
-    def _blocked(self) -> None:
-        """The loop is in the same iteration as at the last poll."""
         frame = sys._current_frames().get(self._main)
         holder, call = self._holder(frame), guard_of(frame)
         if call is not self._call or not self._call_polls:
@@ -269,6 +253,19 @@ class LoopWatchdog:
             signal.pthread_kill(self._main, INTERRUPT)
         if self._call_polls >= self._patience + KILL_S and in_user_code(frame):
             self._end(f"{holder} has held the controller for {seconds:.0f} s, and swallows interruptions", False)
+
+    def _ticked(self, number: int, frame: FrameType | None) -> None:
+        """Two ticks without a poll of the thread mean that it cannot run."""
+        self._starved = self._starved + 1 if self._all_polls == self._ticked_at else 0
+        if self._starved > 1:
+            self._poll()
+        self._ticked_at = self._all_polls
+
+    def _take_signals(self) -> None:
+        """Restore the signal handlers: users' code may have replaced them."""
+        for number, answer in self._handlers.items():
+            if signal.getsignal(number) != answer:
+                signal.signal(number, answer)
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         if self._stopping:

@@ -242,7 +242,13 @@ def _bar(group: BarGroup, bar: Bar, plot: _Plot, y: float, thick: float, unit: s
         at += segment.value
         if b > a:
             parts.append(element("rect", x=a, y=y, width=b - a, height=thick, class_=segment.paint))
-    parts += _whisker(bar, plot, y + thick / 2, thick)
+    if bar.interval:  # a whisker
+        a, b = plot.x(bar.total - bar.interval), plot.x(bar.total + bar.interval)
+        middle, cap = y + thick / 2, min(4.0, thick / 3)
+        ends = f"M{a:.1f} {middle - cap:.1f}V{middle + cap:.1f}M{a:.1f} {middle:.1f}H{b:.1f}"
+        if bar.total + bar.interval <= plot.most:
+            ends += f"M{b:.1f} {middle - cap:.1f}V{middle + cap:.1f}"
+        parts += [element("path", d=ends, class_="halo"), element("path", d=ends, class_="whisker")]
     total = estimate(bar.total, bar.interval, unit)
     parts.append(element("text", total, x=WIDTH - 2.0, y=y + thick / 2 + 4.0, class_="value", text_anchor="end"))
     name = group.label if bar.name == group.label else f"{group.label}: {bar.name}"
@@ -250,18 +256,6 @@ def _bar(group: BarGroup, bar: Bar, plot: _Plot, y: float, thick: float, unit: s
     if len(bar.segments) > 1:
         lines += [f"{s.name}: {estimate(s.value, s.interval, unit)}" for s in bar.segments]
     return element("g", element("title", "\n".join(lines)), *parts, class_="bar")
-
-
-def _whisker(bar: Bar, plot: _Plot, y: float, thick: float) -> Iterable[MarkupElement]:
-    if not bar.interval:
-        return
-    a, b = plot.x(bar.total - bar.interval), plot.x(bar.total + bar.interval)
-    cap = min(4.0, thick / 3)
-    ends = f"M{a:.1f} {y - cap:.1f}V{y + cap:.1f}M{a:.1f} {y:.1f}H{b:.1f}"
-    if bar.total + bar.interval <= plot.most:
-        ends += f"M{b:.1f} {y - cap:.1f}V{y + cap:.1f}"
-    yield element("path", d=ends, class_="halo")
-    yield element("path", d=ends, class_="whisker")
 
 
 def _row(band: Band, found: Timeline, x1: float, y: float, height: float) -> MarkupElement:

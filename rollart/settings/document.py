@@ -194,7 +194,12 @@ class _DocumentBuilder:
             raise SpecError("an alias contains itself (rule: a spec is a tree)", where=str(self.at(node)))
         self._document.positions[loc] = self.at(node)
         if isinstance(node, yaml.ScalarNode):
-            return self._scalar(node)
+            try:
+                return self._scalars.construct_object(node)
+            except (yaml.YAMLError, ValueError) as error:
+                problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
+                shown = repr(node.value) if len(node.value) <= 60 else f"{node.value[:57]!r}..."
+                raise SpecError(f"value {shown}: {problem}", where=str(self.at(node))) from None
         self._open.add(id(node))
         try:
             if isinstance(node, yaml.SequenceNode):
@@ -233,14 +238,6 @@ class _DocumentBuilder:
                 raise SpecError("'<<' merges something that is not a mapping", where=str(self.at(part)))
             merged |= value
         return merged
-
-    def _scalar(self, node: yaml.ScalarNode) -> Any:
-        try:
-            return self._scalars.construct_object(node)
-        except (yaml.YAMLError, ValueError) as error:
-            problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else str(error)
-            shown = repr(node.value) if len(node.value) <= 60 else f"{node.value[:57]!r}..."
-            raise SpecError(f"value {shown}: {problem}", where=str(self.at(node))) from None
 
 
 def _set(document: Document, parts: Sequence[str], value: Any, text: str) -> None:

@@ -78,7 +78,16 @@ def planning_problem(specs: Specs, fixed: Sequence[Deployment] | None = None) ->
     run, cluster, prices = specs.run, specs.cluster, specs.prices
     spec, shape = run.placement, run_shape(specs)
     pools = pools_of(cluster, prices)
-    performance = _performance(run, cluster, pools, shape)
+    asked = spec.arithmetic
+    # An engine on a CPU keeps KV for its slots, however much memory its host has.
+    slots = cluster.engines.max_slots * shape.kv_bytes(float(run.model.context))
+    performance = RooflinePerformance(
+        shape,
+        load_calibrations(cluster),
+        precision="fp8" if asked == "fp8" or (asked == "auto" and shape.weight_bytes_per_parameter == 1) else "bf16",
+        weight_only=asked == "auto",
+        kv_capacity_bytes={p.device.name: slots for p in pools if p.device.is_cpu and p.device.memory_gb is None},
+    )
     degrees = _degrees(run, shape, fixed)
     domains = profiles_of(run, quotas(run), specs.measured)
     usable = {p.name: _unservable_reason(performance, p, degrees) for p in pools}
@@ -368,19 +377,6 @@ def load_calibrations(cluster: ClusterSpec) -> dict[str, Calibration]:
     return found
 
 
-def _performance(run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], shape: DecoderShape) -> RooflinePerformance:
-    """An engine on a CPU keeps KV for its slots, however much memory its host has."""
-    asked = run.placement.arithmetic
-    slots = cluster.engines.max_slots * shape.kv_bytes(float(run.model.context))
-    return RooflinePerformance(
-        shape,
-        load_calibrations(cluster),
-        precision="fp8" if asked == "fp8" or (asked == "auto" and shape.weight_bytes_per_parameter == 1) else "bf16",
-        weight_only=asked == "auto",
-        kv_capacity_bytes={p.device.name: slots for p in pools if p.device.is_cpu and p.device.memory_gb is None},
-    )
-
-
 def _degrees(run: RunSpec, shape: DecoderShape, fixed: Sequence[Deployment] | None) -> tuple[int, ...]:
     """Tensor-parallel degrees to consider. SpecError for a degree that the user names and the model does not have."""
     given, parallelism = run.placement.tensor_parallel, run.rollout.parallelism
@@ -567,21 +563,19 @@ def _entries(cluster: ClusterSpec) -> list[tuple[str, Mapping[str, object]]]:
     return found
 
 
-def _measured_speeds(name: str, value: object) -> PublishSpeeds:
-    try:
-        if not isinstance(value, Mapping):
-            raise TypeError
-        return PublishSpeeds(**{key: float(speed) for key, speed in value.items()})
-    except (TypeError, ValueError):
-        rule = "rule: speeds in GB/s, as `rollart calibrate --from` writes them"
-        raise SpecError(f"calibration '{name}': {PUBLISH} is {value!r} ({rule})", remedy=RECALIBRATE) from None
-
-
 def _speeds(cluster: ClusterSpec) -> PublishSpeeds:
     """Publish speeds: the preset's, overridden by the calibration files', overridden by the cluster's `publish`."""
     spec = cluster.publish
     speeds = PublishSpeeds() if spec.preset is None else PRESETS[spec.preset]
     for name, entry in _entries(cluster):
         if PUBLISH in entry:
-            speeds = replace(speeds, **_measured_speeds(name, entry[PUBLISH]).stated())
+            value = entry[PUBLISH]
+            try:
+                if not isinstance(value, Mapping):
+                    raise TypeError
+                measured = PublishSpeeds(**{key: float(speed) for key, speed in value.items()})
+            except (TypeError, ValueError):
+                rule = "rule: speeds in GB/s, as `rollart calibrate --from` writes them"
+                raise SpecError(f"calibration '{name}': {PUBLISH} is {value!r} ({rule})", remedy=RECALIBRATE) from None
+            speeds = replace(speeds, **measured.stated())
     return replace(speeds, **spec.model_dump(exclude={"preset"}, exclude_none=True))
