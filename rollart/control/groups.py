@@ -178,10 +178,6 @@ class GroupRun:
             PlacementPriority.TRAIN if others < self.state.size else PlacementPriority.SPARE, self.seniority
         )
 
-    def spares(self, member: int) -> bool:
-        """True if the samples and the other members suffice without this member."""
-        return len(self.trying - {member}) + len(self.samples) >= self.state.size
-
     def whole(self) -> Group:
         return Group(self.id, self.domain.name, tuple(self.samples[m] for m in sorted(self.samples)))
 
@@ -272,8 +268,9 @@ class GroupTable:
         other members suffice: a redundant member that failed is not worth another attempt."""
         if run.id not in self.runs:
             return False
-        if run.spares(member):
-            run.trying.discard(member)
+        others = run.trying - {member}
+        if len(others) + len(run.samples) >= run.state.size:
+            run.trying = others
             return False
         if run.state.fail(reason, incident):
             self.on_retry()

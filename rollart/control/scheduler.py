@@ -59,11 +59,6 @@ class FaultMeter:
     def __post_init__(self) -> None:
         self.losses = IncidentWindow(self.window)
 
-    @property
-    def shared_losses(self) -> int:
-        """Attempts in the window that were lost to an incident beyond its first attempt."""
-        return self.losses.shared_losses
-
     def ended(self, reason: AbortReason | None, detail: str = "", *, incident: str = "") -> None:
         """An attempt ended: with a sample (None) or aborted. Only infrastructure faults count; all attempts of one
         `incident` count once."""
@@ -86,7 +81,7 @@ class FaultMeter:
         limit = max(MAX_INCIDENT_SHARE, self.max_rate)
         if self.losses.too_many(share=limit, incidents=MIN_INCIDENTS, least=self.min_count):
             raise FaultRateExceeded(
-                f"{self.shared_losses} of the last {len(self.losses.attempts)} trajectories were lost with "
+                f"{self.losses.shared_losses} of the last {len(self.losses.attempts)} trajectories were lost with "
                 f"{self.losses.incidents} ends of environment hosts (limit {limit:.0%})",
                 remedy="see rollart logs --role environment, then rollart launch --resume",
             )
@@ -137,7 +132,7 @@ class AttemptRunner:
                         raise
                     ended = TrajectoryAborted(state.abort)
                 if state.abort is not None:
-                    _uncancel()
+                    run.tasks[member].uncancel()
                 if run.live.pop(member, None) is not None:  # otherwise its charge was written with its sample
                     self.recorder.charge(self._charge(state, str(ended.reason), None))
                 if not self._again(run, member, state, ended, attempt):
@@ -242,12 +237,6 @@ class AttemptRunner:
         if sample is None:
             return trajectory_charge(state, outcome, None, None)
         return trajectory_charge(state, outcome, sample.score, sample.success)
-
-
-def _uncancel() -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    task.uncancel()
 
 
 def trajectory_charge(state: TrajectoryState, outcome: str, score: float | None, success: bool | None) -> Charge:

@@ -500,7 +500,7 @@ class TrajectoryRunner:
 
     def _finished(self, state: TrajectoryState, step: Step) -> Trajectory:
         assert state.v0 is not None, "a finished trajectory has sampled at least one token"
-        self.gateway.finished(state.id)
+        self.gateway.turns.finished(state.id)
         if self.meter is not None and state.purpose is Purpose.TRAIN:
             self.meter.add(
                 state.domain.name,

@@ -124,7 +124,7 @@ class HostSelector:
         """Record the end of an episode. Returns the cause if the host is quarantined from now on."""
         one = self.standing[host]
         one.episodes += 1
-        one.failures += self._share(one.episodes) * (float(fault) - one.failures)
+        one.failures += max(self.rules.weight, 1.0 / one.episodes) * (float(fault) - one.failures)
         if one.proofs:
             return self._tried(host, one, fault, now)
         if not fault or one.episodes < self.rules.seen:
@@ -200,9 +200,6 @@ class HostSelector:
 
     def _away(self, now: float) -> list[str]:
         return [name for name, one in self.standing.items() if one.quarantined(now)]
-
-    def _share(self, count: int) -> float:
-        return max(self.rules.weight, 1.0 / count)
 
     def _median(
         self, host: str, value: Callable[[HostRecord], float], seen: Callable[[HostRecord], int]

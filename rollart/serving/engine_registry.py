@@ -605,16 +605,9 @@ class DomainRoutingStats:
     def __init__(self, emit: EmitEvent) -> None:
         self._emit = emit
         self._outputs: dict[str, float] = {}
-        self._homes: dict[str, dict[str, float]] = {}
+        self.pool_counts: dict[str, dict[str, float]] = {}
+        """Assignments since the shares last changed, by domain and pool; recent ones count most."""
         self._fallen: set[str] = set()
-
-    def assignments(self, domain: str) -> Mapping[str, float]:
-        """Assignments of the domain's trajectories since the shares last changed, by pool; recent ones count most."""
-        return self._homes.get(domain, {})
-
-    def start_over(self) -> None:
-        """Reset the assignments, since the shares change."""
-        self._homes.clear()
 
     def assigned(
         self,
@@ -628,7 +621,7 @@ class DomainRoutingStats:
         """Record an assignment. One event when a domain leaves its preferred pool, and one when it is back; none while
         it only waits for suspected engines (`doubts`)."""
         pool = member.seat.pool
-        assignments = self._homes.setdefault(domain, {})
+        assignments = self.pool_counts.setdefault(domain, {})
         for other in assignments:
             assignments[other] *= 1 - POOL_COUNT_DECAY
         assignments[pool] = assignments.get(pool, 0.0) + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from rollart.errors import EngineError, LeaseExpired
@@ -31,7 +31,7 @@ STATS_S = 5.0
 
 class Gateway:
     """Called by trajectories (`generate`, `forget`), by the publisher (`update`), by the supervisor (`join`, `lose`)
-    and by the rebalancer (`follow`, `flip`, `drain`).
+    and by the rebalancer (`flip`, `drain`).
 
     `generate` waits for the gate (unblocked by the end of an update), then for an eligible engine (unblocked by
     `join`), then for the engine's answer. Invariant: no request is sent to an engine whose version is not current, nor
@@ -61,8 +61,9 @@ class Gateway:
         self._on_suspect = on_suspect
         self._recorder = recorder
         self.registry = EngineRegistry(seats or {})
-        # One weight transfer per engine at a time: an update of all, or the catch-up of a returning engine.
         self.moving = asyncio.Lock()
+        """One weight transfer per engine at a time: an update of all, or the catch-up of a returning engine. Others
+        hold it to exclude updates, and briefly, since an update waits for it."""
         self.turns = TurnExecutor(
             leases,
             limits,
@@ -158,11 +159,6 @@ class Gateway:
         """True if the run can continue without this engine: another one serves and does not drain."""
         return any(m.keeps for e, m in self.registry.members.items() if e != engine_id)
 
-    def follow(self, routes: Routes) -> None:
-        """Apply routes from the next turn on. Trajectories keep their sticky engines. If the shares change, earlier
-        assignments no longer count."""
-        self.turns.follow(routes)
-
     def flip(self, engine_id: EngineId, role: EngineRole) -> None:
         """Set the engine's role from the next turn on. Only the router changes, not the engine: running turns end where
         they are, and a trajectory whose sticky engine becomes a prefill engine fetches its KV from there."""
@@ -234,13 +230,6 @@ class Gateway:
         self.registry.leave(engine_id)
         self.turns.notify()
 
-    @contextlib.asynccontextmanager
-    async def still(self) -> AsyncIterator[None]:
-        """Exclude weight updates while the body runs: it waits for an update, and an update waits for it. Keep it
-        short."""
-        async with self.moving:
-            yield
-
     def load(self) -> Mapping[EngineKind, KindLoad]:
         """The load of all registered engines, by kind."""
         return self.registry.load(asyncio.get_running_loop().time(), self._limits.slots)
@@ -283,10 +272,6 @@ class Gateway:
         turn.prompt, turn.last, turn.listener, turn.vocab = prompt, last, on_chunk, self._limits.vocab
         turn.length = len(token_ids) if length is None else length
         return self.turns.generate(turn)
-
-    def finished(self, session: str) -> None:
-        """Add the length of a trajectory that ended by itself to the statistics of its domain."""
-        self.turns.finished(session)
 
     async def forget(self, session: str) -> None:
         """End the session: its engines may drop its KV."""

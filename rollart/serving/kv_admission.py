@@ -289,6 +289,9 @@ class KvAdmission:
 
     `assign` assigns a turn's trajectory to an engine: True if it has an engine, False if it has to wait, None if no
     engine is eligible at all. `is_admitted`: it has one already.
+
+    With `colocation`, groups are admitted as a whole: one member queues for the others. `follow_group` gives a turn's
+    trajectory the slot that its group reserved, and returns whether there was one.
     """
 
     settings: ConcurrencySettings
@@ -297,6 +300,8 @@ class KvAdmission:
     emit: EmitEvent
     assign: Callable[[TurnRequest], bool | None]
     is_admitted: Callable[[TurnRequest], bool]
+    colocation: GroupColocation | None
+    follow_group: Callable[[TurnRequest], bool]
 
     def __post_init__(self) -> None:
         self.limits = ConcurrencyLimits(self.settings.aimd)
@@ -310,8 +315,8 @@ class KvAdmission:
             for long in ((True, False) if self._dispatch.by_length else (False,))
         }
         """Keyed by whether the queue is for long trajectories."""
-        self._colocation: GroupColocation | None = None
-        self._follow: Callable[[TurnRequest], bool] = lambda _: False
+        if self.colocation is not None:
+            self.colocation.on_room = self.pump
         self._pumping = False
         self._stirred = asyncio.Event()
         self._counted: dict[str, tuple[int, int]] = {}
@@ -334,22 +339,16 @@ class KvAdmission:
         """Returns when the turn's trajectory has a sticky engine, or when no engine is eligible."""
         if self.is_admitted(turn):
             return  # it waited for a weight update; in the queue it would wait for the memory that it holds
-        unit = None if self._colocation is None else self._colocation.unit(turn.session)
+        unit = None if self.colocation is None else self.colocation.unit(turn.session)
         if unit is None:
             await self._queue_up(turn)
             return
-        while not self._follow(turn):
+        while not self.follow_group(turn):
             if unit.asking is None:
                 await self._queue_for_group(turn, unit)
                 return
             with self.leases.note(turn.session, "room for its group"):
                 await unit.asking.wait()
-
-    def admit_groups(self, colocation: GroupColocation, follow: Callable[[TurnRequest], bool]) -> None:
-        """Admit groups as a whole: one member queues for the others. `follow` gives a turn's trajectory the slot that
-        its group reserved, and returns whether there was one."""
-        self._colocation, self._follow = colocation, follow
-        colocation.on_room = self.pump
 
     async def _queue_for_group(self, turn: TurnRequest, unit: ColocatedGroup) -> None:
         """Queue for the whole group; afterwards, whatever the outcome, the other members check again."""
@@ -449,10 +448,6 @@ class KvAdmission:
             mean = self._final.get(kv.domain)
             self._final[kv.domain] = kv.tokens if mean is None else mean + LENGTH_MEAN_WEIGHT * (kv.tokens - mean)
         self.pump()
-
-    def gave_up(self, session: str) -> None:
-        """The trajectory ended before it had any state, because it waited for a weight update."""
-        self.arrival_order.pop(session, None)
 
     def joined(self, member: RegisteredEngine) -> None:
         """Restore the known KV capacity of a returning engine."""

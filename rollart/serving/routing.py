@@ -55,11 +55,13 @@ class TurnRouter:
         """Turns by routing reason; empty while load alone decides."""
 
     def follow(self, routes: Routes) -> None:
+        """Apply routes from the next turn on. Trajectories keep their sticky engines. If the shares change, earlier
+        assignments no longer count."""
         before = self.router.routes
         self.router = dataclasses.replace(self.router, routes=routes)
         self._update_mode()
         if routes.shares != before.shares:
-            self._domain_stats.start_over()
+            self._domain_stats.pool_counts.clear()
 
     def evict_sessions(self, member: RegisteredEngine) -> None:
         """Evict the engine's sessions: they lose their sticky engine and its KV."""
@@ -79,8 +81,8 @@ class TurnRouter:
         """End the session; returns the healthy engines that may hold its KV."""
         kv = self.sessions.pop(session, None)
         if kv is None:
-            if self.admission is not None:
-                self.admission.gave_up(session)
+            if self.admission is not None:  # it has no state, because it waited for a weight update
+                self.admission.arrival_order.pop(session, None)
             return []
         if kv.sticky is not None:
             sticky = self.registry.members.get(kv.sticky)
@@ -93,10 +95,6 @@ class TurnRouter:
         if self.admission is not None:
             self.admission.forget(session, kv, held=members)
         return [m for m in members if m.healthy]
-
-    def began_after(self, version: int) -> bool:
-        """True if any live trajectory started under a newer policy version."""
-        return any(kv.begun is not None and kv.begun > version for kv in self.sessions.values())
 
     def finished(self, session: str) -> None:
         """Record the length of a trajectory that ended by itself: only such lengths are representative."""
@@ -187,7 +185,7 @@ class TurnRouter:
         self._assign(turn, kv, unit.sticky, unit.preferred)
         return unit.sticky
 
-    def follow_group(self, turn: TurnRequest) -> bool:
+    def _follow_group(self, turn: TurnRequest) -> bool:
         """True if the turn's trajectory was assigned to a slot that its group reserved."""
         if self.colocation is None or not self.gate.is_set():
             return False
@@ -230,7 +228,7 @@ class TurnRouter:
             self.router,
             sticky=None if sticky is None else kv.sticky,
             version=kv.version,
-            assignments=self._domain_stats.assignments(turn.domain),
+            assignments=self._domain_stats.pool_counts.get(turn.domain, {}),
         )
         if path is not None and takes is None:
             self.paths[path.why] = self.paths.get(path.why, 0) + 1

@@ -75,10 +75,15 @@ class TurnExecutor(TurnRouter):
         self.handoffs = None if limits.handoffs == 0 else HandoffQueue(limits.handoffs, limits.slots)
         if concurrency is not None:
             self.admission = KvAdmission(
-                concurrency, registry, leases, emit, assign=self._assign_waiting, is_admitted=self._is_admitted
+                concurrency,
+                registry,
+                leases,
+                emit,
+                self._assign_waiting,
+                self._is_admitted,
+                colocation,
+                self._follow_group,
             )
-            if colocation is not None:
-                self.admission.admit_groups(colocation, self.follow_group)
 
     def notify(self) -> None:
         """Wake waiting turns and refresh the routing mode after a change of engines, weights or routes."""

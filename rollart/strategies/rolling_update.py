@@ -349,7 +349,8 @@ class RollingUpdater(WeightUpdates):
         able = [m for m in self._members() if m.seat.role is not EngineRole.PREFILL and not (m.draining or m.doubted)]
         if not able or any(m.updating for m in able) or (held := max(m.version for m in able)) >= version:
             return None
-        if not self._turns.began_after(held):
+        begun = (kv.begun for kv in self._turns.sessions.values())
+        if not any(version is not None and version > held for version in begun):
             return None
         return min(able, key=lambda m: (len(m.sessions), m.engine.id))
 

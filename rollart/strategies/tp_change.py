@@ -376,7 +376,7 @@ class Resharder(RolloutStrategy):
             return
         engines = {**prices.engines, target: prices.engines[kind] * target.tp / kind.tp}
         kv = {**prices.kv, target: prices.kv.get(kind, 0.0)}
-        self.gateway.follow(replace(routes, prices=replace(prices, engines=engines, kv=kv)))
+        self.gateway.turns.follow(replace(routes, prices=replace(prices, engines=engines, kv=kv)))
 
     async def _count(self) -> dict[EngineId, EngineCounters]:
         """The increase of each responding engine's counters since the last call."""

@@ -199,11 +199,6 @@ class HostSlotPool:
         for slot in [slot for slot in self.ahead if slot.host is host]:
             self._give_up(slot, free=False)
 
-    def emit_totals(self) -> None:
-        """Emit the current totals of all priorities."""
-        for claim in self.sums:
-            self._emit(claim)
-
     def _give_up(self, slot: HostSlot, *, free: bool = True) -> None:
         """End a prefetched episode. `free`: its slot becomes free for another episode."""
         assert slot.give_up is not None
@@ -221,9 +216,10 @@ class HostSlotPool:
             totals.waited, totals.wait_s = totals.waited + 1, totals.wait_s + seconds
             totals.longest_s = max(totals.longest_s, seconds)
             if not totals.waited & (totals.waited - 1):
-                self._emit(claim)
+                self.emit(claim)
 
-    def _emit(self, claim: PlacementPriority) -> None:
+    def emit(self, claim: PlacementPriority) -> None:
+        """Emit the current totals of a priority."""
         totals = self.sums[claim]
         if totals.waited or totals.given_up:
             self.recorder.event(RunEvent(loop_time(), PLACES, claim.name.lower(), dataclasses.asdict(totals)))
@@ -388,7 +384,8 @@ class EnvironmentHostSupervisor(HostSupervisor[EnvironmentHostState, HostPart]):
             self._emit_creation(host, domain, making)
 
     def stopped(self) -> None:
-        self.slots.emit_totals()
+        for claim in self.slots.sums:
+            self.slots.emit(claim)
 
     def changed(self) -> None:
         self.slots.assign()

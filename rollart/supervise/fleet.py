@@ -96,7 +96,7 @@ class EngineFleet:
             self._gone.pop(0)
 
     async def _start(self, kind: EngineKind) -> None:
-        async with self.gateway.still():
+        async with self.gateway.moving:
             pass  # not during an update: the engine would load the outgoing version
         placed = await self.site.place(kind)
         engine_id = placed.part.id
@@ -112,7 +112,7 @@ class EngineFleet:
 
     async def _drain(self, kind: EngineKind, wanted: EngineId | None) -> None:
         """Drain one engine of the kind. `wanted`: this engine, which may have been retired already."""
-        async with self.gateway.still():
+        async with self.gateway.moving:
             may = self.gateway.stable() if wanted is None else {wanted}
             engine_id = next((e for e in self.gateway.engines_of(kind) if e in may), None)
             if engine_id is None:
@@ -126,7 +126,7 @@ class EngineFleet:
         except LeaseExpired:
             late = True
         finally:
-            async with self.gateway.still():
+            async with self.gateway.moving:
                 self.gateway.leave(engine_id, cause="drained")
             await self.site.clear(engine_id)
         now = loop_time()

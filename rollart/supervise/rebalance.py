@@ -288,9 +288,9 @@ class Rebalancer:
             routes = await self._ask(what, asked)
         except _PlannerFailed:
             return
-        async with self.gateway.still():
+        async with self.gateway.moving:
             said = notable_change(self.gateway.routes, routes)
-            self.gateway.follow(routes)
+            self.gateway.turns.follow(routes)
         if said:
             self._event("repriced", what, change=said)
 
@@ -321,7 +321,7 @@ class Rebalancer:
     async def _apply(self, trigger: str, proposal: Proposal, why: str, work: Mapping[str, DomainWork]) -> None:
         before = self._rate(self.settings.measure_s)
         flips = [m for m in proposal.moves if m.kind is FleetMoveKind.FLIP]
-        async with self.gateway.still():
+        async with self.gateway.moving:
             short = self._short(flips)
             if short is None:
                 for move in flips:
@@ -330,7 +330,7 @@ class Rebalancer:
                     for engine in self.gateway.engines_of(EngineKind(move.pool, move.before, move.tp))[: move.replicas]:
                         self.gateway.flip(engine, move.after)
                 if proposal.router_only:
-                    self.gateway.follow(proposal.routes)
+                    self.gateway.turns.follow(proposal.routes)
         if short is not None:
             self._event("rebalance_rejected", trigger, why=f"the fleet changed: {short}", **_figures(proposal))
             return
@@ -352,8 +352,8 @@ class Rebalancer:
         """Apply drains and starts one after the other, then the routes. False if a move failed: completed moves stay,
         and the next plan starts from there. If no engine serves any more, the last drained engine is first restored."""
         assert self.fleet is not None
-        async with self.gateway.still():
-            self.gateway.follow(transition_routes(self.gateway.routes, proposal.routes))
+        async with self.gateway.moving:
+            self.gateway.turns.follow(transition_routes(self.gateway.routes, proposal.routes))
         drained: FleetMove | None = None
         for move in order_moves(proposal.moves, serving=len(self.gateway.stable()), free=self.fleet.free()):
             try:
@@ -364,8 +364,8 @@ class Rebalancer:
                     await self._undo(drained)
                 return False
             drained = move if move.kind is FleetMoveKind.DRAIN else drained
-        async with self.gateway.still():
-            self.gateway.follow(proposal.routes)
+        async with self.gateway.moving:
+            self.gateway.turns.follow(proposal.routes)
         return True
 
     async def _undo(self, drained: FleetMove) -> None:

@@ -421,7 +421,7 @@ def test_a_prefill_as_long_as_predicted_is_no_failure() -> None:
     async def main() -> None:
         bench = Bench(pace=HandoffTimings(prefill_s=0.03))
         prices = RoutePrices(dict.fromkeys(bench.gateway.load(), 1.0))
-        bench.gateway.follow(Routes(prices, LinearModel(prefill_of={"fast": 0.03, "wide": 0.3}), {}))
+        bench.gateway.turns.follow(Routes(prices, LinearModel(prefill_of={"fast": 0.03, "wide": 0.3}), {}))
         await bench.ask()  # 3 s there, and a hand-off may take 2
         assert bench.events("handoff_failed") == []
         assert bench.suspected == []
@@ -642,12 +642,12 @@ def test_new_prices_do_not_forget_the_homes_given_and_new_shares_do() -> None:
         bench = Bench(seats, rule_name="priced")
         prices = RoutePrices({seat.kind: 1.0 for seat in seats.values()})
         routes = Routes(prices, LinearModel(), {"a": {"a": 0.6, "b": 0.4}})
-        bench.gateway.follow(routes)
+        bench.gateway.turns.follow(routes)
         for i in range(50):
             await bench.ask(session=f"s{i}")
-            bench.gateway.follow(replace(routes, prices=RoutePrices(prices.engines, in_flight=i * 1e-9)))
+            bench.gateway.turns.follow(replace(routes, prices=RoutePrices(prices.engines, in_flight=i * 1e-9)))
         assert (len(bench.requests("a")), len(bench.requests("b"))) == (30, 20)
-        bench.gateway.follow(replace(routes, shares={"a": {"a": 0.5, "b": 0.5}}))
+        bench.gateway.turns.follow(replace(routes, shares={"a": {"a": 0.5, "b": 0.5}}))
         await bench.ask(session="first")
         await bench.ask(session="second")
         assert (len(bench.requests("a")), len(bench.requests("b"))) == (31, 21)

@@ -82,7 +82,7 @@ class Drive:
             await asyncio.sleep(5.0)
             load = self.gateway.load()
             if self.reprices:
-                self.gateway.follow(await self.planner.reprice(FleetObservation({}, load, 1.0, 30.0)))
+                self.gateway.turns.follow(await self.planner.reprice(FleetObservation({}, load, 1.0, 30.0)))
             looks.append([load[KINDS[pool]].running for pool in POOLS])
             self.seen.last = tuple(sum(column) / len(column) for column in zip(*looks[-10:], strict=True))
 

@@ -94,7 +94,7 @@ class Rollout:
             length=PROMPT,
             prompt=str(prompt),
         )
-        self.gateway.finished(name)
+        self.gateway.turns.finished(name)
         await self.gateway.forget(name)
         self.ended.append((epoch, prompt))
 

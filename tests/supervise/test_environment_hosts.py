@@ -609,7 +609,7 @@ def test_the_end_of_a_host_is_one_fault_and_ends_that_take_more_than_is_left_sto
     for number in range(200):
         meter.ended(AbortReason.INFRA_FAULT, "its connection broke", incident="environment-0 of process 1")
         meter.check()
-        assert (meter.attempts, meter.faults, meter.shared_losses) == (1, 1, number)
+        assert (meter.attempts, meter.faults, meter.losses.shared_losses) == (1, 1, number)
     for _ in range(100):
         meter.ended(None)
     meter.ended(AbortReason.INFRA_FAULT, "", incident="environment-1 of process 2")
