@@ -43,32 +43,24 @@ class ResourceClock:
         state: str = ResourceState.STARTUP,
         cause: str = "",
     ) -> None:
-        self._role, self._resource = role, resource
+        self._role, self.resource = role, resource
         self._recorder, self._clock = recorder, clock
         self._units, self._price = units, usd_per_unit_hour
-        self._state, self._cause = str(state), cause
+        self.state, self._cause = str(state), cause
         self._since = clock()
         self._closed = False
         self.beside: tuple[ResourceClock, ...] = ()
         """Resources that are temporarily in the same state as this one."""
         self._event(RESOURCE_OPENED)
 
-    @property
-    def resource(self) -> str:
-        return self._resource
-
-    @property
-    def state(self) -> str:
-        return self._state
-
     def enter(self, state: str, cause: str = "") -> None:
         """Put the resource into `state`. No effect if it is in that state already, or after `close`."""
         for other in self.beside:
             other.enter(state, cause)
-        if (state == self._state and cause == self._cause) or self._closed:
+        if (state == self.state and cause == self._cause) or self._closed:
             return
         self.flush()
-        self._state, self._cause = str(state), cause
+        self.state, self._cause = str(state), cause
 
     def assign(self, role: str) -> None:
         """Charge the resource's time to another role from now on: devices that engines lend to training."""
@@ -81,9 +73,7 @@ class ResourceClock:
         now = self._clock()
         if now > self._since and not self._closed:
             self._recorder.interval(
-                Interval(
-                    self._role, self._resource, self._since, now, self._state, self._cause, self._units, self._price
-                )
+                Interval(self._role, self.resource, self._since, now, self.state, self._cause, self._units, self._price)
             )
             self._since = now
 
@@ -101,7 +91,7 @@ class ResourceClock:
             "units": self._units,
             "usd_per_unit_hour": self._price,
         }
-        self._recorder.event(RunEvent(self._since, kind, self._resource, fields))
+        self._recorder.event(RunEvent(self._since, kind, self.resource, fields))
 
 
 class EngineShares:
