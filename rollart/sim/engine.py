@@ -112,6 +112,26 @@ class ModelledEngine:
         engine died."""
         self._empty()
 
+    def _empty(self) -> None:
+        """Nothing is in flight and no KV is held."""
+        self._jobs: dict[str, SimulatedJob] = {}
+        self._waiting: deque[SimulatedJob] = deque()
+        self.ready: deque[SimulatedJob] = deque()
+        self._late: list[SimulatedJob] = []
+        self._running: dict[str, SimulatedJob] = {}
+        self._ends: list[tuple[float, int, SimulatedJob]] = []
+        self._round: list[SimulatedJob] = []
+        self._work: PrefillWork | None = None
+        self.held_tokens = self.pinned = 0
+        self.reserved: dict[str, KvReservation] = {}
+        self.retained = RetainedKv()
+        self._service = self._context = self._round_end = 0.0
+        self._target = 0.0
+        self._when = _NEVER
+        self._arrivals = 0
+        self._paused = self._closed = False
+        self._quiet = None
+
     @property
     def kv_used(self) -> float:
         """Tokens of KV held now, for any purpose."""
@@ -166,13 +186,26 @@ class ModelledEngine:
         self._arm()
 
     async def update_weights(self, weights: WeightsRef) -> None:
-        """Load the weights and drop all KV; requests in flight are prefilled again after `resume`."""
+        """Load the weights and drop all KV; requests in flight are prefilled again after `resume`, with their tokens so
+        far."""
         self._check()
         if self._load is not None:
             await self._load(weights)
             self._check()
         self._catch_up()
-        self._start_over()
+        again = sorted((j for j in (*self._running.values(), *self._round)), key=lambda j: j.arrival)
+        for job in again:
+            job.done = job.generated(self._service)
+            job.phase = WAITING
+        for job in self._jobs.values():
+            job.mark(self.version, job.done)
+        self._running.clear()
+        self._ends.clear()
+        self._round, self._work = [], None
+        self.held_tokens, self._context = 0, 0.0
+        self._waiting.extendleft(reversed(again))
+        self.reserved = {name: KvReservation(r.need, 0) for name, r in self.reserved.items()}
+        self.retained = RetainedKv()
         self.version = weights.version
         self._go_on()
         self._arm()
@@ -230,26 +263,6 @@ class ModelledEngine:
     def _check(self) -> None:
         if self._dead:
             raise EngineError(f"{self.id} is down", retryable=True)
-
-    def _empty(self) -> None:
-        """Nothing is in flight and no KV is held."""
-        self._jobs: dict[str, SimulatedJob] = {}
-        self._waiting: deque[SimulatedJob] = deque()
-        self.ready: deque[SimulatedJob] = deque()
-        self._late: list[SimulatedJob] = []
-        self._running: dict[str, SimulatedJob] = {}
-        self._ends: list[tuple[float, int, SimulatedJob]] = []
-        self._round: list[SimulatedJob] = []
-        self._work: PrefillWork | None = None
-        self.held_tokens = self.pinned = 0
-        self.reserved: dict[str, KvReservation] = {}
-        self.retained = RetainedKv()
-        self._service = self._context = self._round_end = 0.0
-        self._target = 0.0
-        self._when = _NEVER
-        self._arrivals = 0
-        self._paused = self._closed = False
-        self._quiet = None
 
     def _submit(self, request: GenerateRequest, tokens: int, output: int) -> SimulatedJob:
         if tokens < 1 or tokens + output > self.kv_tokens or request.request_id in self._jobs:
@@ -330,24 +343,21 @@ class ModelledEngine:
                 self._context -= job.tokens + job.output
                 self._finish(job)
         if self._work is not None and self._round_end <= service:
-            self._end_round()
+            # The round's prompts are computed, and each request has its next token.
+            jobs, self._round, self._work, self.held_tokens = self._round, [], None, 0
+            for job in jobs:
+                job.done += 1
+                if job.done >= job.output:
+                    self._finish(job)
+                    continue
+                job.phase, job.base = DECODE, self._service
+                job.end = self._service + job.output - job.done
+                running[job.request.request_id] = job
+                self._context += job.tokens + job.done
+                heappush(ends, (job.end, job.arrival, job))
         while running and self._context + self.held_tokens >= self.kv_tokens - self.pinned + _ROOM:
             self._preempt()
         self._go_on()
-
-    def _end_round(self) -> None:
-        """Finish the round: its prompts are computed, and each request has its next token."""
-        jobs, self._round, self._work, self.held_tokens = self._round, [], None, 0
-        for job in jobs:
-            job.done += 1
-            if job.done >= job.output:
-                self._finish(job)
-                continue
-            job.phase, job.base = DECODE, self._service
-            job.end = self._service + job.output - job.done
-            self._running[job.request.request_id] = job
-            self._context += job.tokens + job.done
-            heappush(self._ends, (job.end, job.arrival, job))
 
     def _go_on(self) -> None:
         """Start a round if there is one to start, and plan the next event."""
@@ -429,22 +439,6 @@ class ModelledEngine:
         if jobs:
             self._work = self._steps.work(parts, chunk)
             self._round_end = self._service + self._work.steps
-
-    def _start_over(self) -> None:
-        """Drop all KV; requests in flight wait to be prefilled again, with their tokens so far."""
-        again = sorted((j for j in (*self._running.values(), *self._round)), key=lambda j: j.arrival)
-        for job in again:
-            job.done = job.generated(self._service)
-            job.phase = WAITING
-        for job in self._jobs.values():
-            job.mark(self.version, job.done)
-        self._running.clear()
-        self._ends.clear()
-        self._round, self._work = [], None
-        self.held_tokens, self._context = 0, 0.0
-        self._waiting.extendleft(reversed(again))
-        self.reserved = {name: KvReservation(r.need, 0) for name, r in self.reserved.items()}
-        self.retained.clear()
 
     def _evict(self) -> None:
         """Idle sessions leave the memory that running requests need."""
@@ -839,7 +833,3 @@ class RetainedKv:
             if gone < tokens:
                 self._kept[session] = tokens - gone, salt
                 self._kept.move_to_end(session, last=False)
-
-    def clear(self) -> None:
-        self._kept.clear()
-        self.total = 0

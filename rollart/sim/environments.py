@@ -238,41 +238,37 @@ async def run_autoscaled_hosts(
                 keeping.create_task(keeper.run(), name="keep the number of hosts")
 
 
+@dataclass(eq=False)
 class ModelledHost:
     """Implements `HostPart`: a process that runs whenever its machine is up; with a `room`, on any machine
     with free devices."""
 
-    def __init__(
-        self,
-        host: SimulatedHost,
-        make: Mapping[str, HostedEnvironmentFactory],
-        clock: ResourceClock,
-        *,
-        start_s: float,
-        room: HostReservation | None,
-    ) -> None:
-        self.id, self.host, self.clock = host.name, host, clock
-        self._make, self._start_s = make, start_s
-        self.lives: list[ModelledHostInstance] = []
-        self._changed = asyncio.Event()
-        host.on_change = self._watch
-        self._room = room
-        if room is not None:
-            room.on_change = self._watch
+    host: SimulatedHost
+    make: Mapping[str, HostedEnvironmentFactory]
+    clock: ResourceClock
+    start_s: float
+    room: HostReservation | None
+    lives: list[ModelledHostInstance] = field(default_factory=list, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def __post_init__(self) -> None:
+        self.id, self.host.on_change = self.host.name, self._watch
+        if self.room is not None:
+            self.room.on_change = self._watch
 
     @property
     def node(self) -> str:
-        return self.host.node if self._room is None else self._room.machine
+        return self.host.node if self.room is None else self.room.machine
 
     async def start(self) -> ModelledHostInstance:
         while True:
             while not self._there():
                 self._changed.clear()
                 await self._changed.wait()
-            await asyncio.sleep(self._start_s)
+            await asyncio.sleep(self.start_s)
             if self._there():
                 break
-        self.lives.append(ModelledHostInstance(self.host, self._make, len(self.lives), node=self.node))
+        self.lives.append(ModelledHostInstance(self.host, self.make, len(self.lives), node=self.node))
         return self.lives[-1]
 
     async def wait(self) -> str:
@@ -280,12 +276,12 @@ class ModelledHost:
 
     async def close(self) -> None:
         self.host.on_change = lambda _: None
-        if self._room is not None:
-            self._room.on_change = lambda _: None
-            self._room.leave()
+        if self.room is not None:
+            self.room.on_change = lambda _: None
+            self.room.leave()
 
     def _there(self) -> bool:
-        return self.host.up and (self._room is None or self._room.take())
+        return self.host.up and (self.room is None or self.room.take())
 
     def _watch(self, up: bool) -> None:
         if not up and self.lives:

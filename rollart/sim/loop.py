@@ -182,19 +182,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def get_debug(self) -> bool:
         return False
 
-    async def shutdown_asyncgens(self) -> None:
-        return None
-
-    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
-        return None
-
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         """Errors are never only logged: an error that is not awaited ends the run."""
         error = context.get("exception")
         if isinstance(error, BaseException) and self._failure is None:
             self._failure = error
-
-    default_exception_handler = call_exception_handler
 
     def _turn(self) -> None:
         """Run the ready calls; calls that become ready meanwhile run in the next turn."""

@@ -51,6 +51,7 @@ class PlacedEngine:
     billed: BilledDevices
 
 
+@dataclass(eq=False)
 class ModelledSite:
     """Implements `EngineSite` over the devices of the plan's engines and unused devices, by pool. `make` creates an
     engine of a kind with a name and a placement; `gone` is called with the name of each cleared engine; `prices` are of
@@ -58,57 +59,47 @@ class ModelledSite:
     `devices`. With `machines` engines are placed on these.
     """
 
-    def __init__(
-        self,
-        devices: Mapping[str, int],
-        make: Callable[[EngineKind], PlacedEngine],
-        ledger: Recorder,
-        *,
-        start_s: float,
-        prices: Mapping[str, float],
-        gone: Callable[[str], None],
-        others: Mapping[str, int],
-        machines: MachineInventory | None,
-    ) -> None:
-        """`others`: devices by pool that parts other than engines hold."""
-        self._devices = dict(devices)
-        self._others = others
-        self._machines = machines
-        self._parts: dict[EngineId, ModelledPart] = {}
-        if machines is not None:
-            machines.on_engine_lost = lambda engine: self._parts[engine].die()
-        self._make = make
-        self._ledger = ledger
-        self._start_s = start_s
-        self._prices = prices
-        self._gone = gone
-        self.shares: dict[EngineId, EngineShares] = {}
-        self._unused: dict[str, ResourceClock] = {}
+    devices: Mapping[str, int]
+    make: Callable[[EngineKind], PlacedEngine]
+    ledger: Recorder
+    start_s: float
+    prices: Mapping[str, float]
+    gone: Callable[[str], None]
+    machines: MachineInventory | None
+    others: Mapping[str, int]
+    """Devices by pool that parts other than engines hold."""
+    shares: dict[EngineId, EngineShares] = field(default_factory=dict, init=False)
+    _parts: dict[EngineId, ModelledPart] = field(default_factory=dict, init=False)
+    _unused: dict[str, ResourceClock] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.machines is not None:
+            self.machines.on_engine_lost = lambda engine: self._parts[engine].die()
 
     def open(self, places: Sequence[PlacedEngine]) -> list[ModelledPart]:
         """The plan's engines."""
         parts = [self._hold(place, up=True) for place in places]
-        for pool in self._devices:
+        for pool in self.devices:
             self._rebill(pool)
         return parts
 
     def free(self) -> Mapping[str, int]:
-        free = dict(self._devices)
+        free = dict(self.devices)
         for part in self._parts.values():
             free[part.seat.pool] -= part.seat.tp
         return free
 
     def resize(self, devices: Mapping[str, int]) -> None:
-        self._devices = {p: max(0, devices.get(p, 0) - self._others[p]) for p in self._devices}
-        for pool in self._devices:
+        self.devices = {p: max(0, devices.get(p, 0) - self.others[p]) for p in self.devices}
+        for pool in self.devices:
             self._rebill(pool)
 
     async def place(self, kind: EngineKind) -> ReservedEngine:
         free = self.free().get(kind.pool, 0)
         if free < kind.tp:
             raise RunFailed(f"pool '{kind.pool}' has {free} free devices (rule: {kind.tp} for a start)")
-        place = self._make(kind)
-        if self._machines is not None and not self._machines.place_engine(place.engine.id, kind.pool, kind.tp):
+        place = self.make(kind)
+        if self.machines is not None and not self.machines.place_engine(place.engine.id, kind.pool, kind.tp):
             raise RunFailed(f"no machine of pool '{kind.pool}' has {kind.tp} free devices")
         part = self._hold(place, up=False)
         self._rebill(kind.pool)
@@ -119,9 +110,9 @@ class ModelledSite:
         if part is None:
             return
         part.engine.fail = True
-        if self._machines is not None:
-            self._machines.leave(engine_id)
-        self._gone(engine_id)
+        if self.machines is not None:
+            self.machines.leave(engine_id)
+        self.gone(engine_id)
         part.clock.close()
         self._rebill(part.seat.pool)
 
@@ -132,11 +123,11 @@ class ModelledSite:
 
     def _hold(self, place: PlacedEngine, *, up: bool) -> ModelledPart:
         engine_id = place.engine.id
-        clock = place.billed.clock(self._ledger)
+        clock = place.billed.clock(self.ledger)
         self.shares[engine_id] = EngineShares(clock, clock=asyncio.get_running_loop().time)
-        if self._machines is not None:
-            self._machines.place_engine(engine_id, place.seat.pool, place.seat.tp)
-        part = ModelledPart(place.engine, place.seat, clock, self._start_s, up, self._machines)
+        if self.machines is not None:
+            self.machines.place_engine(engine_id, place.seat.pool, place.seat.tp)
+        part = ModelledPart(place.engine, place.seat, clock, self.start_s, up, self.machines)
         self._parts[engine_id] = part
         return part
 
@@ -145,9 +136,9 @@ class ModelledSite:
         if old is not None:
             old.close()
         unused = self.free()[pool]
-        if unused > 0 and pool in self._prices:
-            billed = BilledDevices("unused", f"unused-{pool}", float(unused), self._prices[pool])
-            self._unused[pool] = billed.clock(self._ledger, cause="not_in_plan")
+        if unused > 0 and pool in self.prices:
+            billed = BilledDevices("unused", f"unused-{pool}", float(unused), self.prices[pool])
+            self._unused[pool] = billed.clock(self.ledger, cause="not_in_plan")
 
 
 @dataclass(slots=True)
