@@ -79,6 +79,11 @@ def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
     family = refuse_unsupported(config, path)
     heads = int(config["num_attention_heads"])
     theta, scaling = _rope(path, config)
+    # With vLLM's precedence: generation_config.json first, then config.json.
+    generation = path / "generation_config.json"
+    eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    if eos is None:
+        eos = config.get("eos_token_id", [])
     return Architecture(
         family=family,
         layers=int(config["num_hidden_layers"]),
@@ -94,7 +99,7 @@ def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
         attention_bias=bool(config.get("attention_bias", False)),
         rope_theta=theta,
         rope_scaling=scaling,
-        eos=_eos(path, config),
+        eos=tuple(int(token) for token in (eos if isinstance(eos, list) else [eos]) if token is not None),
     )
 
 
@@ -212,14 +217,3 @@ def _rope(path: str | Path, config: Mapping[str, Any]) -> tuple[float, Mapping[s
         raise UsageError(f"{path}: rope scaling {kind} is not supported", remedy="use default or llama3")
     keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     return theta, {key: float(parameters[key]) for key in keys}
-
-
-def _eos(path: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence ids, with vLLM's precedence: generation_config.json first, then config.json."""
-    generation = path / "generation_config.json"
-    value = _read_json(generation).get("eos_token_id") if generation.exists() else None
-    if value is None:
-        value = config.get("eos_token_id")
-    if value is None:
-        return ()
-    return tuple(int(v) for v in value) if isinstance(value, list) else (int(value),)

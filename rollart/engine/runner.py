@@ -104,8 +104,17 @@ class Runner:
             raise EngineError(f"request id {name!r} is in use", retryable=False, remedy="give every request its own id")
         refuse_invalid(job, vocab=self.network.architecture.vocab, context=self.context)
         if job.imported is not None:
-            self.fence(job.imported.version)
-            self._refuse_foreign(job, job.imported)
+            block = job.imported
+            self.fence(block.version)
+            if not self.cache.fits(block):
+                raise HandoffFailed(
+                    f"KV import refused: its shape {tuple(block.keys.shape)} {block.keys.dtype} is not this model's",
+                    remedy="pair engines of one model and one --dtype",
+                )
+            # KV returned to a prefill engine may diverge from the next prompt (an agent that drops its reasoning); the
+            # common prefix is valid.
+            if not job.export and _common(block, job) < min(len(block.token_ids), len(job.prompt)):
+                raise HandoffFailed("KV import refused: it belongs to another prompt")
         self._waiting[name] = job
 
     def abort(self, request_ids: Sequence[str] | None = None) -> list[FinishedJob]:
@@ -254,19 +263,6 @@ class Runner:
                 arrival=self._arrivals,
             )
         return complete
-
-    def _refuse_foreign(self, job: EngineJob, block: KvBlock) -> None:
-        """Refuse KV of another shape or another prompt."""
-        if not self.cache.fits(block):
-            raise HandoffFailed(
-                f"KV import refused: its shape {tuple(block.keys.shape)} {block.keys.dtype} is not this model's",
-                remedy="pair engines of one model and one --dtype",
-            )
-        # KV returned to a prefill engine may diverge from the next prompt (an agent that drops its reasoning); the
-        # common prefix is valid.
-        n = min(len(block.token_ids), len(job.prompt))
-        if not job.export and _common(block, job) < n:
-            raise HandoffFailed("KV import refused: it belongs to another prompt")
 
     def _import(self, job: EngineJob, block: KvBlock) -> bool:
         """Extend a claimed slot's prefix with another engine's KV, if the KV is contiguous with the prefix and reaches

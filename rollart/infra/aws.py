@@ -102,7 +102,13 @@ def sam(name: str, functions: Sequence[AwsFunction], *, role_arn: str = "", buck
     own_role, role = _cfn_role(functions, role_arn)
     resources = _cfn_bucket(bucket) | own_role
     for function in functions:
-        resources |= _sam_function(function, role)
+        logical = _logical(function)
+        properties = function.properties({"CodeUri": _archive_key(function)}, role)
+        # SAM makes the version and its alias.
+        properties |= {"AutoPublishAlias": ALIAS, "VersionDescription": function.description}
+        properties |= _reserved(function) | _provisioned(function)
+        resources |= _cfn_logs(function)
+        resources[logical] = _cfn("AWS::Serverless::Function", properties, after=f"{logical}Logs")
     arn = {"Fn::GetAtt": ["Bucket", "Arn"]}
     resources["ControllerPolicy"] = _cfn_controller_policy(functions, arn, {"Fn::Sub": "${Bucket.Arn}/*"})
     template = {
@@ -281,15 +287,6 @@ def _cfn_function(function: AwsFunction, role: Any) -> dict[str, Any]:
         version: _cfn("AWS::Lambda::Version", ref | {"Description": function.description}, kept="Retain"),
         f"{logical}Live": _cfn("AWS::Lambda::Alias", alias | _provisioned(function)),
     }
-
-
-def _sam_function(function: AwsFunction, role: Any) -> dict[str, Any]:
-    """SAM makes the version and its alias."""
-    logical = _logical(function)
-    properties = function.properties({"CodeUri": _archive_key(function)}, role)
-    properties |= {"AutoPublishAlias": ALIAS, "VersionDescription": function.description}
-    properties |= _reserved(function) | _provisioned(function)
-    return {**_cfn_logs(function), logical: _cfn("AWS::Serverless::Function", properties, after=f"{logical}Logs")}
 
 
 def _reserved(function: AwsFunction) -> dict[str, Any]:

@@ -52,7 +52,13 @@ def ray(name: str, groups: Sequence[HostGroup], *, pods: PodSettings, runtime: R
         start = f"exec ray start {shlex.join(options)}"
         files["head.sh"] = script_text([*_environment_lines(), *health, start], about)
     for group in groups:
-        files[f"pools/{group.name}.sh"] = script_text(_worker_script(group), about)
+        # Parts select their nodes by label; on a GPU host they take no cores.
+        labels = ",".join(f"{key}={value}" for key, value in group.labels.items())
+        cpus = 0 if group.gpus else group.cores
+        command = ["--labels", labels, f"--num-cpus={cpus}", f"--num-gpus={group.gpus}", "--block"]
+        where = ': "${RAY_HEAD:?the address of the head, like 10.0.0.1:6379}"'
+        start = f'exec ray start --address="$RAY_HEAD" {shlex.join(command)}'
+        files[f"pools/{group.name}.sh"] = script_text([*_environment_lines(), where, start], about)
     launched = "`rollart launch`, which makes the head and says its address and its token's file,"
     first = launched if starts_head else "./head.sh"
     steps = [f"{first} on the head, then RAY_HEAD=its-address:{port or 'PORT'} pools/POOL.sh on every host of a pool"]
@@ -91,15 +97,6 @@ def _client_options(runtime: RuntimeSpec) -> list[str]:
     """The option for clients outside the cluster's network."""
     remote = runtime.address.startswith(CLIENT)
     return [f"--ray-client-server-port={runtime.address.rpartition(':')[2]}"] if remote else []
-
-
-def _worker_script(group: HostGroup) -> list[str]:
-    """Parts select their nodes by label; on a GPU host they take no cores."""
-    labels = ",".join(f"{key}={value}" for key, value in group.labels.items())
-    cpus = 0 if group.gpus else group.cores
-    command = ["--labels", labels, f"--num-cpus={cpus}", f"--num-gpus={group.gpus}", "--block"]
-    where = ': "${RAY_HEAD:?the address of the head, like 10.0.0.1:6379}"'
-    return [*_environment_lines(), where, f'exec ray start --address="$RAY_HEAD" {shlex.join(command)}']
 
 
 def _environment_lines() -> list[str]:

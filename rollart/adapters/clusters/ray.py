@@ -251,14 +251,6 @@ class RayRuntime:
             self._nodes[name] = Node(name, dict(row["Labels"]), total)
             self.emit(RuntimeEvent("node_up", name))
 
-    async def _report_leaving(self) -> None:
-        """Report nodes that are about to leave: preempted, or drained by the cluster's operator."""
-        draining = await self.link.draining()
-        for name in sorted(name for ray_id, name in self._names.items() if ray_id in draining):
-            if name not in self._leaving:
-                self._leaving.add(name)
-                self.emit(RuntimeEvent("node_leaving", name))
-
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
@@ -268,7 +260,11 @@ class RayRuntime:
                         await self.poll_nodes()
                 except TimeoutError:
                     self.link.failed(connection_lost(self._address, f"no answer for {SILENT_S:g} s"))
-                await self._report_leaving()
+                draining = await self.link.draining()  # preempted, or drained by the cluster's operator
+                for name in sorted(name for ray_id, name in self._names.items() if ray_id in draining):
+                    if name not in self._leaving:
+                        self._leaving.add(name)
+                        self.emit(RuntimeEvent("node_leaving", name))
 
 
 class RayHandle:

@@ -576,7 +576,13 @@ class Responses(ApiResponse):
         return encode_event(error, "error")
 
     def body(self, answer: PolicyResponse) -> dict[str, Any]:
-        return self._response(self._output_items(answer), _status(answer), answer)
+        parts = answer.parts or ("",)
+        statuses = ["completed"] * (len(parts) - 1) + [_status(answer)]
+        items = [
+            _call_item(part) if isinstance(part, ToolCall) else self._message_item(index, status, part)
+            for index, (part, status) in enumerate(zip(parts, statuses, strict=True))
+        ]
+        return self._response(items, _status(answer), answer)
 
     def begin(self, answer: PolicyResponse | None = None) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
@@ -629,14 +635,6 @@ class Responses(ApiResponse):
     def _send(self, kind: str, **fields: Any) -> bytes:
         self._sent += 1
         return encode_event({"type": kind, "sequence_number": self._sent - 1, **fields}, kind)
-
-    def _output_items(self, answer: PolicyResponse) -> list[dict[str, Any]]:
-        parts = answer.parts or ("",)
-        statuses = ["completed"] * (len(parts) - 1) + [_status(answer)]
-        return [
-            _call_item(part) if isinstance(part, ToolCall) else self._message_item(index, status, part)
-            for index, (part, status) in enumerate(zip(parts, statuses, strict=True))
-        ]
 
     def _message_id(self, index: int) -> str:
         return f"{self._head.id('msg')}-{index}" if index else self._head.id("msg")

@@ -26,7 +26,12 @@ class SessionRecorder:
         if path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                _truncate_partial_line(path)
+                if path.is_file() and path.stat().st_size:
+                    with path.open("rb+") as file:
+                        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+                            whole = text.rfind(b"\n") + 1
+                        # The writer of a partial last line was killed or its disk was full: the response was not sent.
+                        file.truncate(whole)
                 self._file = path.open("a", buffering=1)
             except OSError as error:
                 raise UsageError(f"cannot write {path}: {error.strerror}", remedy="choose another --record") from None
@@ -50,16 +55,6 @@ class SessionRecorder:
                 self._file.write(json.dumps({"schema_version": SCHEMA_VERSION, **line}) + "\n")
             except OSError as error:
                 raise StorageFailed(f"cannot write {self._file.name}: {error.strerror}") from None
-
-
-def _truncate_partial_line(path: Path) -> None:
-    """Remove a partial last line. Its writer was killed or its disk was full, so its response was never sent."""
-    if not path.is_file() or not path.stat().st_size:
-        return
-    with path.open("rb+") as file:
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
-            whole = text.rfind(b"\n") + 1
-        file.truncate(whole)
 
 
 def session_body(session: ProxySession) -> dict[str, Any]:

@@ -97,7 +97,12 @@ def combine(trajectory: Trajectory, domain: DomainSpec, outcomes: Sequence[Outco
 
     `Scored.steps` has one number per action token and sums to `Scored.value`, unless there is no action token.
     """
-    ends = _turn_ends(trajectory)
+    counts = Counter[int]()
+    for segment in trajectory.segments:
+        if segment.kind is SegmentKind.ACTION:
+            counts[segment.turn] += len(segment.token_ids)
+    # For every turn the position of its last action token, counted over action tokens alone.
+    ends = [max(total - 1, 0) for total in itertools.accumulate(counts[turn.index] for turn in trajectory.turns)]
     token_credits = [0.0] * trajectory.action_token_count
     env = [domain.env_reward_weight * turn.env_reward for turn in trajectory.turns]
     _credit(token_credits, ends, env)
@@ -150,12 +155,3 @@ def _credit(token_credits: list[float], positions: Sequence[int], amounts: Seque
     if token_credits:
         for position, amount in zip(positions, amounts, strict=True):
             token_credits[position] += amount
-
-
-def _turn_ends(trajectory: Trajectory) -> list[int]:
-    """For every turn the position of its last action token, counted over action tokens alone."""
-    counts: Counter[int] = Counter()
-    for segment in trajectory.segments:
-        if segment.kind is SegmentKind.ACTION:
-            counts[segment.turn] += len(segment.token_ids)
-    return [max(total - 1, 0) for total in itertools.accumulate(counts[turn.index] for turn in trajectory.turns)]

@@ -155,6 +155,8 @@ def encode_samples(samples: Sequence[TrainSample]) -> dict[str, object]:
     domains: dict[str, int] = {}
     groups: dict[str, int] = {}
     legal_sets: dict[tuple[int, ...], int] = {}
+    # The trainer computes an optional column that any sample lacks.
+    complete = [n for n in ("reference", "advantage") if all(getattr(s, n) or not s.token_ids for s in samples)]
     return {
         "ids": [s.id for s in samples],
         "domain": _pack("i", [domains.setdefault(s.domain, len(domains)) for s in samples]),
@@ -171,13 +173,8 @@ def encode_samples(samples: Sequence[TrainSample]) -> dict[str, object]:
         "legal": b"".join(_legal(s, legal_sets) for s in samples),
         "sets": [list(members) for members in legal_sets],
         **({"weight": _pack("d", [s.weight for s in samples])} if any(s.weight != 1.0 for s in samples) else {}),
-        **{name: _pack("d", _flat(getattr(s, name) for s in samples)) for name in _common_columns(samples)},
+        **{name: _pack("d", _flat(getattr(s, name) for s in samples)) for name in complete},
     }
-
-
-def _common_columns(samples: Sequence[TrainSample]) -> list[str]:
-    """Optional columns that every sample has; the trainer computes a column that any sample lacks."""
-    return [name for name in ("reference", "advantage") if all(getattr(s, name) or not s.token_ids for s in samples)]
 
 
 def _legal(sample: TrainSample, known: dict[tuple[int, ...], int]) -> bytes:

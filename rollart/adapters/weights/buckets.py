@@ -41,12 +41,6 @@ MANIFEST = "buckets.json"
 """In a pulled directory: the buckets that it was made of, so that the next version copies unchanged ones from it."""
 
 
-def is_serving_file(name: str) -> bool:
-    """True for the files that engines need: not the optimizer's state, nor the marker, which each reader writes
-    anew."""
-    return not name.startswith("trainer/") and name not in (MARKER, MANIFEST)
-
-
 class BucketPusher:
     """The trainer's side. One push or collection at a time; others wait for it. `in_flight` is the number of buckets in
     transfer at a time: with `auto` as many as keep the link busy while others are read (`policy.pipeline`)."""
@@ -72,7 +66,13 @@ class BucketPusher:
             began = loop.time()
             try:
                 present = await self._objects.keys("buckets/")
-                missing = self._missing_buckets(path, manifest, present)
+                sources: dict[str, tuple[Path, str, int, int]] = {}
+                for file in manifest.files:
+                    for digest, offset, count in file.spans():
+                        if bucket_key(digest) not in present:
+                            sources.setdefault(digest, (Path(path) / file.name, digest, offset, count))
+                # Full buckets first, so that the first one measures the time of a bucket.
+                missing = sorted(sources.values(), key=lambda source: -source[3])
                 await arrivals.add({d for d in manifest.digests if bucket_key(d) in present})
                 window = TransferWindow(self._depth, max((count for *_, count in missing), default=1))
                 async with first_failure_only(), asyncio.TaskGroup() as group:
@@ -98,16 +98,6 @@ class BucketPusher:
             unused = await self._objects.keys("buckets/") - used
             await self._objects.delete(unused)
             return len(unused)
-
-    def _missing_buckets(self, path: str, manifest: Manifest, present: set[str]) -> list[tuple[Path, str, int, int]]:
-        """(file, hash, offset, bytes) of each bucket that the store lacks, each once; full buckets first, so that the
-        first one measures the time of a bucket."""
-        sources: dict[str, tuple[Path, str, int, int]] = {}
-        for file in manifest.files:
-            for digest, offset, count in file.spans():
-                if bucket_key(digest) not in present:
-                    sources.setdefault(digest, (Path(path) / file.name, digest, offset, count))
-        return sorted(sources.values(), key=lambda source: -source[3])
 
     async def _send(
         self, file: Path, digest: str, offset: int, count: int, arrivals: BucketArrivals, window: TransferWindow
@@ -427,9 +417,9 @@ def _manifest(version: int, path: Path, bucket: int) -> Manifest:
         if not (path / MARKER).is_file():
             raise StorageFailed(f"{path} has no {MARKER} marker: only whole versions are pushed")
         names = sorted(str(f.relative_to(path)) for f in path.rglob("*") if f.is_file())
-        return Manifest(
-            version, tuple(_entry(path, name, bucket) for name in names if is_serving_file(name)), stamp_of(path)
-        )
+        # Engines need neither the optimizer's state nor the marker, which each reader writes anew.
+        served = [name for name in names if not name.startswith("trainer/") and name not in (MARKER, MANIFEST)]
+        return Manifest(version, tuple(_entry(path, name, bucket) for name in served), stamp_of(path))
 
 
 def _read_checked(file: Path, offset: int, count: int, digest: str) -> bytes | None:
