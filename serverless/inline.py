@@ -39,7 +39,13 @@ def inline(
         name = getattr(target, "__name__", type(target).__name__)
         raise SpecInvalid(f"{name} is untrusted: it cannot run in this process", remedy="make it stateless")
     if environment is not None:
-        target = _bound(target, environment, artefacts)
+        if inspect.isclass(target):
+            target = target()
+            if hasattr(target, "load"):
+                target.load(artefacts)
+        parameters = inspect.signature(target).parameters
+        if given := {name: environment for name in _ENVIRONMENT_NAMES if name in parameters}:
+            target = functools.partial(target, **given)
     return InlineScorer(adapt(target, takes=takes, artefacts=artefacts), timeout_s=timeout_s)
 
 
@@ -71,13 +77,3 @@ class InlineScorer:
                 detail = f"{type(error).__name__}: {error}"[:500]
                 return InfraFault(FaultKind.CRASH, retryable=False, detail=detail)
         return wire.outcomes(body, event, deterministic=True)[0]
-
-
-def _bound(target: Any, environment: object, artefacts: pathlib.Path | None) -> Any:
-    if inspect.isclass(target):
-        target = target()
-        if hasattr(target, "load"):
-            target.load(artefacts)
-    names = inspect.signature(target).parameters
-    given = {name: environment for name in _ENVIRONMENT_NAMES if name in names}
-    return functools.partial(target, **given) if given else target

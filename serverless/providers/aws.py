@@ -114,9 +114,14 @@ class AwsLambdaBackend:
         gate = self._gate(function)
         if self._group is None:
             raise BackendFailed("the AWS Lambda backend is not open", remedy="use `async with`")
-        payload = _encode(event)
-        if isinstance(payload, InfraFault):
-            return Reply(fault=payload)
+        try:
+            payload = json.dumps(list(event), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        except (TypeError, ValueError) as error:
+            detail = f"the event has no JSON form: {error}"
+            return Reply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+        if len(payload) > _MAX_BYTES:
+            detail = f"{len(event)} items are {len(payload)} bytes, Lambda takes {_MAX_BYTES}: lower batch.max_bytes"
+            return Reply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
         if gate.waiting >= gate.queue:
             detail = f"{gate.queue} calls wait for {function}"
             return Reply(fault=InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=Throttle.QUEUE))
@@ -315,18 +320,6 @@ def _version_changed_fault(pin: PinnedVersion, version: str) -> InfraFault:
     now = f"version {version} answered" if version else "it is gone"
     detail = f"{pin.function}: {pin.qualifier} was set to version {pin.number}, but {now}: it is set anew"
     return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
-
-
-def _encode(event: Sequence[dict[str, Any]]) -> bytes | InfraFault:
-    try:
-        payload = json.dumps(list(event), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:
-        detail = f"the event has no JSON form: {error}"
-        return InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail)
-    if len(payload) > _MAX_BYTES:
-        detail = f"{len(event)} items are {len(payload)} bytes, Lambda takes {_MAX_BYTES}: lower batch.max_bytes"
-        return InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail)
-    return payload
 
 
 def _body(data: bytes) -> tuple[InfraFault | None, object]:

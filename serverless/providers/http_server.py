@@ -372,15 +372,6 @@ class IdempotencyStore:
             return self._answered[key]
         if kept.task.done():
             raise ResponseGone
-        return await self._wait(kept)
-
-    def close(self) -> None:
-        """Forget all keys. The owner of the tasks ends them."""
-        for kept in self._kept.values():
-            kept.attend()
-        self._kept.clear()
-
-    async def _wait(self, kept: _StoredResponse) -> IdempotentResponse:
         kept.waiting += 1
         kept.attend()
         try:
@@ -394,6 +385,12 @@ class IdempotencyStore:
             kept.waiting -= 1
             if not kept.waiting and not kept.task.done():
                 kept.unattended = asyncio.get_running_loop().call_later(self._linger_s, kept.task.cancel)
+
+    def close(self) -> None:
+        """Forget all keys. The owner of the tasks ends them."""
+        for kept in self._kept.values():
+            kept.attend()
+        self._kept.clear()
 
     def _done(self, key: str, kept: _StoredResponse, task: asyncio.Task[IdempotentResponse]) -> None:
         if self._kept.get(key) is not kept:

@@ -172,7 +172,11 @@ class ForkServer:
         importing = self._preloaded is not None and not self._preloaded.done()
         if self._process is None or not (importing or self._forking):
             return
-        state, cpu = _activity(self._process.pid)
+        try:
+            fields = pathlib.Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+            state, cpu = fields[0], int(fields[11]) + int(fields[12])  # `R`, `S`, `T`, …, and ticks in both modes
+        except OSError:
+            state, cpu = "Z", 0
         (cpu_before, forks_before), self._last_activity = self._last_activity, (cpu, frozenset(self._forking))
         waits = importing or bool(forks_before & self._last_activity[1])
         idle = waits and state != "R" and cpu == cpu_before
@@ -247,15 +251,6 @@ class ForkServer:
         for key in list(self._running):
             self._ended(key, signal.SIGKILL)
         return process
-
-
-def _activity(pid: int) -> tuple[str, int]:
-    """The state of a process (`R`, `S`, `T`, …) and the clock ticks of CPU that it has used."""
-    try:
-        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "Z", 0
-    return fields[0], int(fields[11]) + int(fields[12])
 
 
 class ProcessWorker(WorkerChannel):

@@ -239,9 +239,7 @@ class Zygote:
 def _verdict(code: int, cpu: float, cpu_limit: float, stderr: str) -> str:
     if code == 0:
         return "ok"
-    if code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu >= cpu_limit * 0.8:
-        return "time"
-    if code == -signal.SIGXCPU:
+    if code == -signal.SIGXCPU or (code == -signal.SIGKILL and cpu >= cpu_limit * 0.8):
         return "time"
     last = stderr.rstrip().rpartition("\n")[2]
     if code == 1 and _MEMORY_ERROR.match(last):
