@@ -74,7 +74,7 @@ def live() -> dict[str, float]:
         async def watch() -> None:
             while True:
                 await asyncio.sleep(0.25)
-                if hasattr(run, "control") and run.control.scheduler.live() == count:
+                if hasattr(run, "control") and run.control.scheduler.groups.running() == count:
                     peak.append(resident_bytes() - before)
 
         watcher = asyncio.get_running_loop().create_task(watch())

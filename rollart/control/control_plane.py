@@ -83,10 +83,6 @@ class RolloutOptions:
     """Environments that are reset before their trajectories start."""
 
 
-def no_options(_: RolloutContext) -> RolloutOptions:
-    return RolloutOptions()
-
-
 class _Colocation(RolloutStrategy):
     """Reports groups and their members to the gateway's colocation."""
 
@@ -138,7 +134,7 @@ class ControlSettings:
     the barrier for trajectories that wait for admission."""
     colocation: bool = False
     """A group's members stay on one engine, and are admitted and released as one."""
-    options: Callable[[RolloutContext], RolloutOptions] = no_options
+    options: Callable[[RolloutContext], RolloutOptions] = lambda _: RolloutOptions()
     """Makes the options of the run (`launch.strategies`)."""
     measure: Callable[[Sequence[int]], int] = len
     """Number of tokens that a sequence of ids stands for: its length, except in a simulated world."""

@@ -132,7 +132,7 @@ class GroupState:
 
 @dataclass(slots=True)
 class GroupRun:
-    """A group that holds slots and is not complete. `live` and `tasks` hold its running members, by member index.
+    """A group that holds slots and is not complete. `running` and `tasks` hold its running members, by member index.
 
     A group may run more members than it needs (`state.size`): the members that end first complete it. A sample counts
     from the start of its write, so that no more samples are written than the group needs.
@@ -143,7 +143,7 @@ class GroupRun:
     seed: int
     state: GroupState
     samples: dict[int, TrainSample] = field(default_factory=dict)
-    live: dict[int, TrajectoryState] = field(default_factory=dict)
+    running: dict[int, TrajectoryState] = field(default_factory=dict)
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     trying: set[int] = field(default_factory=set)
     """Members that may still produce a sample."""
@@ -166,8 +166,8 @@ class GroupRun:
     @property
     def v0(self) -> int | None:
         """The oldest policy version under which any member started; None as long as no token is sampled."""
-        live = (member.begun for member in self.live.values())
-        begun = [*self.state.finished.values(), *self.writing.values(), *(v0 for v0 in live if v0 is not None)]
+        running = (member.begun for member in self.running.values())
+        begun = [*self.state.finished.values(), *self.writing.values(), *(v0 for v0 in running if v0 is not None)]
         return min(begun, default=None)
 
     def slot_request(self, member: int) -> PlacementRequest:
@@ -184,9 +184,9 @@ class GroupRun:
     def cancel(self, members: Iterable[int], reason: AbortReason) -> None:
         """Cancel the tasks of running members. The reason of the cancellation is in the member's `TrajectoryState`."""
         for member in members:
-            live = self.live.get(member)
-            if live is not None and live.abort is None:
-                live.abort = reason
+            state = self.running.get(member)
+            if state is not None and state.abort is None:
+                state.abort = reason
                 self.tasks[member].cancel()
 
 
@@ -201,17 +201,17 @@ class ActiveRollouts:
         self._began: dict[str, dict[TrajectoryId, float]] = {}
         self._ended: deque[tuple[str, float]] = deque(maxlen=4096)
 
-    def begin(self, live: TrajectoryState) -> None:
-        self._began.setdefault(live.domain.name, {})[live.id] = live.started
+    def begin(self, state: TrajectoryState) -> None:
+        self._began.setdefault(state.domain.name, {})[state.id] = state.started
 
-    def ask(self, live: TrajectoryState, now: float) -> None:
+    def ask(self, state: TrajectoryState, now: float) -> None:
         """The trajectory requests its reward now."""
-        self._ended.append((live.domain.name, now - live.started))
-        self.leave(live)
+        self._ended.append((state.domain.name, now - state.started))
+        self.leave(state)
 
-    def leave(self, live: TrajectoryState) -> None:
+    def leave(self, state: TrajectoryState) -> None:
         """The trajectory has ended its rollout, with any outcome. Idempotent."""
-        self._began[live.domain.name].pop(live.id, None)
+        self._began[state.domain.name].pop(state.id, None)
 
     def began(self) -> dict[str, list[float]]:
         """Start times of the rollouts by domain, earliest first: loop seconds."""
@@ -260,7 +260,7 @@ class GroupTable:
         self.on_sample(run, sample)
         if run.state.finish(sample.id, sample.v0):
             self._leave(run, AbortReason.REDUNDANT)
-            run.cancel(list(run.live), AbortReason.REDUNDANT)
+            run.cancel(list(run.running), AbortReason.REDUNDANT)
             self.on_complete(run)
 
     def fail(self, run: GroupRun, member: int, reason: AbortReason, detail: str, incident: str = "") -> bool:
@@ -280,12 +280,12 @@ class GroupTable:
 
     def drop(self, run: GroupRun, reason: AbortReason, detail: str, *, besides: int | None = None) -> None:
         self._give_up(run, reason, detail)
-        run.cancel([m for m in run.live if m != besides], AbortReason.GROUP_DROPPED)
+        run.cancel([m for m in run.running if m != besides], AbortReason.GROUP_DROPPED)
 
     def dismiss(self, run: GroupRun, reason: AbortReason) -> None:
         """Cancel a group that is no longer needed: its members end at once with `reason`. The caller frees slots."""
         self._leave(run, reason)
-        run.cancel(list(run.live), reason)
+        run.cancel(list(run.running), reason)
 
     def unfinished(self) -> list[IncompleteGroup]:
         """The incomplete groups."""
@@ -297,7 +297,7 @@ class GroupTable:
         members run on."""
         if judged is StalenessCheck.AT_BATCH:
             for run in list(self.runs.values()):
-                begun = [*run.state.finished.values(), *(live.begun for live in run.live.values())]
+                begun = [*run.state.finished.values(), *(state.begun for state in run.running.values())]
                 if any(self.bound.stale(v0, version) for v0 in begun):
                     self._give_up(run, AbortReason.STALE, f"begun too long before v{version}")
         if judged is not StalenessCheck.EVERY_TURN:
@@ -306,16 +306,16 @@ class GroupTable:
             if any(self.bound.stale(v0, version) for v0 in run.state.finished.values()):
                 self.drop(run, AbortReason.STALE, f"a finished member is stale at v{version}")
             else:
-                stale = [m for m, live in run.live.items() if self.bound.stale(live.begun, version)]
+                stale = [m for m, state in run.running.items() if self.bound.stale(state.begun, version)]
                 run.cancel(stale, AbortReason.STALE)
 
     def cancel_all(self, reason: AbortReason) -> None:
         for run in [*self.runs.values(), *self._leftover.values()]:
-            run.cancel(list(run.live), reason)
+            run.cancel(list(run.running), reason)
 
     def ended(self, run: GroupRun) -> None:
         """Forget a complete or dropped group whose last member's task has ended."""
-        if run.id in self._leftover and not run.live:
+        if run.id in self._leftover and not run.running:
             del self._leftover[run.id]
 
     def _give_up(self, run: GroupRun, reason: AbortReason, detail: str) -> None:
@@ -325,13 +325,13 @@ class GroupTable:
     def _leave(self, run: GroupRun, reason: AbortReason) -> None:
         del self.runs[run.id]
         run.ended = reason
-        if run.live:
+        if run.running:
             self._leftover[run.id] = run
 
     def holds(self, run: GroupRun) -> bool:
         """True if the group is still incomplete and not dropped."""
         return self.runs.get(run.id) is run
 
-    def live(self) -> int:
+    def running(self) -> int:
         """Number of running trajectories of incomplete groups."""
-        return sum(len(run.live) for run in self.runs.values())
+        return sum(len(run.running) for run in self.runs.values())

@@ -118,10 +118,10 @@ class AttemptRunner:
             while not self.closed and self.groups.holds(run):
                 attempt += 1
                 state = self._live(run, member, attempt)
-                run.live[member] = state
+                run.running[member] = state
                 try:
                     sample = await self._attempt(state)
-                    run.live.pop(member, None)
+                    run.running.pop(member, None)
                     await self._keep(run, member, sample, state)
                     return
                 except TrajectoryAborted as aborted:
@@ -133,7 +133,7 @@ class AttemptRunner:
                     ended = TrajectoryAborted(state.abort)
                 if state.abort is not None:
                     run.tasks[member].uncancel()
-                if run.live.pop(member, None) is not None:  # otherwise its charge was written with its sample
+                if run.running.pop(member, None) is not None:  # otherwise its charge was written with its sample
                     self.recorder.charge(self._charge(state, str(ended.reason), None))
                 if not self._again(run, member, state, ended, attempt):
                     return
@@ -401,7 +401,7 @@ class Scheduler:
     async def drained(self) -> None:
         """Returns when weights may change: at once, or when no trajectory is live (whole batches end under their
         initial weights)."""
-        while not self._rules.may_publish(running=self.groups.live()):
+        while not self._rules.may_publish(running=self.groups.running()):
             self._attempts.quiet.clear()
             await self._attempts.quiet.wait()
         for strategy in self._strategies:

@@ -268,7 +268,7 @@ class RunContext:
                     chain,
                     seen=meter,
                     rolling=scheduler.rolling,
-                    live=scheduler.groups.live,
+                    live=scheduler.groups.running,
                     events=self.ledger,
                     directory=self.directory,
                 )
@@ -325,7 +325,7 @@ class RunContext:
             "train_s": done.t1 - done.t0,
             "waited_s": done.waited_s,
             "trained_tokens": done.report.trained_tokens,
-            "live": self.control.scheduler.groups.live(),
+            "live": self.control.scheduler.groups.running(),
         }
         by_domain: dict[str, list[tuple[float, bool | None]]] = {}
         for group in done.groups:

@@ -54,13 +54,10 @@ class AdmissionWindow:
         best: tuple[float, int, str] | None = None
         for order, quota in enumerate(self.quotas):
             used = outstanding.get(quota.domain, 0)
-            capacity = self._capacity(quota) + (extra.get(quota.domain, 0) if extra else 0)
+            capacity = (self.alpha + 1) * quota.quota + (extra.get(quota.domain, 0) if extra else 0)
             left = quota.group_size if remaining is None else remaining.get(quota.domain, 0)
             if used + quota.group_size > capacity or left < quota.group_size:
                 continue
             candidate = (used / capacity, order, quota.domain)
             best = candidate if best is None or candidate < best else best
         return best[2] if best else None
-
-    def _capacity(self, quota: DomainQuota) -> int:
-        return (self.alpha + 1) * quota.quota

@@ -32,11 +32,11 @@ class HostRules:
 
     weight: float = 0.2
     """Weight of a new episode in the moving average: about the last nine episodes count."""
-    seen: int = 5
+    min_samples: int = 5
     """Episodes, or sampled calls, before a host is judged: one broken seed is no broken host."""
     apart_s: float = 0.2
     """Minimum interval between two sampled calls. After a loop was blocked (the host's or the controller's), a hundred
-    or more delayed calls return at once: together they count as one observation, one of `seen`."""
+    or more delayed calls return at once: together they count as one observation, one of `min_samples`."""
     failing: float = 0.4
     """Excess of its share of failed episodes over that of its peers."""
     slow: float = 8.0
@@ -61,7 +61,7 @@ class HostRecord:
 
     failures: float = 0.0
     overheads: tuple[float, ...] = ()
-    """Overheads of the last sampled calls, at most `seen`."""
+    """Overheads of the last sampled calls, at most `min_samples`."""
     sampled_at: float = -math.inf
     episodes: int = 0
     until: float = 0.0
@@ -107,11 +107,11 @@ class HostSelector:
     def called(self, host: str, overhead_s: float, now: float) -> str | None:
         """Record a call's overhead beyond its environment's time. Returns the cause if the host is quarantined from now
         on."""
-        one, seen = self.standing[host], self.rules.seen
+        one, count = self.standing[host], self.rules.min_samples
         if now < one.sampled_at + self.rules.apart_s:
             return None
-        one.sampled_at, one.overheads = now, (*one.overheads, overhead_s)[-seen:]
-        if len(one.overheads) < seen or one.overhead_s <= self.rules.slow_floor_s:
+        one.sampled_at, one.overheads = now, (*one.overheads, overhead_s)[-count:]
+        if len(one.overheads) < count or one.overhead_s <= self.rules.slow_floor_s:
             return None
         peers = self._median(host, lambda other: other.overhead_s, lambda other: len(other.overheads))
         if peers is None or one.overhead_s <= self.rules.slow * peers:
@@ -127,7 +127,7 @@ class HostSelector:
         one.failures += max(self.rules.weight, 1.0 / one.episodes) * (float(fault) - one.failures)
         if one.proofs:
             return self._tried(host, one, fault, now)
-        if not fault or one.episodes < self.rules.seen:
+        if not fault or one.episodes < self.rules.min_samples:
             return None
         peers = self._median(host, lambda other: other.failures, lambda other: other.episodes)
         if peers is None or one.failures - peers < self.rules.failing:
@@ -202,13 +202,13 @@ class HostSelector:
         return [name for name, one in self.standing.items() if one.quarantined(now)]
 
     def _median(
-        self, host: str, value: Callable[[HostRecord], float], seen: Callable[[HostRecord], int]
+        self, host: str, value: Callable[[HostRecord], float], count: Callable[[HostRecord], int]
     ) -> float | None:
         """Median over the other hosts that have enough observations and serve normally; None if there is none."""
         values = [
             value(other)
             for name, other in self.standing.items()
-            if name != host and not other.proofs and seen(other) >= self.rules.seen
+            if name != host and not other.proofs and count(other) >= self.rules.min_samples
         ]
         return statistics.median(values) if values else None
 

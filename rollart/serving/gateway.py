@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 from rollart.errors import EngineError, LeaseExpired
-from rollart.fleet import EngineKind, EnginePlacement, EngineRole, KindLoad, Routes
+from rollart.fleet import EngineKind, EnginePlacement, EngineRole, KindLoad
 from rollart.leases import Expiry, Leases
 from rollart.ledger.intervals import EngineShares, ResourceState
 from rollart.model import Completion, CompletionChunk, EngineId, EngineStats, PauseMode, Sampling, WeightsRef
@@ -91,10 +91,6 @@ class Gateway:
     def admission(self) -> KvAdmission | None:
         """The admission control of engines' KV memory; its `run` must run as long as the gateway is used."""
         return self.turns.admission
-
-    @property
-    def routes(self) -> Routes:
-        return self.turns.router.routes
 
     def join(self, engine: Engine, *, version: int, shares: EngineShares, seat: EnginePlacement | None = None) -> None:
         """Add an engine with `version` loaded. A lost engine may join again under the same id and keeps its present

@@ -243,14 +243,14 @@ class HandoffCounts:
     decoded: int = 0
     failed: int = 0
     empty: int = 0
-    seen: int = 0
+    decoded_ever: int = 0
     pulled: bool = False
     reported: bool = False
 
     def ended(self, *, pulled: int) -> None:
         """A turn was decoded with `pulled` tokens of KV from its prefill engine."""
         self.decoded += 1
-        self.seen += 1
+        self.decoded_ever += 1
         self.empty += pulled <= 0
         self.pulled = self.pulled or pulled > 0
 
@@ -259,12 +259,12 @@ class HandoffCounts:
         is emitted where no KV was handed over and no prefill engine was idle."""
         if self.decoded or self.failed:
             emit(HANDOFFS, f"v{version}", decoded=self.decoded, failed=self.failed, empty=self.empty)
-        if self.seen >= ENOUGH and not self.pulled and not self.reported:
+        if self.decoded_ever >= ENOUGH and not self.pulled and not self.reported:
             self.reported = True
             emit(
                 EMPTY_HANDOFFS,
                 f"v{version}",
-                count=self.seen,
+                count=self.decoded_ever,
                 remedy="see the KV connector in the engines' logs, or use engines.count in place of engines.prefill "
                 "and engines.decode",
             )

@@ -350,7 +350,7 @@ class RollingUpdater(WeightUpdates):
         if not able or any(m.updating for m in able) or (held := max(m.version for m in able)) >= version:
             return None
         begun = (kv.begun for kv in self._turns.sessions.values())
-        if not any(version is not None and version > held for version in begun):
+        if not any(v0 is not None and v0 > held for v0 in begun):
             return None
         return min(able, key=lambda m: (len(m.sessions), m.engine.id))
 

@@ -8,9 +8,8 @@ draining and starting. Units: engine-seconds, of engines of the current size.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from rollart.control.strategy import RolloutStrategy
@@ -22,7 +21,7 @@ from rollart.model import EngineId, Group
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
-from rollart.supervise.rebalance import UNDO_ATTEMPTS, order_moves, reverse_drain
+from rollart.supervise.rebalance import UNDO_ATTEMPTS, adopted_plan, order_moves, reverse_drain
 from rollart.supervise.supervisor import back_off_s
 
 
@@ -70,19 +69,19 @@ def next_tensor_parallelism(
     patience = state.patience or rule.quiet_steps
     quiet = 0 if preemptions else state.quiet + 1
     since = None if state.since_halved is None else state.since_halved + 1
-    seen = replace(state, preemptions=preemptions, quiet=quiet, patience=patience, since_halved=since)
+    same = replace(state, preemptions=preemptions, quiet=quiet, patience=patience, since_halved=since)
     before = state.preemptions
     if before is not None and preemptions >= rule.noise and preemptions > rule.rise * before:
         if state.tp == rule.sizes[-1]:
-            return seen, ""
+            return same, ""
         regret = since is not None and since <= patience
         patience = min(2 * patience, rule.most_quiet_steps) if regret else rule.quiet_steps
-        grown = replace(seen, tp=2 * state.tp, patience=patience, since_halved=None)
+        grown = replace(same, tp=2 * state.tp, patience=patience, since_halved=None)
         return grown, f"preemptions {before} -> {preemptions}: tp {state.tp} -> {2 * state.tp}"
     if quiet >= patience and state.tp > rule.sizes[0]:
-        halved = replace(seen, tp=state.tp // 2, quiet=0, since_halved=0)
+        halved = replace(same, tp=state.tp // 2, quiet=0, since_halved=0)
         return halved, f"no preemption in {quiet} steps: tp {state.tp} -> {state.tp // 2}"
-    return seen, ""
+    return same, ""
 
 
 LEAST_GAIN = 0.02
@@ -132,26 +131,26 @@ class StepMeasurement:
     speedup: float = 1.0
 
 
-def preemption_loss_s(seen: StepMeasurement) -> float:
+def preemption_loss_s(step: StepMeasurement) -> float:
     """Engine-seconds spent on computing preempted requests again: one context per preemption, at the measured prefill
     time per token; never more than all prefills."""
-    did = seen.did
+    did = step.did
     if not did.preemptions or not did.computed_tokens:
         return 0.0
-    return min(did.preemptions * seen.context * did.prefill_s / did.computed_tokens, did.prefill_s)
+    return min(did.preemptions * step.context * did.prefill_s / did.computed_tokens, did.prefill_s)
 
 
-def resharding_pays(seen: StepMeasurement, *, grows: bool, move_s: float, horizon_s: float) -> tuple[bool, str]:
+def resharding_pays(step: StepMeasurement, *, grows: bool, move_s: float, horizon_s: float) -> tuple[bool, str]:
     """Whether to change, and the reason as text. Larger engines save at most the preemption loss and, of the remaining
     compute, the gain of larger batches; smaller ones save `LEAST_GAIN` of the time; either over the steps of the
     horizon. Each engine is unavailable for `move_s`, once."""
-    if seen.step_s <= 0:
+    if step.step_s <= 0:
         return False, "no time has passed"
-    lost = preemption_loss_s(seen)
-    busy = seen.did.prefill_s + seen.did.decode_s - lost
-    per_step = lost + busy * (1 - 1 / seen.speedup) if grows else LEAST_GAIN * seen.step_s * seen.engines
-    gain, cost = per_step * horizon_s / seen.step_s, move_s * seen.engines
-    text = f"{gain:.0f} engine-seconds in {horizon_s:.0f} s for {cost:.0f} of moving {seen.engines} engines"
+    lost = preemption_loss_s(step)
+    busy = step.did.prefill_s + step.did.decode_s - lost
+    per_step = lost + busy * (1 - 1 / step.speedup) if grows else LEAST_GAIN * step.step_s * step.engines
+    gain, cost = per_step * horizon_s / step.step_s, move_s * step.engines
+    text = f"{gain:.0f} engine-seconds in {horizon_s:.0f} s for {cost:.0f} of moving {step.engines} engines"
     return gain > cost, text
 
 
@@ -184,17 +183,6 @@ class ReshardSettings:
     """Tokens/s per device of a kind of engine whose KV memory is full of sequences of a context, in tokens."""
 
 
-@dataclass(slots=True)
-class _ReshardState:
-    """The state per kind of round, since the rounds of tail batching are not comparable. All kinds share the size."""
-
-    by_round: dict[str, TensorParallelState] = field(default_factory=dict)
-
-    def of(self, round_: str, tp: int) -> TensorParallelState:
-        state = self.by_round.setdefault(round_, TensorParallelState(tp))
-        return state if state.tp == tp else replace(state, tp=tp, preemptions=None, quiet=0)
-
-
 @dataclass(eq=False)
 class Resharder(RolloutStrategy):
     """A task of the run: `run` never returns. It waits for a publish (`published`), for the engines' counters, and for
@@ -219,7 +207,8 @@ class Resharder(RolloutStrategy):
         self._ended: tuple[float, str] = (0.0, "")
         self._began: float | None = None
         self._counted: dict[EngineId, EngineCounters] = {}
-        self._states: dict[EngineGroup, _ReshardState] = {}
+        self._states: dict[tuple[EngineGroup, str], TensorParallelState] = {}
+        """By engines and kind of round; all kinds of round share the size."""
         self._refused: set[EngineKind] = set()
         self._move_s = self.settings.restart_s
         self.moving = False
@@ -263,24 +252,25 @@ class Resharder(RolloutStrategy):
         for group, kind in groups.items():
             engines = by_kind[kind]
             counted = sum((did.get(e, EngineCounters()) for e in engines), EngineCounters())
-            seen = StepMeasurement(ended - (self._began or 0.0), len(engines), counted, self._context())
-            moved |= await self._judge(group, kind, seen, round_)
+            step = StepMeasurement(ended - (self._began or 0.0), len(engines), counted, self._context())
+            moved |= await self._judge(group, kind, step, round_)
         return moved
 
-    async def _judge(self, group: EngineGroup, kind: EngineKind, seen: StepMeasurement, round_: str) -> bool:
+    async def _judge(self, group: EngineGroup, kind: EngineKind, step: StepMeasurement, round_: str) -> bool:
         rule = self.settings.rules.get(kind.pool)
         if rule is None or kind.tp not in rule.sizes:
             return False
-        states = self._states.setdefault(group, _ReshardState())
-        before = states.of(round_, kind.tp)
-        after, why = next_tensor_parallelism(rule, before, seen.did.preemptions)
+        key = group, round_
+        before = self._states.get(key, TensorParallelState(kind.tp))
+        if before.tp != kind.tp:
+            before = replace(before, tp=kind.tp, preemptions=None, quiet=0)
+        after, why = next_tensor_parallelism(rule, before, step.did.preemptions)
         if after.tp == kind.tp:
-            states.by_round[round_] = after
+            self._states[key] = after
             return False
         target = kind._replace(tp=after.tp)
-        kept = replace(after, tp=kind.tp, quiet=0, since_halved=before.since_halved)
-        states.by_round[round_] = kept
-        if after.tp > kind.tp and seen.engines < 2:
+        self._states[key] = replace(after, tp=kind.tp, quiet=0, since_halved=before.since_halved)
+        if after.tp > kind.tp and step.engines < 2:
             return self._kept(kind, why, "one engine cannot be two halves of another")
         refusal = self.settings.refuses(target)
         if refusal or target in self._refused:
@@ -288,16 +278,16 @@ class Resharder(RolloutStrategy):
                 self._refused.add(target)
                 self._event("rebalance_failed", why, move=f"tp {kind.tp} → {target.tp} on {kind.pool}", cause=refusal)
             return False
-        if after.tp > kind.tp and seen.context:
+        if after.tp > kind.tp and step.context:
             speed = self.settings.speed
-            seen = replace(seen, speedup=speed(target, seen.context) / speed(kind, seen.context))
+            step = replace(step, speedup=speed(target, step.context) / speed(kind, step.context))
         pays, figures = resharding_pays(
-            seen, grows=after.tp > kind.tp, move_s=self._move_s, horizon_s=self.settings.horizon_s
+            step, grows=after.tp > kind.tp, move_s=self._move_s, horizon_s=self.settings.horizon_s
         )
         if not pays:
             return self._kept(kind, why, figures)
-        if await self._change(kind, target, seen.engines, f"{why}; {figures}"):
-            states.by_round[round_] = after
+        if await self._change(kind, target, step.engines, f"{why}; {figures}"):
+            self._states[key] = after
         return True
 
     async def _change(self, kind: EngineKind, target: EngineKind, engines: int, why: str) -> bool:
@@ -327,7 +317,7 @@ class Resharder(RolloutStrategy):
                 pending, left = [], (drains, starts)
         now = asyncio.get_running_loop().time()
         self._move_s = (now - began) / max(made // (drains + starts), 1)
-        self._adopted()
+        self._event(PLAN_ADOPTED, "fleet", **adopted_plan(self.gateway, self.meter.work()))
         self._event(
             "parallelism_changed",
             f"{kind.role} on {kind.pool}",
@@ -370,7 +360,7 @@ class Resharder(RolloutStrategy):
     def _price(self, kind: EngineKind, target: EngineKind) -> None:
         """Set the price of the new kind from the price of its devices: an engine without a price would attract every
         trajectory."""
-        routes = self.gateway.routes
+        routes = self.gateway.turns.router.routes
         prices = routes.prices
         if prices is None or target in prices.engines or kind not in prices.engines:
             return
@@ -400,12 +390,6 @@ class Resharder(RolloutStrategy):
     def _kept(self, kind: EngineKind, why: str, figures: str) -> bool:
         self._event("parallelism_kept", f"{kind.role} on {kind.pool}", tp=kind.tp, why=f"{why}; {figures}")
         return False
-
-    def _adopted(self) -> None:
-        """Record the present engines: a resume starts those."""
-        engines = [[e, s.pool, str(s.role), s.tp] for e, s in self.gateway.seats().items()]
-        work = {domain: asdict(seen) for domain, seen in self.meter.work().items()}
-        self._event(PLAN_ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(work))
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
         self.recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))

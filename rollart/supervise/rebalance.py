@@ -289,7 +289,7 @@ class Rebalancer:
         except _PlannerFailed:
             return
         async with self.gateway.moving:
-            said = notable_change(self.gateway.routes, routes)
+            said = notable_change(self.gateway.turns.router.routes, routes)
             self.gateway.turns.follow(routes)
         if said:
             self._event("repriced", what, change=said)
@@ -338,9 +338,7 @@ class Rebalancer:
             self._again()
             return
         self.planner.adopt(proposal)
-        engines = [[e, seat.pool, str(seat.role), seat.tp] for e, seat in self.gateway.seats().items()]
-        measured = {domain: asdict(seen) for domain, seen in work.items()}
-        self._event(PLAN_ADOPTED, "fleet", engines=json.dumps(engines), work=json.dumps(measured))
+        self._event(PLAN_ADOPTED, "fleet", **adopted_plan(self.gateway, work))
         self._flowed = self._serving()
         self._event("rebalanced", trigger, why=why, **_figures(proposal))
         if self._change is not None:
@@ -353,7 +351,7 @@ class Rebalancer:
         and the next plan starts from there. If no engine serves any more, the last drained engine is first restored."""
         assert self.fleet is not None
         async with self.gateway.moving:
-            self.gateway.turns.follow(transition_routes(self.gateway.routes, proposal.routes))
+            self.gateway.turns.follow(transition_routes(self.gateway.turns.router.routes, proposal.routes))
         drained: FleetMove | None = None
         for move in order_moves(proposal.moves, serving=len(self.gateway.stable()), free=self.fleet.free()):
             try:
@@ -466,6 +464,13 @@ class Rebalancer:
 
     def _event(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
         self.recorder.event(RunEvent(loop_time(), kind, subject, fields))
+
+
+def adopted_plan(gateway: Gateway, work: Mapping[str, DomainWork]) -> dict[str, str]:
+    """Fields of `PLAN_ADOPTED`: the present engines, which a resume starts, and the measured workload."""
+    engines = [[e, seat.pool, str(seat.role), seat.tp] for e, seat in gateway.seats().items()]
+    measured = {domain: asdict(work_of) for domain, work_of in work.items()}
+    return {"engines": json.dumps(engines), "work": json.dumps(measured)}
 
 
 def _figures(proposal: Proposal) -> dict[str, str | float]:

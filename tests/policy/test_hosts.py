@@ -134,7 +134,7 @@ def test_one_stall_is_no_slow_host_however_many_calls_it_held_up(
     for _ in range(quick):
         now += RULES.apart_s
         assert [made.called(name, 0.01, now) for name in NAMES[:2]] == [None, None]
-    for _ in range(RULES.seen):
+    for _ in range(RULES.min_samples):
         made.called(NAMES[0], 0.01, now := now + RULES.apart_s)
     now += stall
     assert [made.called(NAMES[1], stall, now + n * 1e-4) for n in range(waited)] == [None] * waited
@@ -143,7 +143,7 @@ def test_one_stall_is_no_slow_host_however_many_calls_it_held_up(
         assert made.called(NAMES[1], 0.01, now) is None
 
 
-@pytest.mark.parametrize("episodes", [1, RULES.seen - 1])
+@pytest.mark.parametrize("episodes", [1, RULES.min_samples - 1])
 def test_a_few_faults_are_no_verdict(episodes: int) -> None:
     assert broken(hosting(3), NAMES[0], 0.0, 3, episodes) == []
 

@@ -77,7 +77,7 @@ def watch_outstanding(world: World) -> list[tuple[int, int]]:
             scheduler = world.control.scheduler
             # Counted where they are, not where the slots are kept: under way, waiting for their group, in the buffer.
             groups = scheduler.groups.runs.values()
-            outstanding = sum(len(g.live) + len(g.samples) for g in groups) + sum(scheduler.buffer.held.values())
+            outstanding = sum(len(g.running) + len(g.samples) for g in groups) + sum(scheduler.buffer.held.values())
             assert outstanding <= sum(scheduler.admission.slots.outstanding.values())
             seen.append((outstanding, (world.alpha + 1) * batch))
             super().charge(charge)
@@ -134,7 +134,7 @@ def test_no_trajectory_outlives_its_bound(world: World, fuzz: int) -> None:
             for run in world.control.scheduler.groups.runs.values():
                 late.extend(
                     live.id
-                    for live in run.live.values()
+                    for live in run.running.values()
                     if live.begun is not None and version - live.begun > world.alpha and live.abort is None
                 )
             published_at.append(asyncio.get_running_loop().time())

@@ -68,7 +68,7 @@ def watch(world: SimulatedRun) -> list[tuple[int, int, int, int]]:
                 for d in world.domains
             )
             runs = scheduler.groups.runs.values()
-            live = sum(len(g.live) for g in runs)
+            live = sum(len(g.running) for g in runs)
             most = sum(int(g.domain.group_size * size + 1e-9) for g in runs)
             for run in runs:
                 assert len(run.samples) + len(run.writing) <= run.domain.group_size, "no more samples than are needed"

@@ -208,7 +208,7 @@ def test_a_gain_that_pays_flips_roles_and_routes_and_is_measured_later() -> None
             bench.rebalancer.notify("price change")
             await asyncio.sleep(1.0)
             assert bench.roles()["e0"] == "prefill"
-            assert bench.gateway.routes == better().routes
+            assert bench.gateway.turns.router.routes == better().routes
             bench.rate = 2.0  # type: ignore[attr-defined]
             assert bench.events("rebalance_measured") == []
             await asyncio.sleep(100.0)
@@ -298,7 +298,7 @@ def test_nothing_is_touched_during_a_weight_update() -> None:
             await asyncio.sleep(18.0)
             assert bench.planner.times("replan") == [1.0], "it thinks meanwhile"
             assert set(bench.roles().values()) == {"engine"}
-            assert bench.gateway.routes == Routes()
+            assert bench.gateway.turns.router.routes == Routes()
             await asyncio.sleep(2.0)
         assert bench.roles()["e0"] == "prefill"
 
@@ -327,7 +327,7 @@ def test_a_fleet_makes_the_moves_and_then_the_routes_change() -> None:
         bench.rebalancer.notify("price change")
         await asyncio.sleep(5.0)
         assert bench.roles()["e0"] == "prefill"
-        assert bench.gateway.routes == better().routes, "the new engine has a price before it serves"
+        assert bench.gateway.turns.router.routes == better().routes, "the new engine has a price before it serves"
         await bench.gateway.update(WeightsRef(1, "v1"), lambda _: None)
         assert asyncio.get_running_loop().time() == pytest.approx(5.0), "a start holds no update up"
         await asyncio.sleep(4.0)
@@ -399,7 +399,7 @@ def test_a_planner_that_fails_or_hangs_leaves_the_routes_as_they_are() -> None:
     assert causes[0] == "ArithmeticError: the solver gave up"
     assert causes.count("ArithmeticError: the solver gave up") == 1, "once per cause, not at every look"
     assert any("waited 60.0 s for the planner: prices" in cause for cause in causes)
-    assert bench.gateway.routes == Routes()
+    assert bench.gateway.turns.router.routes == Routes()
 
 
 def test_a_cause_is_told_again_once_the_planner_answered_in_between() -> None:
