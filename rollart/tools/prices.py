@@ -180,7 +180,7 @@ def refresh_prices(
     today: dt.date,
     region: str = "",
 ) -> RefreshedPrices:
-    """Query each provider. `settings`: those of the cluster spec by provider; `known`: the list to refresh.
+    """Query each provider. `functions`: the settings of the cluster spec; `known`: the list to refresh.
 
     Raises if all providers failed: the only error, or a ProviderError that lists all.
     """
@@ -292,7 +292,7 @@ def products_of_offer(offer: Mapping[str, Any]) -> tuple[list[Product], dt.date]
     try:
         on_demand = offer["terms"].get("OnDemand", {})
         found = [_product(one, on_demand.get(sku, {})) for sku, one in offer["products"].items()]
-        return found, _day(offer["publicationDate"])
+        return found, dt.date.fromisoformat(offer["publicationDate"][:10])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"not an AWS offer file: {type(error).__name__} {error}") from None
 
@@ -303,7 +303,7 @@ def products_of(answers: Iterable[Mapping[str, Any]]) -> tuple[list[Product], dt
     try:
         for answer in answers:
             found.append(_product(answer["product"], answer["terms"].get("OnDemand", {})))
-            days.append(_day(answer["publicationDate"]))
+            days.append(dt.date.fromisoformat(answer["publicationDate"][:10]))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UsageError(f"not an answer of AWS's price list: {type(error).__name__} {error}") from None
     if not days:
@@ -312,18 +312,15 @@ def products_of(answers: Iterable[Mapping[str, Any]]) -> tuple[list[Product], dt
 
 
 def _product(product: Mapping[str, Any], terms: Mapping[str, Any]) -> Product:
-    return Product(product["sku"], product.get("productFamily", ""), product["attributes"], _first_tier(terms))
-
-
-def _first_tier(terms: Mapping[str, Any]) -> Decimal | None:
-    """Dollars of the tier from 0 on, of the latest term."""
-    if not terms:
-        return None
-    term = max(terms.values(), key=lambda one: str(one.get("effectiveDate", "")))
-    for dimension in term["priceDimensions"].values():
-        if Decimal(dimension.get("beginRange", "0")) == 0 and "USD" in dimension["pricePerUnit"]:
-            return _money(dimension["pricePerUnit"]["USD"])
-    return None
+    latest: Mapping[str, Any] = max(
+        terms.values(), key=lambda one: str(one.get("effectiveDate", "")), default={"priceDimensions": {}}
+    )
+    first_tier = (
+        _money(dimension["pricePerUnit"]["USD"])
+        for dimension in latest["priceDimensions"].values()
+        if Decimal(dimension.get("beginRange", "0")) == 0 and "USD" in dimension["pricePerUnit"]
+    )
+    return Product(product["sku"], product.get("productFamily", ""), product["attributes"], next(first_tier, None))
 
 
 def lambda_prices(products: Iterable[Product], day: dt.date, region: str = "") -> list[PriceEntry]:
@@ -445,7 +442,3 @@ def _money(text: str) -> Decimal:
         return Decimal(text)
     except InvalidOperation:
         return Decimal(0)
-
-
-def _day(stamp: str) -> dt.date:
-    return dt.date.fromisoformat(stamp[:10])
