@@ -86,6 +86,7 @@ def group_mean_advantages(samples: Sequence[TrainSample]) -> list[tuple[float, .
     return [tuple(s.score - mean[s.group] if m else 0.0 for m in s.loss_mask) for s in samples]
 
 
+@dataclass(eq=False)
 class ModelledTrainer:
     """Implements `ports.Trainer`; a sample's tokens are masses. Concurrent calls take turns on the devices. With
     `streams` a step may come in pieces. A publish takes `publish_s` and, with a `transfer`, its push; a staged version
@@ -93,32 +94,25 @@ class ModelledTrainer:
     bucket) and all later ones, with `TrainerError`, until `restore`, which waits for devices that `leave`.
     """
 
-    def __init__(
-        self,
-        speed: TrainingSpeed,
-        *,
-        transfer: WeightTransfer | None = None,
-        publish_s: float = 0.0,
-        streams: bool = False,
-        penalised: bool = False,
-    ) -> None:
-        """`penalised`: a step needs reference log-probabilities, and computes the ones that its samples lack."""
-        if streams and speed.epochs > 1:
-            raise ValueError(f"{speed.epochs} epochs cannot be streamed (rule: one pass over the batch)")
-        self.speed = speed
-        self._transfer = transfer
-        self._publish_s = publish_s
-        self._dead = False
-        self._gone: asyncio.Future[None] | None = None
-        self.streams = streams
-        self._open: list[TrainSample] | None = None
-        self._staged: set[int] = set()
-        self._penalised = penalised
-        self._version = 0
-        self._under_way: asyncio.Future[None] | None = None
-        self._devices = asyncio.Lock()
-        self._passing: _PacedWork | None = None
-        self.help = 0.0
+    speed: TrainingSpeed
+    transfer: WeightTransfer | None = None
+    publish_s: float = 0.0
+    streams: bool = False
+    penalised: bool = False
+    """A step needs reference log-probabilities, and computes the ones that its samples lack."""
+    help: float = field(default=0.0, init=False)
+    _dead: bool = field(default=False, init=False)
+    _gone: asyncio.Future[None] | None = field(default=None, init=False)
+    _open: list[TrainSample] | None = field(default=None, init=False)
+    _staged: set[int] = field(default_factory=set, init=False)
+    _version: int = field(default=0, init=False)
+    _under_way: asyncio.Future[None] | None = field(default=None, init=False)
+    _devices: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    _passing: _PacedWork | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        if self.streams and self.speed.epochs > 1:
+            raise ValueError(f"{self.speed.epochs} epochs cannot be streamed (rule: one pass over the batch)")
 
     async def train(self, samples: Sequence[TrainSample], version: int) -> TrainReport:
         seconds = self.speed.step_s([mass_of(s.token_ids) for s in samples]) + self._references_s(samples)
@@ -163,17 +157,17 @@ class ModelledTrainer:
         return group_mean_advantages(samples)
 
     async def stage(self, version: int) -> None:
-        await self._work(self._publish_s)
+        await self._work(self.publish_s)
         self._staged.add(version)
 
     async def publish(self, version: int) -> WeightsRef:
         staged = version in self._staged
         if not staged:
-            await self._work(self._publish_s)
-        if self._transfer is not None:
-            await self._transfer.push(version, lost=lambda: self._dead or (staged and version not in self._staged))
+            await self._work(self.publish_s)
+        if self.transfer is not None:
+            await self.transfer.push(version, lost=lambda: self._dead or (staged and version not in self._staged))
         self._staged.discard(version)
-        moved = 0.0 if self._transfer is None else self._transfer.gb
+        moved = 0.0 if self.transfer is None else self.transfer.gb
         return WeightsRef(version, f"v{version:06d}", round(moved * 1e9))
 
     def leave(self) -> None:
@@ -208,7 +202,7 @@ class ModelledTrainer:
             self._under_way.set_exception(TrainerError("the trainer died"))
 
     def _references_s(self, samples: Sequence[TrainSample]) -> float:
-        lacking = [mass_of(s.token_ids) for s in samples if not s.reference] if self._penalised else []
+        lacking = [mass_of(s.token_ids) for s in samples if not s.reference] if self.penalised else []
         return FORWARD_SHARE * self.speed.pass_s(lacking) if lacking else 0.0
 
     def _stepped(self, samples: Sequence[TrainSample], seconds: float) -> TrainReport:

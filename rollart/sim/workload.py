@@ -245,32 +245,17 @@ _RESET = ParetoTailed(LogNormal(10.0, 0.8), share=0.02, start=60.0, alpha=1.1, h
 """Containers: seconds as a rule, hundreds in the tail (RA-5). The body's median and the tail's share are ours."""
 
 
-_ONE = Constant(1)
-
-
-_SWE = WorkloadShape(
-    turns=Normal(40, 6),
-    first=LogNormal(2_000, 0.5, high=12_000),
-    observation=LogNormal(400, 0.7, high=8_000),
-    answers=AnswerLengths(220, 0.8, cap=4_096, prompt_share=0.3),
-    reset_s=_RESET,
-    step_s=LogNormal(1.0, 1.0, high=60.0),
-    payload_bytes=LogNormal(10_000, 1.5, high=5_200_000),
-    most_turns=50,
-)
-
-
-_MATH = WorkloadShape(
-    turns=_ONE,
-    first=LogNormal(150, 0.4, high=2_000),
-    observation=_ONE,
-    answers=AnswerLengths(544, 0.859, cap=16_384, runaways=0.02),
-    payload_bytes=LogNormal(3_000, 1.0, high=5_200_000),
-)
-
-
 PRESETS: Mapping[str, WorkloadShape] = {
-    "swe": _SWE,
+    "swe": WorkloadShape(
+        turns=Normal(40, 6),
+        first=LogNormal(2_000, 0.5, high=12_000),
+        observation=LogNormal(400, 0.7, high=8_000),
+        answers=AnswerLengths(220, 0.8, cap=4_096, prompt_share=0.3),
+        reset_s=_RESET,
+        step_s=LogNormal(1.0, 1.0, high=60.0),
+        payload_bytes=LogNormal(10_000, 1.5, high=5_200_000),
+        most_turns=50,
+    ),
     "frozenlake": WorkloadShape(
         turns=LogNormal(36, 0.25, low=10, high=100),
         first=Constant(800),
@@ -302,7 +287,13 @@ PRESETS: Mapping[str, WorkloadShape] = {
         answers=AnswerLengths(700, 0.8, cap=8_192, runaways=0.01),
         step_s=Constant(0.01),
     ),
-    "math_14b": _MATH,
+    "math_14b": WorkloadShape(
+        turns=Constant(1),
+        first=LogNormal(150, 0.4, high=2_000),
+        observation=Constant(1),
+        answers=AnswerLengths(544, 0.859, cap=16_384, runaways=0.02),
+        payload_bytes=LogNormal(3_000, 1.0, high=5_200_000),
+    ),
     "production": WorkloadShape(
         turns=ParetoTailed(LogNormal(6, 1.0, low=1, high=48), share=0.005, start=60, alpha=1.3, high=480),
         first=LogNormal(3_000, 0.8, high=12_000),
