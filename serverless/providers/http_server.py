@@ -24,7 +24,7 @@ import hmac
 import json
 import urllib.parse
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -328,6 +328,7 @@ class _StoredResponse:
             self.unattended.cancel()
 
 
+@dataclass(slots=True, eq=False)
 class IdempotencyStore:
     """Owns the keyed calls in flight and the answers of the calls that ended less than `keep_s` ago.
 
@@ -337,22 +338,15 @@ class IdempotencyStore:
     first (their keys then raise `ResponseGone`). So no key is executed twice within `keep_s`.
     """
 
-    def __init__(
-        self,
-        spawn: Callable[[Coroutine[Any, Any, IdempotentResponse]], asyncio.Task[IdempotentResponse]],
-        *,
-        keep_s: float = 30.0,
-        linger_s: float = 1.0,
-        most_bytes: int = 32 * 2**20,
-    ) -> None:
-        self._spawn = spawn
-        self._keep_s = keep_s
-        self._linger_s = linger_s
-        self._most_bytes = most_bytes
-        self._kept: dict[str, _StoredResponse] = {}
-        self._answered: dict[str, IdempotentResponse] = {}
-        """Answers, the oldest first."""
-        self._bytes = 0
+    spawn: Callable[[Coroutine[Any, Any, IdempotentResponse]], asyncio.Task[IdempotentResponse]]
+    _: KW_ONLY
+    keep_s: float = 30.0
+    linger_s: float = 1.0
+    most_bytes: int = 32 * 2**20
+    _kept: dict[str, _StoredResponse] = field(default_factory=dict, init=False)
+    _answered: dict[str, IdempotentResponse] = field(default_factory=dict, init=False)
+    """Answers, the oldest first."""
+    _bytes: int = field(default=0, init=False)
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -364,7 +358,7 @@ class IdempotencyStore:
         with another digest before, `ResponseGone` if its answer is no longer available."""
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._kept[key] = _StoredResponse(digest, self._spawn(run()))
+            kept = self._kept[key] = _StoredResponse(digest, self.spawn(run()))
             kept.task.add_done_callback(functools.partial(self._done, key, kept))
         if kept.digest != digest:
             raise KeyReused
@@ -384,7 +378,7 @@ class IdempotencyStore:
         finally:
             kept.waiting -= 1
             if not kept.waiting and not kept.task.done():
-                kept.unattended = asyncio.get_running_loop().call_later(self._linger_s, kept.task.cancel)
+                kept.unattended = asyncio.get_running_loop().call_later(self.linger_s, kept.task.cancel)
 
     def close(self) -> None:
         """Forget all keys. The owner of the tasks ends them."""
@@ -403,8 +397,8 @@ class IdempotencyStore:
                 return
             self._bytes += len(answer.body)
             self._answered[key] = answer
-        asyncio.get_running_loop().call_later(self._keep_s, self._forget, key)
-        while self._bytes > self._most_bytes:
+        asyncio.get_running_loop().call_later(self.keep_s, self._forget, key)
+        while self._bytes > self.most_bytes:
             self._drop(next(iter(self._answered)))
 
     def _forget(self, key: str) -> None:
