@@ -21,7 +21,7 @@ from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, CredentialsMissing, ServerlessError, UnknownFunction
 from serverless.meter import MeterSink, NullMeter
 from serverless.providers.base import Reply, WorkerLoad
-from serverless.providers.faults import LambdaReport, function_fault, parse_report, service_fault
+from serverless.providers.faults import LambdaReport, decode_answer, function_fault, parse_report, service_fault
 from serverless.types import Cause, FaultKind, InfraFault, Throttle
 
 _MAX_BYTES = 6_291_456
@@ -275,7 +275,8 @@ class AwsLambdaBackend:
                     data = await stream.read()
             lambda_report = parse_report(answer.get("LogResult", ""))
             version = str(answer.get("ExecutedVersion", ""))
-            fault, body = (function_fault(data, lambda_report), None) if "FunctionError" in answer else _body(data)
+            failed = "FunctionError" in answer
+            body, fault = (None, function_fault(data, lambda_report)) if failed else decode_answer(data)
             moved = version != pin.number
             if moved:
                 fault = _version_changed_fault(pin, version)
@@ -320,13 +321,6 @@ def _version_changed_fault(pin: PinnedVersion, version: str) -> InfraFault:
     now = f"version {version} answered" if version else "it is gone"
     detail = f"{pin.function}: {pin.qualifier} was set to version {pin.number}, but {now}: it is set anew"
     return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
-
-
-def _body(data: bytes) -> tuple[InfraFault | None, object]:
-    try:
-        return None, json.loads(data)
-    except ValueError as error:
-        return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=f"the answer is not JSON: {error}"), None
 
 
 def _transport_fault(error: Exception, function: str) -> tuple[InfraFault, bool]:

@@ -207,6 +207,14 @@ def function_fault(payload: bytes, used: LambdaReport | None) -> InfraFault:
     return InfraFault(FaultKind.CRASH, retryable=ended, detail=detail)
 
 
+def decode_answer(body: bytes, *, retryable: bool = False) -> tuple[object, InfraFault | None]:
+    """The answer of a call that succeeded, or the fault of an answer that is not JSON."""
+    try:
+        return json.loads(body), None
+    except ValueError as error:
+        return None, InfraFault(FaultKind.BAD_ANSWER, retryable=retryable, detail=f"the answer is not JSON: {error}")
+
+
 def service_fault(response: Mapping[str, Any]) -> InfraFault | None:
     """The fault of an error response of the Lambda service (botocore's `ClientError.response`), or None for a mistake
     of the caller that no retry cures. Nothing has been executed."""

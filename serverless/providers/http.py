@@ -232,12 +232,8 @@ def _read(spec: FunctionSpec, status: int, headers: Mapping[str, str], body: byt
         return _HttpReply(None, fault, headers, used, reached=billed or lost, lost=lost)
     if "X-Amz-Function-Error" in headers:
         return _HttpReply(None, function_fault(body, used), headers, used)
-    try:
-        return _HttpReply(json.loads(body), None, headers, used)
-    except ValueError as error:
-        detail = f"the answer is not JSON: {error}"
-        fault = InfraFault(FaultKind.BAD_ANSWER, retryable=not spec.deterministic, detail=detail)
-        return _HttpReply(None, fault, headers, used)
+    answer, invalid = faults.decode_answer(body, retryable=not spec.deterministic)
+    return _HttpReply(answer, invalid, headers, used)
 
 
 def _unwrapped(status: int, body: bytes) -> tuple[int, bytes]:

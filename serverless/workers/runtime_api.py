@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import web
 
 from serverless.deploy.package import HANDLER, Package
-from serverless.providers.faults import function_fault
+from serverless.providers.faults import decode_answer, function_fault
 from serverless.types import FaultKind, InfraFault
 from serverless.workers.logs import append_end
 from serverless.workers.pool import Worker, WorkerFault, WorkerReply, WorkerRequest
@@ -113,11 +113,8 @@ class _RuntimeWorker:
         if failed:
             fault = function_fault(answer, None)
             return WorkerReply(None, run_s, fault, keep=fault.kind is not FaultKind.OUT_OF_MEMORY)
-        try:
-            return WorkerReply(json.loads(answer), run_s)
-        except ValueError as error:
-            detail = f"the answer is not JSON: {error}"
-            return WorkerReply(None, run_s, InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail))
+        parsed, invalid = decode_answer(answer)
+        return WorkerReply(parsed, run_s, invalid)
 
     def kill(self) -> None:
         if self.process is not None:
