@@ -108,14 +108,17 @@ class Network:
 
     def forward(self, batch: PackedBatch, cache: KvCache) -> Tensor:
         """Write the batch's keys and values into the cache; return fp32 logits `[rows, vocab]` of the last tokens."""
-        x = F.embedding(batch.tokens, self._embed)
+        a, x = self.architecture, F.embedding(batch.tokens, self._embed)
         cos, sin = (table.index_select(0, batch.positions) for table in self.rope)
         final = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
             if i == final and batch.last is not None:
                 x, attended = self._attend_last(i, layer, x, cos, sin, batch, cache)
             else:
-                attended = self._attend_all(i, layer, x, cos, sin, batch, cache)
+                qkv = layer.qkv(self._rms(x, layer.norm_in)).view(x.shape[0], a.heads + 2 * a.kv_heads, a.head_dim)
+                qk = self._rotate(qkv[:, : a.heads + a.kv_heads], layer.qk_scale, cos, sin)
+                cache.write(i, batch.write, qk[:, a.heads :], qkv[:, a.heads + a.kv_heads :])
+                attended = self._attention(i, qk[:, : a.heads], batch, cache, tail=False)
             x = x + layer.out(attended)
             gate, up = layer.gate_up(self._rms(x, layer.norm_mid)).chunk(2, -1)
             x = x + layer.down(F.silu(gate).mul_(up))
@@ -141,16 +144,6 @@ class Network:
             delta = layer.down(operations.gate(layer.gate_up(h)))
         _, h = operations.add_norm(x, delta, self._norm)
         return self._head(h).float()
-
-    def _attend_all(
-        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: PackedBatch, cache: KvCache
-    ) -> Tensor:
-        """Attention of every token of the batch: `[T, heads * head_dim]`."""
-        a = self.architecture
-        qkv = layer.qkv(self._rms(x, layer.norm_in)).view(x.shape[0], a.heads + 2 * a.kv_heads, a.head_dim)
-        qk = self._rotate(qkv[:, : a.heads + a.kv_heads], layer.qk_scale, cos, sin)
-        cache.write(i, batch.write, qk[:, a.heads :], qkv[:, a.heads + a.kv_heads :])
-        return self._attention(i, qk[:, : a.heads], batch, cache, tail=False)
 
     def _attend_last(
         self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: PackedBatch, cache: KvCache

@@ -55,8 +55,14 @@ def main() -> int:
         libc.mallopt(M_TRIM_THRESHOLD, TRIM_THRESHOLD_BYTES)
     listener = None
     if arguments.rank == 0:
-        listener = _listen(arguments.host, arguments.port)
-        if listener is None:
+        host, port = arguments.host, arguments.port
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(128)
+        except OSError as error:
+            print(f"rollart.train: cannot listen on {host}:{port}: {error.strerror}", file=sys.stderr)
             return 2
 
     from rollart.errors import UsageError
@@ -138,18 +144,6 @@ def join_service(arguments: argparse.Namespace, config: TrainerConfig, followers
     service = TrainerService(config, ranks, host=arguments.host)
     ranks.torch.exchange("ready")
     return service
-
-
-def _listen(host: str, port: int) -> socket.socket | None:
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-        listener.listen(128)
-    except OSError as error:
-        print(f"rollart.train: cannot listen on {host}:{port}: {error.strerror}", file=sys.stderr)
-        return None
-    return listener
 
 
 async def _serve(service: TrainerService, listener: socket.socket, followers: LocalRankProcesses) -> None:

@@ -204,7 +204,7 @@ class Learner:
             used=used,
             actions=ActionTensors(batch, self.policy.device),
             weight=np.ones(len(batch.domains)),
-            objective=_cross_entropy,
+            objective=lambda logprobs, entropy, pick: (-logprobs, {"entropy": entropy.detach()}),  # cross-entropy
             entropy_grad=False,
         )
         rng = np.random.default_rng([self.config.seed, 1, self.counters.imitate_calls])
@@ -342,10 +342,6 @@ class _LearnerJob:
     objective: Objective
     entropy_grad: bool
     meter: TrainingMeter = field(default_factory=TrainingMeter)
-
-
-def _cross_entropy(logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    return -logprobs, {"entropy": entropy.detach()}
 
 
 def _samples_with_loss(batch: TrainingBatch) -> tuple[IntArray, IntArray]:

@@ -72,8 +72,7 @@ class Ranks:
         """The sum of each value over the ranks."""
         if self.size == 1:
             return list(values)
-        dtype = torch.float64
-        out: list[float] = self.total(torch.tensor(list(values), dtype=dtype, device=device)).tolist()
+        out: list[float] = self.total(torch.tensor(list(values), dtype=torch.float64, device=device)).tolist()
         return out
 
     def assemble(self, rows: Tensor, *, of: int, owner: int) -> Tensor | None:
@@ -111,8 +110,7 @@ class RankChannel:
         message: list[Any] = [None, None]
         with _lost_ranks_refused():
             dist.broadcast_object_list(message, 0, self._group)
-        command, body = message
-        return command, body
+        return message[0], message[1]
 
     def exchange(self, mine: Any) -> list[Any]:
         """The value of each rank, by rank. Waits for all."""

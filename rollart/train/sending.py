@@ -102,7 +102,13 @@ class BroadcastSender:
             if self._group is None or self._group.name != order.group:
                 self.leave()
                 self._group = BroadcastGroup(order, self._rank, rank=0, device=self._device)
-            self._clear_previous(self._group.store)
+            if self._previous is not None:  # a member that still reads its keys has missed that broadcast
+                before, buckets = self._previous
+                keys = [lane_key(before, self._rank, name) for name in ("layout", *range(buckets))]
+                keys += [member_key(before, member) for member in range(1, before.size)] if self._rank == 0 else []
+                self._previous = None
+                for key in keys:
+                    self._group.store.delete_key(key)
             sent = self._stream(self._group, order, version, bucket)
         except (RuntimeError, OSError) as error:
             errors[0] = error_line(error)
@@ -118,18 +124,6 @@ class BroadcastSender:
         group, self._group = self._group, None
         if group is not None:
             group.close(wait_s=wait_s)
-
-    def _clear_previous(self, store: Any) -> None:
-        """Delete the previous broadcast's keys from the store. A member that still reads them has missed that
-        broadcast."""
-        before, self._previous = self._previous, None
-        if before is None:
-            return
-        order, buckets = before
-        keys = [lane_key(order, self._rank, name) for name in ("layout", *range(buckets))]
-        keys += [member_key(order, member) for member in range(1, order.size)] if self._rank == 0 else []
-        for key in keys:
-            store.delete_key(key)
 
     def _stream(self, group: BroadcastGroup, order: BroadcastOrder, version: OutgoingVersion, bucket: int) -> int:
         ends = time.monotonic() + order.limit_s

@@ -247,7 +247,15 @@ async def check_grpc_server(address: str) -> None:
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
             try:
                 if os.environ.get("RAY_USE_TLS", "0") in ("", "0"):
-                    await _check_http2_preface(reader, writer, address)
+                    answer = b""
+                    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                        writer.write(GREETING)
+                        answer = await reader.readexactly(len(FRAME))
+                    if answer[3:4] != FRAME[3:4]:
+                        raise ProviderError(
+                            f"no Ray cluster at '{address}': the server there does not speak gRPC, as Ray's do",
+                            remedy=REMEDY,
+                        )
             finally:
                 writer.close()
     except OSError as error:  # includes timeouts
@@ -314,17 +322,6 @@ def _draining_nodes_by_task() -> set[str]:
 
     found: set[str] = ray.get(ray.remote(num_cpus=0)(_draining_nodes).remote(), timeout=ANSWER_S)
     return found
-
-
-async def _check_http2_preface(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str) -> None:
-    with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-        writer.write(GREETING)
-        answer = await reader.readexactly(len(FRAME))
-        if answer[3] == FRAME[3]:
-            return
-    raise ProviderError(
-        f"no Ray cluster at '{address}': the server there does not speak gRPC, as Ray's do", remedy=REMEDY
-    )
 
 
 def _quieten_client() -> None:

@@ -53,8 +53,16 @@ async def _main(args: argparse.Namespace) -> int:
         # If another process takes one before vLLM does, vLLM exits and is restarted.
         port, side = first.getsockname()[1], second.getsockname()[1]
     command = [args.python, "-m", "vllm.entrypoints.openai.api_server"]
-    model = _link_model(args.model, args.alias) if args.alias else args.model
-    command += ["--host", args.host, "--port", str(port), "--model", model, *args.args]
+    if args.alias:
+        # A server that is starting with an older version may read this one through the same link; it is updated to the
+        # current version anyway when it joins.
+        link = Path(args.alias)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        fresh = link.with_name(f".{link.name}-{os.uname().nodename}-{os.getpid()}")
+        fresh.unlink(missing_ok=True)  # left by a killed process of the same pid
+        fresh.symlink_to(Path(args.model).resolve())
+        fresh.replace(link)
+    command += ["--host", args.host, "--port", str(port), "--model", args.alias or args.model, *args.args]
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -111,18 +119,6 @@ async def _status(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) 
             return answer.status
     except (aiohttp.ClientError, TimeoutError):
         return None
-
-
-def _link_model(model: str, alias: str) -> str:
-    """Point the link `alias` to `model`. A server that is starting with an older version may read this one through the
-    same link; it is updated to the current version anyway when it joins."""
-    link = Path(alias)
-    link.parent.mkdir(parents=True, exist_ok=True)
-    fresh = link.with_name(f".{link.name}-{os.uname().nodename}-{os.getpid()}")
-    fresh.unlink(missing_ok=True)  # left by a killed process of the same pid
-    fresh.symlink_to(Path(model).resolve())
-    fresh.replace(link)
-    return alias
 
 
 def _failure_reason(log: str) -> str:

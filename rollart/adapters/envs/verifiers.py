@@ -217,7 +217,17 @@ def load_verifiers_environment(env: str, arguments: Mapping[str, Any]) -> Verifi
 
 
 def _load(name: str, arguments: dict[str, Any]) -> VerifiersEnvironment:
-    _check_api_version()
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        installed = version("verifiers")
+    except PackageNotFoundError:
+        raise ImportError("the package verifiers is not installed (below 0.4, which dropped this API)") from None
+    if tuple(int(part) for part in installed.split(".")[:2] if part.isdigit()) >= (0, 4):
+        raise ImportError(
+            f"verifiers {installed} has the v1 API only, whose environments ask an endpoint: install 'verifiers<0.4', "
+            "or start them against `rollart proxy`"
+        )
     with _preserve_signal_handlers():
         made = _make_environment(name, arguments)
     if getattr(made, "rubric", None) is None or not callable(getattr(made, "rollout", None)):
@@ -230,21 +240,6 @@ def _load(name: str, arguments: dict[str, Any]) -> VerifiersEnvironment:
     if train is None:
         raise ValueError(f"{name} has an evaluation dataset only")
     return VerifiersEnvironment(name, made, train, held_out)
-
-
-def _check_api_version() -> None:
-    """ImportError if the installed verifiers lacks the v0 API."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        found = version("verifiers")
-    except PackageNotFoundError:
-        raise ImportError("the package verifiers is not installed (below 0.4, which dropped this API)") from None
-    if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) >= (0, 4):
-        raise ImportError(
-            f"verifiers {found} has the v1 API only, whose environments ask an endpoint: install 'verifiers<0.4', or "
-            "start them against `rollart proxy`"
-        )
 
 
 def _make_environment(name: str, arguments: dict[str, Any]) -> Any:

@@ -172,10 +172,8 @@ class S3ObjectStore:
                 if self._client is None:
                     self._client = await self._stack.enter_async_context(get_session().create_client("s3"))
             yield self._client
-        except ClientError as error:
-            code = error.response.get("Error", {}).get("Code", "")
-            if code in ("NoSuchKey", "404"):
+        except (BotoCoreError, ClientError) as error:
+            response = error.response if isinstance(error, ClientError) else {}
+            if response.get("Error", {}).get("Code") in ("NoSuchKey", "404"):
                 raise StorageFailed(f"the weight store has no {action.removeprefix('read ')}") from error
-            raise StorageFailed(f"the weight store s3://{self._bucket} cannot {action}: {error}") from error
-        except BotoCoreError as error:
             raise StorageFailed(f"the weight store s3://{self._bucket} cannot {action}: {error}") from error
