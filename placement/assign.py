@@ -105,8 +105,7 @@ def assign(pools: Sequence[Pool], demands: Sequence[Demand]) -> Plan | str:
             if pool is None:
                 return _shortage(eligible, demand, replica, rooms)
             index = first[n] + replica
-            taken = rooms[pool.name].take(demand)
-            placed[demand.role, index] = Assignment(demand.role, index, pool.name, taken)
+            placed[demand.role, index] = Assignment(demand.role, index, pool.name, rooms[pool.name].take(demand))
     used = {p.name: p.count - rooms[p.name].free for p in pools}
     tight = max(pools, key=lambda p: used[p.name] / p.count)
     tight = max(pools, key=lambda p: used[p.name] / p.count)

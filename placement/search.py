@@ -54,8 +54,7 @@ def cheapest_near_best_rate(p: PlacementProgram, x: Floats) -> Floats:
     cost = _cost_objective(p, sunk=True)
     best = _value(goal, x)
     p.matrix.limit(("reached",), low=best - max(p.problem.rate_tolerance, OBJECTIVE_SLACK) * abs(best))
-    start = MilpSolution(x, _value(cost, x), math.inf)
-    cheap = search_shrunk(p, cost, start)
+    cheap = search_shrunk(p, cost, MilpSolution(x, _value(cost, x), math.inf))
     if not _small(p):
         # Also plans with other instances than the first one has.
         cheap = search_best(p, cost, cheap, gap=_tie_gap(p)) or cheap

@@ -152,7 +152,14 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
         ) from None
     finally:
         signal.signal(signal.SIGTERM, previous)
-    _show_reports(directory)
+    with LedgerReader(directory) as reader:
+        rows = collect(reader, directory.resolve().name)
+    curves = curve(rows)
+    curves = replace(curves, tables=curves.tables[:1], notes=("every point: rollart report curve",))
+    for report in (curves, cost(rows), utilization(rows)):
+        click.echo()
+        print_report(report, "table")
+    click.echo(f"\nrun directory: {directory}")
 
 
 def _refuse_directory(runs: Path, name: str | None) -> None:
@@ -195,18 +202,6 @@ def _new_directory(runs: Path, name: str | None, resolved: Resolved) -> Path:
         if error.errno == errno.ENOTEMPTY:  # another process took the name at this moment
             return _new_directory(runs, name, resolved)
         raise _unwritable(runs, error) from None
-
-
-def _show_reports(directory: Path) -> None:
-    """Print the run's curves, cost and utilization, and its directory."""
-    with LedgerReader(directory) as reader:
-        rows = collect(reader, directory.resolve().name)
-    curves = curve(rows)
-    curves = replace(curves, tables=curves.tables[:1], notes=("every point: rollart report curve",))
-    for report in (curves, cost(rows), utilization(rows)):
-        click.echo()
-        print_report(report, "table")
-    click.echo(f"\nrun directory: {directory}")
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -74,8 +74,16 @@ def _forecast(specs: Specs) -> tuple[Resolved, Sequence[Table]]:
     machine = machine_of(specs) if specs.cluster.calibration else None
     if machine is None:
         return resolved, ()
-    resolved, table = predict_on_machine(resolved, specs, machine)
-    return resolved, (table,)
+    profiles = profiles_of(specs.run, resolved.quotas, specs.measured)
+    # The machine's model includes functions and environments, so it takes the measured domains, not the given profiles.
+    bare = specs.run.model_copy(update={"domains": [d.model_copy(update={"profile": None}) for d in specs.run.domains]})
+    prediction = predict(replace(resolved, run=bare), profiles, machine)
+    found = replace(prediction.placement, rate=prediction.rate, binds=(prediction.binds,))
+    plan = replace(resolved.plan, placement=found, rates={"trajectories": prediction.rate})
+    rows: list[Row] = [{"part": part, "cpu_s_per_trajectory": as_number(s)} for part, s in prediction.cpu.items()]
+    table = Table.of("cpu", "CPU time of a trained trajectory", rows)
+    notes = tuple(note for note in resolved.notes if not note.startswith("no prediction"))
+    return replace(resolved, plan=plan, problem=None, notes=notes), (table,)
 
 
 def machine_of(specs: Specs) -> Machine | None:
@@ -94,20 +102,6 @@ def machine_of(specs: Specs) -> Machine | None:
                     f"calibration '{name}': {error}", remedy="write it anew with `rollart calibrate`"
                 ) from None
     return None
-
-
-def predict_on_machine(resolved: Resolved, specs: Specs, machine: Machine) -> tuple[Resolved, Table]:
-    """The plan at the rate that this machine should reach, and the CPU time behind it."""
-    profiles = profiles_of(specs.run, resolved.quotas, specs.measured)
-    # The machine's model includes functions and environments, so it takes the measured domains, not the given profiles.
-    bare = specs.run.model_copy(update={"domains": [d.model_copy(update={"profile": None}) for d in specs.run.domains]})
-    prediction = predict(replace(resolved, run=bare), profiles, machine)
-    found = replace(prediction.placement, rate=prediction.rate, binds=(prediction.binds,))
-    plan = replace(resolved.plan, placement=found, rates={"trajectories": prediction.rate})
-    rows: list[Row] = [{"part": part, "cpu_s_per_trajectory": as_number(s)} for part, s in prediction.cpu.items()]
-    table = Table.of("cpu", "CPU time of a trained trajectory", rows)
-    notes = tuple(note for note in resolved.notes if not note.startswith("no prediction"))
-    return replace(resolved, plan=plan, problem=None, notes=notes), table
 
 
 def played_profiles(specs: Specs) -> tuple[DomainProfile, ...]:

@@ -39,8 +39,7 @@ def list_(cluster: Path | None, output: str) -> None:
 
 
 def import_(file: Path, cluster: Path | None, into: Path, region: str, output: str) -> None:
-    new = read_prices(file, region=region)
-    _show(merge_into(into, new, cluster=cluster, today=dt.date.today()), into, output)
+    _show(merge_into(into, read_prices(file, region=region), cluster=cluster, today=dt.date.today()), into, output)
 
 
 def refresh(providers: tuple[str, ...], cluster: Path | None, into: Path, region: str, output: str) -> None:

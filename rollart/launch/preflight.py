@@ -104,8 +104,7 @@ def launchable(specs: Specs, where: SpecSources | None = None, *, others: bool =
     refuse_lending(resolved)
     with importable(resolved.base):
         _refuse_programs(resolved)
-    functions = resolved.cluster.functions
-    check_providers(functions, [function.name for function in resolved.run.functions])
+    check_providers(resolved.cluster.functions, [function.name for function in resolved.run.functions])
     if resolved.cluster.engines.kind == "vllm":  # imported late for the sake of other runs
         from rollart.launch.vllm import refuse_dead_servers, refuse_without_vllm
 
@@ -276,8 +275,7 @@ def _refuse_programs(resolved: Resolved) -> None:
     cluster, plan = resolved.cluster, resolved.plan
     engines = list(plan.of(*ROLLOUT_ROLES))
     with tempfile.TemporaryDirectory() as name:
-        config = trainer_config(resolved, Path(name), Path(name))
-        trainer_actors(resolved, Path(name), config)
+        trainer_actors(resolved, Path(name), trainer_config(resolved, Path(name), Path(name)))
         for engine in engines:
             if engine.name not in attached_urls(resolved):
                 engine_actor(resolved, Path(name), engine)

@@ -207,8 +207,7 @@ async def warm_start_samples(
 @guard
 def _examples_in_process(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[str, str]]:
     """Worked examples from an environment in this process."""
-    environment = environment_factory(spec)()
-    solve = getattr(environment, METHOD, None)
+    solve = getattr(environment_factory(spec)(), METHOD, None)
     if solve is None:
         raise SpecError(
             f"warm_start.domains: environment '{spec.environment}' gives no worked examples",

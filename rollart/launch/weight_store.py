@@ -165,8 +165,7 @@ class SharedWeightStore(DirectoryWeightStore):
                     raise StorageFailed("it was not pushed, or is collected")
                 async with first_failure_only(), asyncio.TaskGroup() as tasks:
                     watching = tasks.create_task(self._watch(program), name=f"the pull of {program.name}")
-                    call = program.call("pull", self.location, weights.version, stamp, self._keep, coming)
-                    path, pulled = await call
+                    path, pulled = await program.call("pull", self.location, weights.version, stamp, self._keep, coming)
                     watching.cancel()
         except (StorageFailed, PartDied, LeaseExpired) as error:
             raise EngineError(f"{program.name} has no v{weights.version}: {error.message}", retryable=True) from error

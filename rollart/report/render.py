@@ -260,8 +260,7 @@ def document(title: str, about: str, parts: Sequence[MarkupElement]) -> str:
 
 def card(title: str, *parts: Child, under: str = "") -> MarkupElement:
     """A titled box; `under` is its subtitle: the unit, or a note on how to read it."""
-    sub = element("p", under, class_="sub")
-    return element("section", element("h3", title), sub, *parts, class_="card")
+    return element("section", element("h3", title), element("p", under, class_="sub"), *parts, class_="card")
 
 
 def folded(table: Table) -> MarkupElement:

@@ -154,8 +154,7 @@ def _functions(plan: FaultPlanSpec, known: Sequence[str] | None) -> Violations:
         for j, pattern in enumerate(trouble.functions):
             if known is not None and not matching_names(pattern, known):
                 rule = f"a function of this run{did_you_mean(pattern, known) or ''}"
-                text = f"functions.{i} names '{pattern}' (rule: {rule})"
-                yield RuleViolation(("functions", i, "functions", j), text)
+                yield RuleViolation(("functions", i, "functions", j), f"functions.{i} names '{pattern}' (rule: {rule})")
 
 
 def matching_names(pattern: str, names: Iterable[str]) -> list[str]:
