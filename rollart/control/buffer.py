@@ -260,7 +260,10 @@ class SampleBuffer:
         while True:
             chosen = self._fitting(version, room, taken)
             if not chosen and not any(left > 0 for left in room.values()) and not self._lacking(version, taken):
-                self._count_beyond(version, room)
+                if self._counted < version:  # later batches need as many more as this one has beyond its quotas
+                    self._counted = version
+                    for name, left in room.items():
+                        self.short[name] += min(left, 0)
                 return ()
             if chosen:
                 return self._take(version, self._of(chosen))
@@ -312,13 +315,6 @@ class SampleBuffer:
         else:
             self._last = chosen
             self._count(chosen, 1)
-
-    def _count_beyond(self, version: int, room: Mapping[str, int]) -> None:
-        """Count the samples of a whole batch beyond its quotas: later batches need as many more."""
-        if self._counted < version:
-            self._counted = version
-            for name, left in room.items():
-                self.short[name] += min(left, 0)
 
     def _count(self, groups: Sequence[Group], sign: int) -> None:
         for domain, quota in self._quotas.items():

@@ -210,7 +210,10 @@ class Training:
                 await self._feed(state, version, step)
                 if not state.whole:
                     continue
-                report = await self._finish(state, step)
+                async with self._lease(step):
+                    state.finishing = True
+                    report = await self.trainer.finish()
+                state.finishing, state.given = False, None
                 return await self._hand_over(version, step, state.groups, report, state.since)
             except TrainerRefused as error:
                 self._refused(state.refused(error), str(error))
@@ -246,13 +249,6 @@ class Training:
             async with self._lease(step):
                 await self.trainer.accumulate([s for g in fresh for s in g.samples])
             state.given, state.refusals = len(state.groups), 0
-
-    async def _finish(self, state: _StreamedBatch, step: int) -> TrainReport:
-        async with self._lease(step):
-            state.finishing = True
-            report = await self.trainer.finish()
-        state.finishing, state.given = False, None
-        return report
 
     def _lease(self, step: int) -> AbstractAsyncContextManager[object]:
         self.clock.enter(ResourceState.BUSY)

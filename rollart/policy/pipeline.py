@@ -90,19 +90,13 @@ class BucketDepth:
     fixed: InFlight = "auto"
     memory_bytes: float = AHEAD_BYTES
     alone_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN_VERSIONS))
+    """Transfers of a version's first bucket: received, from the request on, or sent."""
     applied_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN_BUCKETS))
+    """Local times for one bucket."""
 
     def __post_init__(self) -> None:
         if self.fixed != "auto" and self.fixed < 1:
             raise ValueError(f"{self.fixed} weight buckets in flight (rule: `auto` or at least 1)")
-
-    def alone(self, seconds: float) -> None:
-        """Record the transfer of a version's first bucket: received, from the request on, or sent."""
-        self.alone_s.append(seconds)
-
-    def applied(self, seconds: float) -> None:
-        """Record the local time for one bucket."""
-        self.applied_s.append(seconds)
 
     def depth(self, moved: int, bucket_bytes: float) -> int:
         """Buckets of a version that may be in transfer, when `moved` of them were received (or sent) already."""

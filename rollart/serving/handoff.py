@@ -211,12 +211,9 @@ class HandoffDepth:
 
     fixed: int | None = None
     prefills_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
+    """Remote prefills: seconds from the request to its answer."""
     gaps_s: deque[float] = field(default_factory=lambda: deque(maxlen=SEEN))
     ended_at: float | None = None
-
-    def prefilled(self, seconds: float) -> None:
-        """Record a remote prefill: seconds from the request to its answer."""
-        self.prefills_s.append(seconds)
 
     def ended(self, now: float, *, idle: bool) -> None:
         """A turn left the engine. `idle`: no turn runs there any more, and the time until the next start is not counted
@@ -332,7 +329,7 @@ class HandoffQueue:
 
     def prefilled(self, member: RegisteredEngine, seconds: float) -> None:
         """Record the duration of a prefill for this engine."""
-        self._queue(member).depth.prefilled(seconds)
+        self._queue(member).depth.prefills_s.append(seconds)
 
     def leave(self, member: RegisteredEngine) -> None:
         """Free the slot of a hand-off that reached the decode engine, or failed."""

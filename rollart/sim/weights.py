@@ -124,7 +124,7 @@ class WeightTransfer:
         await pull.complete.wait()
         await asyncio.sleep(self._load_s)
         if engine in self._depths:
-            self._depths[engine].applied(self._load_s / self.buckets)
+            self._depths[engine].applied_s.append(self._load_s / self.buckets)
         for old in [v for v in self._pulls.get(engine, ()) if v < version]:
             del self._pulls[engine][old]
         report = self.moved.setdefault(version, VersionTransfer(version))
@@ -154,7 +154,7 @@ class WeightTransfer:
         pull.arrived += 1
         took = asyncio.get_running_loop().time() - began
         if pull.arrived == 1 and engine in self._depths:
-            self._depths[engine].alone(took)
+            self._depths[engine].alone_s.append(took)
         moved = self.moved.setdefault(pull.version, VersionTransfer(pull.version))
         moved.pulled_gb += self._bucket_gb
         moved.pull_s[engine] = moved.pull_s.get(engine, 0.0) + took

@@ -43,9 +43,6 @@ class PrefetchDepth:
     """Seconds from one admission of a batch to the next: the mean of the last period and the previous value."""
     admitted_at: float | None = None
 
-    def reset(self, seconds: float) -> None:
-        self.resets_s.append(seconds)
-
     def published(self, now: float) -> None:
         """The slots of a batch are free."""
         if self.admitted_at is not None:
@@ -95,14 +92,8 @@ class Prefetcher(RolloutStrategy):
 
     def __post_init__(self) -> None:
         self.rules = {d.name: PrefetchDepth(self.depth, d.quota) for d in self.domains}
-        self._held: dict[str, dict[TrajectoryId, PrefetchedEnvironment]] = {d.name: {} for d in self.domains}
+        self.held: dict[str, dict[TrajectoryId, PrefetchedEnvironment]] = {d.name: {} for d in self.domains}
         self.begun = self.used = self.unused = 0
-
-    def wanted(self, domain: str) -> int:
-        return self.rules[domain].wanted()
-
-    def held(self, domain: str) -> int:
-        return len(self._held[domain])
 
     def look_ahead(
         self,
@@ -111,7 +102,7 @@ class Prefetcher(RolloutStrategy):
         upcoming: Callable[[Domain, int], Sequence[PendingPrompt]],
     ) -> None:
         for domain in self.domains:
-            self._fill(tasks, domain, max(min(left[domain.name], self.wanted(domain.name)), 0), upcoming)
+            self._fill(tasks, domain, max(min(left[domain.name], self.rules[domain.name].wanted()), 0), upcoming)
 
     def _fill(
         self,
@@ -121,7 +112,7 @@ class Prefetcher(RolloutStrategy):
         upcoming: Callable[[Domain, int], Sequence[PendingPrompt]],
     ) -> None:
         """Begin resets for the members of the domain's next prompts, in order, until `room` are held for them."""
-        held = self._held[domain.name]
+        held = self.held[domain.name]
         for prompt in upcoming(domain, math.ceil(room / domain.group_size)):
             for member in range(domain.group_size):
                 name = TrajectoryId(f"{prompt.group}.{member}")
@@ -134,7 +125,7 @@ class Prefetcher(RolloutStrategy):
 
     def take(self, domain: str, trajectory: TrajectoryId) -> PrefetchedEnvironment | None:
         """The trajectory's prefetched environment, which the caller now owns and closes; None if there is none."""
-        ahead = self._held[domain].pop(trajectory, None)
+        ahead = self.held[domain].pop(trajectory, None)
         if ahead is None:
             return None
         if ahead.environment is None or not has_host_slot(ahead.environment):
@@ -149,7 +140,7 @@ class Prefetcher(RolloutStrategy):
         """Record the duration of a reset, prefetched or not."""
         rule = self.rules[domain]
         first = not rule.resets_s
-        rule.reset(seconds)
+        rule.resets_s.append(seconds)
         if first:  # prefetching becomes possible
             self.wake()
 
@@ -158,7 +149,7 @@ class Prefetcher(RolloutStrategy):
 
     def released(self, group: GroupId) -> None:
         """Close the unused environments of the group."""
-        for held in self._held.values():
+        for held in self.held.values():
             for name in [n for n in held if n.rpartition(".")[0] == group]:
                 self._give_up(held.pop(name))
 
@@ -167,12 +158,12 @@ class Prefetcher(RolloutStrategy):
         for rule in self.rules.values():
             rule.published(now)
         fields = {"begun": self.begun, "used": self.used, "unused": self.unused}
-        held = sum(map(len, self._held.values()))
+        held = sum(map(len, self.held.values()))
         self.recorder.event(RunEvent(now, "environments_prefetched", f"v{version}", {**fields, "held": held}))
 
     def close(self) -> None:
         """Cancel the tasks, which close the unused environments."""
-        for held in self._held.values():
+        for held in self.held.values():
             for ahead in held.values():
                 self._give_up(ahead)
             held.clear()
@@ -188,8 +179,8 @@ class Prefetcher(RolloutStrategy):
 
     def _drop(self, domain: str, trajectory: TrajectoryId, ahead: PrefetchedEnvironment) -> None:
         """Stop holding it; another one may be held for the same trajectory."""
-        if self._held[domain].get(trajectory) is ahead:
-            del self._held[domain][trajectory]
+        if self.held[domain].get(trajectory) is ahead:
+            del self.held[domain][trajectory]
 
     async def _hold(self, domain: Domain, trajectory: TrajectoryId, seed: int, ahead: PrefetchedEnvironment) -> None:
         try:

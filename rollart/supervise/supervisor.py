@@ -271,13 +271,8 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
         await self._ready.wait()
 
     @property
-    def size(self) -> int:
-        """Number of hosts that are not retired, both serving and starting."""
-        return sum(not host.leaving for host in self.hosts.values())
-
-    @property
     def names(self) -> tuple[str, ...]:
-        """Names of the hosts that are not retired."""
+        """Names of the hosts that are not retired, both serving and starting."""
         return tuple(name for name, host in self.hosts.items() if not host.leaving)
 
     @property
@@ -295,9 +290,9 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
     async def resize(self, count: int) -> None:
         """Change the number of hosts to `count` (at least 1): start new ones, or retire the most dispensable ones."""
         async with asyncio.TaskGroup() as spawning:
-            for _ in range(max(1, count) - self.size):
+            for _ in range(max(1, count) - len(self.names)):
                 spawning.create_task(self.spawn())
-        while self.size > max(1, count):
+        while len(self.names) > max(1, count):
             self.retire(self._by_use()[0].id)
 
     async def spawn(self) -> str:

@@ -102,7 +102,7 @@ def test_hosts_follow_nodes_that_come_and_go(tmp_path: Path, monkeypatch: pytest
                 await playing.close()
                 await until(fleet, lambda: len(hosts.events("host_retired")) == 1)
                 await asyncio.sleep(2.0)  # it has settled
-                assert (fleet.size, hosts.events("host_lost")) == (1, [])
+                assert (len(fleet.names), hosts.events("host_lost")) == (1, [])
                 for task in watching:
                     task.cancel()
 

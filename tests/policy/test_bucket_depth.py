@@ -15,9 +15,9 @@ seconds = st.floats(0.001, 100.0)
 def seen(alone: list[float], applied: list[float], *, memory: float = 1000 * GB) -> BucketDepth:
     depth = BucketDepth(memory_bytes=memory)
     for s in alone:
-        depth.alone(s)
+        depth.alone_s.append(s)
     for s in applied:
-        depth.applied(s)
+        depth.applied_s.append(s)
     return depth
 
 

@@ -136,7 +136,7 @@ def assigned(world: World, story: Callable[[], Awaitable[None]]) -> None:
             machines = world.machines.machines
             staying = [name for name in MACHINES if machines[name].up and not machines[name].leaving]
             if staying:
-                assert fleet.size == len(staying) * SIZE
+                assert len(fleet.names) == len(staying) * SIZE
                 assert fleet.up() == fleet.where().keys()
                 assert set(fleet.where().values()) <= set(staying)
             keeping.cancel()
@@ -171,7 +171,7 @@ def test_hosts_go_with_their_machine_and_others_come_with_one() -> None:
         assert Counter(fleet.where().values()) == {"machine-cores-0": 2, "machine-cores-1": 2}
         world.machines.go("machine-cores-1")
         await asyncio.sleep(SETTLE_S / 2)
-        assert (fleet.size, len(fleet.up())) == (4, 2), "they might find room elsewhere"
+        assert (len(fleet.names), len(fleet.up())) == (4, 2), "they might find room elsewhere"
         await asyncio.sleep(SETTLE_S)
         assert Counter(fleet.where().values()) == {"machine-cores-0": 2}
         assert world.events("host_lost") == ["environment-2", "environment-3"]

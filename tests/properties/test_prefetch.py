@@ -106,9 +106,9 @@ def watched(world: SimulatedRun) -> list[tuple[int, int]]:
         def charge(self, charge: Any) -> None:
             ahead: Prefetcher = world.control.strategy(Prefetcher)  # type: ignore[assignment]
             for domain in world.domains:
-                seen.append((ahead.held(domain.name), max(ahead.wanted(domain.name), 4 * domain.quota)))
+                seen.append((len(ahead.held[domain.name]), max(ahead.rules[domain.name].wanted(), 4 * domain.quota)))
                 if (fixed := ahead.rules[domain.name].fixed) != "auto":
-                    assert ahead.held(domain.name) <= fixed
+                    assert len(ahead.held[domain.name]) <= fixed
             super().charge(charge)
 
     world.journal = world.recorder = Watched()

@@ -15,7 +15,7 @@ seconds = st.floats(0.001, 100.0)
 def seen(prefills: list[float], ends: list[float]) -> HandoffDepth:
     depth = HandoffDepth()
     for s in prefills:
-        depth.prefilled(s)
+        depth.prefills_s.append(s)
     now = 0.0
     for gap in ends:
         now += gap

@@ -11,13 +11,13 @@ from rollart.strategies.prefetch import MOST_AHEAD, PrefetchDepth, environments_
 def test_nothing_is_known_before_a_reset_was_seen_and_a_batch_after_it() -> None:
     rule = PrefetchDepth("auto", quota=64)
     assert rule.wanted() == 0
-    rule.reset(10.0)
+    rule.resets_s.append(10.0)
     assert rule.wanted() == 64
 
 
 def test_as_many_batches_as_a_reset_outlasts_the_time_between_admissions() -> None:
     rule = PrefetchDepth("auto", quota=8)
-    rule.reset(25.0)
+    rule.resets_s.append(25.0)
     for now in (0.0, 100.0, 200.0):
         rule.published(now)
     assert rule.wanted() == 8
@@ -28,7 +28,7 @@ def test_as_many_batches_as_a_reset_outlasts_the_time_between_admissions() -> No
 
 def test_a_number_is_a_number() -> None:
     rule = PrefetchDepth(5, quota=64)
-    rule.reset(1e6)
+    rule.resets_s.append(1e6)
     assert rule.wanted() == 5
 
 

@@ -316,7 +316,7 @@ def test_a_host_retires_with_its_last_episode_and_new_ones_take_over() -> None:
             one, two = bench.environment(), bench.environment()
             await asyncio.gather(one.reset(0), two.reset(0))
             await bench.fleet.resize(1)
-            assert bench.fleet.size == 1
+            assert len(bench.fleet.names) == 1
             going = bench.parts["environment-1"]
             others = [bench.environment() for _ in range(3)]
             for other in others:
@@ -332,7 +332,7 @@ def test_a_host_retires_with_its_last_episode_and_new_ones_take_over() -> None:
             await asyncio.sleep(2.0)
             assert sorted(bench.live) == ["environment-0", "environment-2", "environment-3"]
             await bench.fleet.resize(0)
-            assert bench.fleet.size == 1
+            assert len(bench.fleet.names) == 1
         assert all(part.closed for part in bench.parts.values())
         assert find_tiling_errors(bench.recorder.intervals) == []
 

@@ -355,7 +355,8 @@ class TransferWindow:
             self._inside += 1
         whole = count == self._bytes
         alone = whole and self._moved == 0 and self._inside == 1
-        yield _timed(self._depth.alone if alone else None), _timed(self._depth.applied if whole else None)
+        depth = self._depth
+        yield _timed(depth.alone_s.append if alone else None), _timed(depth.applied_s.append if whole else None)
         async with self._changed:
             self._inside -= 1
             self._moved += 1
