@@ -519,9 +519,7 @@ class Database:
         """The bill of calls, or without `requests` of idle workers."""
         if self._prices is None or not self._prices.billed(provider):
             return 0.0
-        if requests is None:
-            return self._prices.idle_usd(provider, seconds=seconds, memory_mb=memory_mb)
-        return self._prices.function_usd(provider, billed_s=seconds, memory_mb=memory_mb, requests=requests)
+        return sum(price.usd * amount for price, amount in self._prices.items(provider, seconds, memory_mb, requests))
 
     def _heal(self) -> None:
         """For resources that were open when the run died, record the missing time as `down`, cause `crash`."""

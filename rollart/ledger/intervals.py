@@ -115,10 +115,6 @@ class EngineShares:
         """The requests in flight."""
         return list(self._entered)
 
-    @property
-    def in_flight(self) -> int:
-        return len(self._entered)
-
     def begin(self, request: str) -> None:
         """The request is in flight from now on. ValueError if it already is."""
         if request in self._entered:

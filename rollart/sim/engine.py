@@ -198,7 +198,8 @@ class ModelledEngine:
             job.done = job.generated(self._service)
             job.phase = WAITING
         for job in self._jobs.values():
-            job.mark(self.version, job.done)
+            if job.done > (job.marks[-1][1] if job.marks else 0):
+                job.marks = (*job.marks, (self.version, job.done))
         self._running.clear()
         self._ends.clear()
         self._round, self._work = [], None
@@ -356,7 +357,12 @@ class ModelledEngine:
                 self._context += job.tokens + job.done
                 heappush(ends, (job.end, job.arrival, job))
         while running and self._context + self.held_tokens >= self.kv_tokens - self.pinned + _ROOM:
-            self._preempt()
+            # The latest request releases its KV, and is computed again when memory is free.
+            job = max(running.values(), key=lambda j: j.arrival)
+            self._leave(job)
+            job.phase = WAITING
+            self._waiting.appendleft(job)
+            self.preemptions += 1
         self._go_on()
 
     def _go_on(self) -> None:
@@ -445,14 +451,6 @@ class ModelledEngine:
         room = self.kv_tokens - self.pinned - self._context - self.held_tokens + _ROOM
         if self.retained.total > room:
             self.retained.shrink(room)
-
-    def _preempt(self) -> None:
-        """Preempt the latest request: it releases its KV, and is computed again when memory is free."""
-        job = max(self._running.values(), key=lambda j: j.arrival)
-        self._leave(job)
-        job.phase = WAITING
-        self._waiting.appendleft(job)
-        self.preemptions += 1
 
     def _leave(self, job: SimulatedJob) -> None:
         """Take the job out of the decoding batch and set `done` to its progress."""
@@ -745,7 +743,7 @@ class SimulatedJob:
 
     `done` tokens are generated, counted at its last change of phase; while it decodes, `base` is the engine's service
     when it joined (with `done` tokens) and `end` the one at which it is finished. `marks` are (version, tokens) at each
-    change of weights.
+    change of weights: the tokens up to there are of that version.
     """
 
     request: GenerateRequest
@@ -767,12 +765,6 @@ class SimulatedJob:
         if self.phase is not DECODE:
             return self.done
         return min(self.output, self.done + int(service - self.base + 1e-6))
-
-    def mark(self, version: int, tokens: int) -> None:
-        """The weights change: the tokens up to here are of `version`."""
-        last = self.marks[-1][1] if self.marks else 0
-        if tokens > last:
-            self.marks = (*self.marks, (version, tokens))
 
 
 def completion_of(job: SimulatedJob, finish: FinishReason, version: int, tokens: int) -> Completion:

@@ -225,7 +225,7 @@ class _ModelledCluster:
         )
         self._pull_link, self._pool_link = cache(self._make_pull_link), cache(self._make_pool_link)
         self._steps = cache(self._make_steps)
-        self._fabric = KvFabric(self._engine_link)
+        self._fabric = KvFabric(lambda *engines: self._pool_link(*sorted(self._pool_of[e] for e in engines)))
         self._made = 0
         store = resolved.run.weights.store
         self.transfer = WeightTransfer(
@@ -345,11 +345,8 @@ class _ModelledCluster:
             raise SpecError(f"pool '{pool}' cannot serve the model: {found}")
         return StepModel(found, pace=1.0 if self._pace is None else self._pace)
 
-    def _engine_link(self, source: str, target: str) -> SharedLink:
-        """The link between the pools of two engines, shared by all their hand-offs."""
-        return self._pool_link(*sorted((self._pool_of[source], self._pool_of[target])))
-
     def _make_pool_link(self, a: str, b: str) -> SharedLink:
+        """The link between two pools, shared by all hand-offs of their engines."""
         channel = self._kv_channels.get((a, b))
         if channel is None or channel.gb_per_s == math.inf:
             return SharedLink(RDMA)

@@ -74,7 +74,7 @@ class Lent:
         self.lent = tuple(engines)
         self.ever.append(self.lent)
         for e in engines:
-            assert not self.run.shares[e].in_flight, "no request runs on a training engine"
+            assert not self.run.shares[e].requests, "no request runs on a training engine"
 
     def events(self, kind: str) -> list[dict[str, object]]:
         return [{"subject": e.subject, **e.fields} for e in self.recorder.events if e.kind == kind]

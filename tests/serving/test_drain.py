@@ -26,7 +26,7 @@ def test_a_drain_waits_for_kv_that_is_being_fetched(versioned: bool) -> None:
         async with asyncio.TaskGroup() as tasks:
             turn = tasks.create_task(bench.ask())
             await asyncio.sleep(0.5)  # prefilled at 0.1, pulled at 1.1
-            assert bench.shares["p"].in_flight == 0
+            assert bench.shares["p"].requests == []
             await bench.gateway.drain(EngineId("p"), seconds=5.0)
             assert asyncio.get_running_loop().time() >= 1.1
         assert turn.result().token_ids
@@ -66,12 +66,12 @@ def test_a_turn_that_is_cut_short_is_no_failed_attempt() -> None:
             turn = tasks.create_task(bench.ask())
             for _ in range(2):
                 await asyncio.sleep(1.0)
-                (sticky,) = [n for n, shares in bench.shares.items() if shares.in_flight]
+                (sticky,) = [n for n, shares in bench.shares.items() if shares.requests]
                 with pytest.raises(LeaseExpired):
                     await bench.gateway.drain(EngineId(sticky), seconds=1.0)
                 bench.gateway.leave(EngineId(sticky), cause="drained")
                 bench.engines[sticky].fail = True
-                while bench.shares[sticky].in_flight:
+                while bench.shares[sticky].requests:
                     await asyncio.sleep(1.0)
         assert turn.result().token_ids
         assert bench.gateway.turns.served == 1

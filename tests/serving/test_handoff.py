@@ -111,7 +111,7 @@ class Bench:
         return [dict(e.fields) for e in self.recorder.events if e.kind == kind]
 
     def idle(self) -> bool:
-        return all(s.in_flight == 0 for s in self.shares.values()) and not self.leases.open
+        return all(not s.requests for s in self.shares.values()) and not self.leases.open
 
 
 def virtual(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
