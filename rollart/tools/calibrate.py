@@ -43,7 +43,7 @@ from rollart.ledger.events import ENGINE_DID
 from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import LedgerReader
 from rollart.model import EngineId, GenerateRequest, GroupId, Sampling, TrainSample, TrajectoryId
-from rollart.ports import Handle, RunEvent
+from rollart.ports import RunEvent
 from rollart.report.profile import profiles_of
 from rollart.report.rows import ENGINE_ROLES
 from rollart.report.utilization import engine_rows
@@ -491,7 +491,13 @@ async def probe(resolved: Resolved, directory: Path, *, passes: int) -> tuple[li
         trainer = HttpTrainer(await program.call("start", []))
         try:
             weights = await trainer.publish(0)
-            steps = await _measure_trainer(trainer, resolved)
+            run, steps = resolved.run, []
+            for shape in (TRAINING_LOADS[0], *TRAINING_LOADS):
+                samples = [_sample(shape, run.domains[0].name, i) for i in range(shape.samples)]
+                reports = [await trainer.train(samples, 0) for _ in range(3)]
+                spent = median(report.metrics["cpu_seconds"] for report in reports)
+                tokens, actions = sum(len(s.token_ids) for s in samples), sum(sum(s.loss_mask) for s in samples)
+                steps.append(TrainingMeasurement(tokens, actions, run.training.epochs, run.training.minibatches, spent))
         finally:
             await trainer.aclose()
             await program.kill()
@@ -499,12 +505,17 @@ async def probe(resolved: Resolved, directory: Path, *, passes: int) -> tuple[li
         address = await part.call("start", ["--model", weights.path, "--weight-version", "0"])
         engine = HttpEngine(EngineId("probed"), address)
         try:
-            rows = await _measure_engine(engine, part, resolved, passes)
+            pid = int(await part.call("pid"))
+            fitting = [r for r in ENGINE_LOADS if r.first + r.turns * (r.new + r.output) <= run.model.context]
+            await _measure_load(engine, pid, fitting[0])  # the first steps of a process are slower than later ones
+            # Repeat the whole sequence, not each load: a disturbance of a second then affects different loads.
+            seen = [[await _measure_load(engine, pid, rung) for rung in fitting] for _ in range(passes)]
         finally:
             await engine.close()
     finally:
         await runtime.close()
-    return rows, steps
+    rows = [sorted(same, key=lambda row: row.seconds)[passes // 2] for same in zip(*seen, strict=True)]
+    return rows, steps[1:]  # the first step is the warm-up
 
 
 def process_cpu_s(pid: int) -> float:
@@ -534,16 +545,6 @@ def _ticks_s(ticks: Sequence[str]) -> float:
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
-async def _measure_engine(engine: HttpEngine, part: Handle, resolved: Resolved, passes: int) -> list[Row]:
-    pid = int(await part.call("pid"))
-    context = resolved.run.model.context
-    fitting = [r for r in ENGINE_LOADS if r.first + r.turns * (r.new + r.output) <= context]
-    await _measure_load(engine, pid, fitting[0])  # the first steps of a process are slower than later ones
-    # Repeat the whole sequence, not each load: a disturbance of a second then affects different loads.
-    seen = [[await _measure_load(engine, pid, rung) for rung in fitting] for _ in range(passes)]
-    return [sorted(same, key=lambda row: row.seconds)[passes // 2] for same in zip(*seen, strict=True)]
-
-
 async def _measure_load(engine: HttpEngine, pid: int, rung: EngineProbeLoad) -> Row:
     """Measure one load: engine CPU-seconds per turn, and the average turn."""
     seen: list[tuple[int, int, int]] = []
@@ -570,19 +571,6 @@ async def _measure_load(engine: HttpEngine, pid: int, rung: EngineProbeLoad) -> 
     prompt, cached, output = (sum(column) / len(seen) for column in zip(*seen, strict=True))
     seconds, clients = max(spent, 1e-6) / len(seen), float(rung.clients)
     return Row("turn", seconds, "cpu", new=prompt - cached, cached=cached, batch=clients, output=output)
-
-
-async def _measure_trainer(trainer: HttpTrainer, resolved: Resolved) -> list[TrainingMeasurement]:
-    run = resolved.run
-    rows = []
-    domain = run.domains[0].name
-    for shape in (TRAINING_LOADS[0], *TRAINING_LOADS):
-        samples = [_sample(shape, domain, i) for i in range(shape.samples)]
-        reports = [await trainer.train(samples, 0) for _ in range(3)]
-        spent = median(report.metrics["cpu_seconds"] for report in reports)
-        tokens, actions = sum(len(s.token_ids) for s in samples), sum(sum(s.loss_mask) for s in samples)
-        rows.append(TrainingMeasurement(tokens, actions, run.training.epochs, run.training.minibatches, spent))
-    return rows[1:]  # the first is the warm-up
 
 
 def _sample(shape: TrainerProbeLoad, domain: str, index: int) -> TrainSample:
