@@ -119,9 +119,8 @@ class GraphDecoder:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = self._run(rows, length)
         except RuntimeError as error:
-            torch.cuda.set_stream(
-                current_stream
-            )  # a capture that fails at its end leaves the thread on the capture's stream
+            # A capture that fails at its end leaves the thread on the capture's stream.
+            torch.cuda.set_stream(current_stream)
             self._capture = False
             self.why = f"no CUDA graph: {str(error).splitlines()[0][:200]}"
             return None

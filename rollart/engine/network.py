@@ -112,10 +112,18 @@ class Network:
         cos, sin = (table.index_select(0, batch.positions) for table in self.rope)
         final = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            if i == final and batch.last is not None:
-                x, attended = self._attend_last(i, layer, x, cos, sin, batch, cache)
+            h = self._rms(x, layer.norm_in)
+            if i == final and (last := batch.last) is not None:  # keys and values of all, queries of each row's last
+                scale_q = scale_k = None
+                if layer.qk_scale is not None:
+                    scale_q, scale_k = layer.qk_scale[: a.heads], layer.qk_scale[a.heads :]
+                kv = layer.kv(h).view(x.shape[0], 2 * a.kv_heads, a.head_dim)
+                cache.write(i, batch.write, self._rotate(kv[:, : a.kv_heads], scale_k, cos, sin), kv[:, a.kv_heads :])
+                q = layer.q(h.index_select(0, last)).view(-1, a.heads, a.head_dim)
+                q = self._rotate(q, scale_q, cos.index_select(0, last), sin.index_select(0, last))
+                x, attended = x.index_select(0, last), self._attention(i, q, batch, cache, tail=True)
             else:
-                qkv = layer.qkv(self._rms(x, layer.norm_in)).view(x.shape[0], a.heads + 2 * a.kv_heads, a.head_dim)
+                qkv = layer.qkv(h).view(x.shape[0], a.heads + 2 * a.kv_heads, a.head_dim)
                 qk = self._rotate(qkv[:, : a.heads + a.kv_heads], layer.qk_scale, cos, sin)
                 cache.write(i, batch.write, qk[:, a.heads :], qkv[:, a.heads + a.kv_heads :])
                 attended = self._attention(i, qk[:, : a.heads], batch, cache, tail=False)
@@ -144,22 +152,6 @@ class Network:
             delta = layer.down(operations.gate(layer.gate_up(h)))
         _, h = operations.add_norm(x, delta, self._norm)
         return self._head(h).float()
-
-    def _attend_last(
-        self, i: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, batch: PackedBatch, cache: KvCache
-    ) -> tuple[Tensor, Tensor]:
-        """Keys and values of every token, queries of each row's last: the residual and attention of those rows."""
-        a, last = self.architecture, batch.last
-        assert last is not None
-        scale_q = scale_k = None
-        if layer.qk_scale is not None:
-            scale_q, scale_k = layer.qk_scale[: a.heads], layer.qk_scale[a.heads :]
-        h = self._rms(x, layer.norm_in)
-        kv = layer.kv(h).view(x.shape[0], 2 * a.kv_heads, a.head_dim)
-        cache.write(i, batch.write, self._rotate(kv[:, : a.kv_heads], scale_k, cos, sin), kv[:, a.kv_heads :])
-        q = layer.q(h.index_select(0, last)).view(-1, a.heads, a.head_dim)
-        q = self._rotate(q, scale_q, cos.index_select(0, last), sin.index_select(0, last))
-        return x.index_select(0, last), self._attention(i, q, batch, cache, tail=True)
 
     def _attention(self, i: int, q: Tensor, batch: PackedBatch, cache: KvCache, *, tail: bool) -> Tensor:
         """Attend group by group. `q`: `[T, heads, head_dim]`, or `[R, ...]` for the rows' last tokens (`tail`)."""

@@ -346,14 +346,10 @@ class Runner:
             return FinishedJob(job, Completion((), (), (), reason, prompt_tokens=len(job.prompt)))
         table, slot, prompt = self.table, job.slot, len(job.prompt)
         known = int(table.known[slot])
-        starts = [start for _, start, _ in job.spans]
-        spans = (
-            tuple(
-                VersionSpan(version, start, end, stamp)
-                for (version, start, stamp), end in zip(job.spans, [*starts[1:], known - prompt], strict=True)
-            )
-            if job.spans
-            else ()
+        ends = [*(start for _, start, _ in job.spans), known - prompt][1:]
+        spans = tuple(
+            VersionSpan(version, start, end, stamp)
+            for (version, start, stamp), end in zip(job.spans, ends, strict=True)
         )
         completion = Completion(
             token_ids=tuple(table.tokens[slot, prompt:known].tolist()),

@@ -261,9 +261,8 @@ class HttpEngine:
 
     async def paused(self) -> bool:
         """True if the server is paused; a server without this route counts as running."""
-        return bool(
-            as_object(await self.request("GET", "/is_paused", limit_s=CONNECT_S, optional=True)).get("is_paused")
-        )
+        answer = await self.request("GET", "/is_paused", limit_s=CONNECT_S, optional=True)
+        return bool(as_object(answer).get("is_paused"))
 
     async def context(self) -> int:
         """Maximum tokens of prompt and answer together."""

@@ -89,7 +89,12 @@ class ReasoningGymEnv:
         if known and dataset not in known:
             raise ValueError(f"reasoning_gym has no data set '{dataset}'{did_you_mean(dataset, known)}")
         self._dataset_key = (dataset, json.dumps(dict(config or {}), sort_keys=True))
-        self._format = _resolve_format(worked_format)
+        if isinstance(worked_format, str):
+            module, _, name = worked_format.partition(":")
+            if not name:
+                raise ValueError(f"worked_format must be 'package.module:Class', got {worked_format!r}")
+            worked_format = cast(WorkedFormat, getattr(importlib.import_module(module), name)())
+        self._format = PlainFormat() if worked_format is None else worked_format
         self._max_tokens = max_tokens
         self._entry: Entry | None = None
         load_dataset(*self._dataset_key)  # here and not in a reset, which would block other episodes
@@ -156,14 +161,3 @@ def load_dataset(name: str, config: str) -> Any:
     import reasoning_gym
 
     return reasoning_gym.create_dataset(name, seed=0, size=_ITEMS, **json.loads(config))
-
-
-def _resolve_format(worked_format: WorkedFormat | str | None) -> WorkedFormat:
-    if worked_format is None:
-        return PlainFormat()
-    if not isinstance(worked_format, str):
-        return worked_format
-    module, _, name = worked_format.partition(":")
-    if not name:
-        raise ValueError(f"worked_format must be 'package.module:Class', got {worked_format!r}")
-    return cast(WorkedFormat, getattr(importlib.import_module(module), name)())

@@ -67,7 +67,13 @@ class VerifiersText:
         max_tokens: int | None = None,
     ) -> None:
         self._loaded = load_verifiers_environment(env, env_args or {})
-        self._render = renderer(render)
+        self._render: MessageRenderer
+        if not isinstance(render, str):
+            self._render = render
+        elif render in _KNOWN or ":" in render:
+            self._render = _KNOWN.get(render) or attribute_at(render, "render")
+        else:
+            raise ValueError(f"render is {render!r} (rule: {', '.join(_KNOWN)} or package.module:function)")
         if tools not in SPELLINGS:
             raise ValueError(f"tools is {tools!r} (rule: one of {', '.join(SPELLINGS)})")
         self._tools, self._success_at, self._max_tokens = tools, success_at, max_tokens
@@ -386,17 +392,6 @@ def _client_class() -> Any:
 
 MessageRenderer = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]], bool], str]
 """(messages, tools, first) -> text. `messages` are all up to the first answer, later the ones after the last answer."""
-
-
-def renderer(render: str | MessageRenderer) -> MessageRenderer:
-    """`plain`, `chatml`, or the function at `module:function`."""
-    if not isinstance(render, str):
-        return render
-    if render in _KNOWN:
-        return _KNOWN[render]
-    if ":" not in render:
-        raise ValueError(f"render is {render!r} (rule: {', '.join(_KNOWN)} or package.module:function)")
-    return attribute_at(render, "render")  # type: ignore[no-any-return]
 
 
 def text_of(content: Any) -> str:
