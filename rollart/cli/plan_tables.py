@@ -358,8 +358,7 @@ def _marginals(marginals: Sequence[Marginal], found: Placement) -> Iterator[Row]
 @table("affinities", "Which device suits what (this model, these prices)")
 def _affinities(why: Explanation) -> Iterator[Row]:
     for a in why.affinities:
-        factor = as_number(a.factor)
-        yield {"domain": a.domain, "phase": a.phase, "best": a.best, "factor": factor, "in_words": a.words}
+        yield {"domain": a.domain, "phase": a.phase, "best": a.best, "factor": as_number(a.factor), "in_words": a.words}
 
 
 @table("rewards", "Rewards")
@@ -447,8 +446,7 @@ def _moves(old: Resolved, new: Resolved) -> Iterator[Row]:
     restart_s = new.run.placement.rebalance.restart_s
     costs = MoveCosts(restart_s=restart_s, usd_per_device_hour=dict(new.usd_per_device_hour))
     for m in diff(a.deployments, b.deployments, costs=costs):
-        seconds = as_count(m.device_seconds)
-        yield {"move": str(m.kind), "what": m.words, "device_seconds": seconds, "usd": as_usd(m.usd)}
+        yield {"move": str(m.kind), "what": m.words, "device_seconds": as_count(m.device_seconds), "usd": as_usd(m.usd)}
 
 
 def _binds(resolved: Resolved) -> str:

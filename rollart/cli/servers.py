@@ -89,8 +89,7 @@ async def _reward_server(
     packages: list[Package], workers: AbstractAsyncContextManager[Backend], *, host: str, port: int, token: str
 ) -> AsyncIterator[str]:
     """The URL of the rewards. Workers and calls in flight end within bounded time."""
-    async with AsyncExitStack() as stack:
-        target = await stack.enter_async_context(workers)
+    async with workers as target, AsyncExitStack() as stack:
         for package in packages:
             await target.deploy(package)
         front = FunctionHttpServer(target, host=host, port=port, token=token)

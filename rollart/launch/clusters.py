@@ -105,8 +105,7 @@ def fit_to_devices(resolved: Resolved, devices: Mapping[str, int]) -> Resolved:
             remedy="start more nodes, or set a pool's min so that the run waits for them",
         )
     names = {part.name for part in kept}
-    assignments = tuple(a for a in resolved.plan.assignments if a.name in names)
-    return replace(resolved, plan=plan_with(resolved, assignments))
+    return replace(resolved, plan=plan_with(resolved, tuple(a for a in resolved.plan.assignments if a.name in names)))
 
 
 def elastic_planner(wanted: Resolved, running: Resolved) -> Planner | None:

@@ -33,7 +33,7 @@ from rollart.launch.layout import (
 from rollart.launch.routing import engine_placement
 from rollart.launch.start_limits import engine_start_limits, watch_start
 from rollart.launch.trainer import MultiHostTrainer
-from rollart.launch.weight_store import SharedWeightStore, probe_logprobs, write_agreement
+from rollart.launch.weight_store import SharedWeightStore, write_agreement
 from rollart.leases import Expiry, Leases
 from rollart.ledger.intervals import EngineShares, ResourceClock, ResourceState
 from rollart.ledger.store import Ledger
@@ -278,14 +278,15 @@ class TrainerProgram:
         """Stage a version. The next step may begin when this returns, so the probe is scored before that."""
         await self._stage(version)
         if self._agreement is not None:
-            self._probe_logprobs = version, await probe_logprobs(self._running_client(), self._agreement)
+            (found,) = await self.logprobs([self._agreement])
+            self._probe_logprobs = version, found
 
     async def publish(self, version: int) -> WeightsRef:
         weights = await self._publish(version)
         if self._agreement is not None:
             staged, found = self._probe_logprobs
             if staged != version:  # the trainer still has the published weights
-                found = await probe_logprobs(self._running_client(), self._agreement)
+                (found,) = await self.logprobs([self._agreement])
             write_agreement(weights, self._agreement, found)
         if self._share is not None:
             await self._share(weights)

@@ -60,7 +60,16 @@ def refuse_changed(resolved: Resolved, directory: Path) -> list[SettingChange]:
             before = reader.config()
     except UsageError:
         return []
-    found = setting_changes(before, resolved.to_dict()) if before else []
+    if not before:
+        return []
+    old, new = _keys(before), _keys(resolved.to_dict())
+    if new.get(WORKERS_KEY) == UNLESS_QUICK:  # a run records its decision
+        new[WORKERS_KEY] = old.get(WORKERS_KEY, UNLESS_QUICK)
+    found = [
+        SettingChange(key, old.get(key), new.get(key))
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key) != new.get(key)
+    ]
     fixed = [change for change in found if change.why_fixed]
     if fixed:
         raise SpecError(
@@ -68,18 +77,6 @@ def refuse_changed(resolved: Resolved, directory: Path) -> list[SettingChange]:
             remedy="resume without it, or start a new run with it",
         )
     return found
-
-
-def setting_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[SettingChange]:
-    """Differing keys of run and cluster between two recorded configurations (`Resolved.to_dict`)."""
-    old, new = _keys(before), _keys(now)
-    if new.get(WORKERS_KEY) == UNLESS_QUICK:  # a run records its decision
-        new[WORKERS_KEY] = old.get(WORKERS_KEY, UNLESS_QUICK)
-    return [
-        SettingChange(key, old.get(key), new.get(key))
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key)
-    ]
 
 
 def _keys(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,8 +71,7 @@ async def watch_start(program: Handle, limits: StartLimits, recorder: Recorder) 
         if grown != size:
             size, last_output = grown, now
         took = now - began
-        fields = {"seconds": round(took, 1), "said": line}
-        recorder.event(RunEvent(now, STARTING_EVENT, program.name, fields))
+        recorder.event(RunEvent(now, STARTING_EVENT, program.name, {"seconds": round(took, 1), "said": line}))
         if (took > limits.seconds and now - last_output > LOG_SILENCE_S) or now >= last:
             raise PartDied(
                 program.name,

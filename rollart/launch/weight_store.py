@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollart.adapters.engines.vllm import PROBE_FILE, VllmHost
-from rollart.adapters.trainers.http import HttpTrainer
 from rollart.adapters.weights.buckets import (
     BucketArrivals,
     BucketPusher,
@@ -247,12 +246,6 @@ def agreement_sample(resolved: Resolved) -> TrainSample | None:
     n = min(PROBE_TOKENS, run.model.context - 1)
     first, *others = (1 + 7 * i % PROBE_VOCABULARY for i in range(n))
     return TrainSample.unsampled("agreement", run.domains[0].name, (first,), tuple(others))
-
-
-async def probe_logprobs(trainer: HttpTrainer, sample: TrainSample) -> tuple[float, ...]:
-    """Log-probabilities of the probe under the trainer's current weights."""
-    (found,) = await trainer.logprobs([sample])
-    return found
 
 
 def write_agreement(weights: WeightsRef, sample: TrainSample, found: Sequence[float]) -> None:

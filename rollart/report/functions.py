@@ -35,8 +35,12 @@ def lines(rows: RunRows) -> Iterator[CostLine]:
     """
     for call in rows.invocations:
         billed = rows.prices.billed(call.provider)
-        resource, usd, start_usd = f"{call.provider}:{call.function}", _usd(rows, call), _start_usd(rows, call)
-        start_s = min(call.cold_billed_s, call.billed_s) if start_usd else 0.0
+        resource, usd = f"{call.provider}:{call.function}", _usd(rows, call)
+        start_s = min(call.cold_billed_s, call.billed_s) if call.status == "ok" else 0.0
+        # Without the request fee, and at most the whole bill.
+        start_usd = rows.prices.function_usd(call.provider, billed_s=start_s, memory_mb=call.memory_mb, requests=0)
+        if not start_usd:
+            start_s = 0.0
         work_s, work_usd = call.billed_s - start_s, usd - start_usd
         yield CostLine(REWARD, resource, ResourceState.BUSY, _why(call), work_s, work_usd, billed)
         if start_usd:
@@ -53,14 +57,6 @@ def _usd(rows: RunRows, call: InvocationSum) -> float:
     return rows.prices.function_usd(
         call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb, requests=call.calls
     )
-
-
-def _start_usd(rows: RunRows, call: InvocationSum) -> float:
-    """The start-up's part of a bill, without the request fee; at most the whole bill."""
-    if call.status != "ok":
-        return 0.0
-    start_s = min(call.cold_billed_s, call.billed_s)
-    return rows.prices.function_usd(call.provider, billed_s=start_s, memory_mb=call.memory_mb, requests=0)
 
 
 def _why(call: InvocationSum) -> str:
