@@ -8,6 +8,7 @@ the heartbeat, not a task: it answers while the controller is still importing, a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import secrets
@@ -148,8 +149,7 @@ def send_request(directory: Path, life: str, action: str, *, lost_s: float = HEA
 
 
 def _heartbeat_loop(directory: Path, life: str, done: threading.Event) -> None:
-    number = 0
-    while True:
+    for number in itertools.count():
         with contextlib.suppress(OSError):  # a full disk or a missing file system: retry at the next heartbeat
             (directory / BEAT_FILE).write_text(f"{life} {number}")
             for path in sorted((directory / REQUESTS).glob("*.*")):
@@ -158,7 +158,6 @@ def _heartbeat_loop(directory: Path, life: str, done: threading.Event) -> None:
                     path.with_suffix(f".{ANSWER}").touch()
                     path.unlink(missing_ok=True)
                     os.kill(os.getpid(), SIGNALS[action])
-        number += 1
         if done.wait(HEARTBEAT_INTERVAL_S):
             return
 

@@ -411,8 +411,7 @@ def _both(old: Resolved, new: Resolved) -> Iterator[Row]:
 
 
 def _figure(name: str, a: float, b: float) -> Row:
-    change = _percent(b / a - 1) if a else None
-    return {"figure": name, "now": as_number(a), "what_if": as_number(b), "change": change}
+    return {"figure": name, "now": as_number(a), "what_if": as_number(b), "change": _percent(b / a - 1) if a else None}
 
 
 def _percent(share: float) -> str:

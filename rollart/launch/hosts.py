@@ -199,10 +199,8 @@ def fitting_hosts(resolved: Resolved, devices: Mapping[str, int] | None) -> int:
     given = resolved.plan.of(Role.ENVIRONMENT)
     if devices is None:
         return len(given)
-    fixed = {
-        a.name: a for a in resolved.plan.assignments if a.role not in ROLLOUT_ROLES and a.role is not Role.ENVIRONMENT
-    }
-    left = {pool: n - sum(len(a.devices) for a in fixed.values() if a.pool == pool) for pool, n in devices.items()}
+    fixed = [a for a in resolved.plan.assignments if a.role not in (*ROLLOUT_ROLES, Role.ENVIRONMENT)]
+    left = {pool: n - sum(len(a.devices) for a in fixed if a.pool == pool) for pool, n in devices.items()}
     found = 0
     for assignment in given:
         left[assignment.pool] = left.get(assignment.pool, 0) - len(assignment.devices)

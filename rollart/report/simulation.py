@@ -225,8 +225,7 @@ def _shares_of_lags(by: Figures) -> Iterator[Row]:
     def shares(lag: int) -> dict[str, list[float]]:
         return {name: [f.lags.get(lag, 0) / (sum(f.lags.values()) or 1) for f in own] for name, own in by.items()}
 
-    lags = sorted({lag for own in by.values() for f in own for lag in f.lags})
-    for lag in lags:
+    for lag in sorted({lag for own in by.values() for f in own for lag in f.lags}):
         yield {"lag in versions": as_count(lag), **_intervals(shares(lag), as_share)}
 
 

@@ -288,14 +288,13 @@ def _handoffs(rows: RunRows) -> Iterator[Row]:
         for name in ("decoded", "failed", "empty")
     )
     whole = decoded + failed
-    alarm = "prefill engines work for nothing" if decoded and empty == decoded else None
     if whole:
         yield {
             "hand_offs": as_count(whole),
             "failed": as_count(failed),
             "failed_share": as_share(ratio(failed, whole)),
             "pulled_nothing": as_count(empty),
-            "alarm": alarm,
+            "alarm": "prefill engines work for nothing" if decoded and empty == decoded else None,
         }
 
 
@@ -353,7 +352,6 @@ def _broadcasts(rows: RunRows) -> Iterator[Row]:
     for name, (got, missed) in sorted(found.items()):
         gb = sum(float(e.fields["bytes"] or 0) for e in got) / 1e9
         seconds = math.fsum(float(e.fields["seconds"] or 0) for e in got)
-        why = str(missed[-1].fields["why"]) if missed else ""
         yield {
             "engine": name,
             "received": as_count(len(got)),
@@ -361,7 +359,7 @@ def _broadcasts(rows: RunRows) -> Iterator[Row]:
             "seconds": as_seconds(seconds),
             "gb_per_s": as_number(ratio(gb, seconds)),
             "missed": as_count(len(missed)),
-            "why": as_text(why, wrap=True),
+            "why": as_text(str(missed[-1].fields["why"]) if missed else "", wrap=True),
         }
 
 
