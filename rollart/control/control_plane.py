@@ -177,7 +177,6 @@ class ControlPlane:
         settings: ControlSettings,
         hooks: Hooks,
         planner: Planner | None = None,
-        fleet: Fleet | None = None,
     ) -> None:
         self._settings = settings
         self._hooks = hooks
@@ -208,9 +207,7 @@ class ControlPlane:
         self.rebalancer = (
             None  # the routes do not change
             if planner is None
-            else Rebalancer(
-                self.gateway, planner, leases, recorder, self._workload(), settings=settings.rebalance, fleet=fleet
-            )
+            else Rebalancer(self.gateway, planner, leases, recorder, self._workload(), settings=settings.rebalance)
         )
         runner = TrajectoryRunner(
             self.gateway,

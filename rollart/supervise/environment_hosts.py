@@ -38,15 +38,11 @@ class HostPart(HostProcess, Protocol):
 
 
 @dataclass(slots=True)
-class EnvironmentHostState(HostState):
+class EnvironmentHostState(HostState[HostPart, EnvironmentHost]):
     """An environment host through all of its restarts (lives)."""
 
-    part: HostPart = field(kw_only=True)
-    link: EnvironmentHost | None = None
-    life: EnvironmentHost | None = None
-    """Its latest life, current or ended."""
     live: int = 0
-    """Held slots of that life."""
+    """Held slots of its latest life."""
     memory: MemoryWatch = field(default_factory=lambda: MemoryWatch(MemoryRules()))
     """The memory of that life."""
     calls: int = 0

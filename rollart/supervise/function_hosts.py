@@ -4,7 +4,7 @@ workers are repeated by workers of other hosts, or wait for this one if there is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from rollart.hosted import FunctionHost
@@ -21,11 +21,7 @@ class FunctionPart(HostProcess, Protocol):
 
 
 @dataclass(slots=True)
-class FunctionHostState(HostState):
-    part: FunctionPart = field(kw_only=True)
-    link: FunctionHost | None = None
-    life: FunctionHost | None = None
-
+class FunctionHostState(HostState[FunctionPart, FunctionHost]):
     @property
     def load(self) -> int:
         return 0 if self.link is None else self.link.workers

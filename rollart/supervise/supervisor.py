@@ -14,7 +14,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from rollart.errors import EnvironmentFault, LeaseExpired, NoPlace, PartDied, RollartError
 from rollart.hosted import HostHealth
@@ -175,14 +175,19 @@ class HostProcess(Protocol):
         """The host is no longer needed: end the process and free its placement."""
 
 
+Q = TypeVar("Q", bound=HostProcess)
+
+L = TypeVar("L", bound=HostClient)
+
+
 @dataclass(slots=True)
-class HostState(SupervisedPart):
+class HostState(SupervisedPart, Generic[Q, L]):
     """A host through all of its restarts (lives)."""
 
-    part: HostProcess = field(kw_only=True)
-    link: HostClient | None = None
+    part: Q = field(kw_only=True)
+    link: L | None = None
     """Its connection while it serves."""
-    life: HostClient | None = None
+    life: L | None = None
     """Its latest connection, current or ended."""
     kept: bool = False
     """True once its supervising task has begun: a task that is cancelled before would not end it."""
@@ -208,10 +213,7 @@ class HostState(SupervisedPart):
         raise NotImplementedError
 
 
-H = TypeVar("H", bound=HostState)
-
-
-Q = TypeVar("Q", bound=HostProcess)
+H = TypeVar("H", bound=HostState[Any, Any])
 
 
 @dataclass(eq=False)

@@ -129,8 +129,9 @@ class SimulatedRun:
                 self._recover, self._suspect, version=self.published.append, step=self.on_step, borrow=self.borrow
             ),
             planner=self.planner,
-            fleet=self.fleet,
         )
+        if self.fleet is not None:
+            self.control.move_by(self.fleet)
         parts: list[EnginePart] = []
         if self.site is not None:
             parts = await self._populate(self.site)
