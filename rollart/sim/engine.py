@@ -550,7 +550,8 @@ class DisaggregatedEngine(ModelledEngine):
         if completion.finish is FinishReason.ABORT or not (prefills or gives_back):
             return completion
         if not prefills:
-            self._note(request, self.retained.held(request.session, request.cache_salt), None)
+            tokens = self.retained.held(request.session, request.cache_salt)
+            self._exports[request.request_id] = _Export(request, self.version, tokens, None)
         value = {
             "do_remote_prefill": True,
             "do_remote_decode": False,
@@ -567,7 +568,7 @@ class DisaggregatedEngine(ModelledEngine):
 
     async def release(self, session: str) -> None:
         await super().release(session)
-        for name in [n for n, e in self._exports.items() if e.session == session]:
+        for name in [n for n, e in self._exports.items() if e.request.session == session]:
             self._drop_export(name)
 
     def _empty(self) -> None:
@@ -598,17 +599,7 @@ class DisaggregatedEngine(ModelledEngine):
         name = job.request.request_id
         expiry = asyncio.get_running_loop().call_later(self.fabric.lease_s, self._drop_export, name)
         self.pinned += tokens
-        self._note(job.request, tokens, expiry)
-
-    def _note(self, request: GenerateRequest, tokens: int, expiry: asyncio.TimerHandle | None) -> None:
-        self._exports[request.request_id] = _Export(
-            request.session,
-            request.cache_salt,
-            self.version,
-            tokens,
-            expiry,
-            ends=bool((request.kv_transfer or {}).get("session_ends")),
-        )
+        self._exports[name] = _Export(job.request, self.version, tokens, expiry)
 
     def _drop_export(self, name: str) -> None:
         """Drop an export that will not be pulled."""
@@ -674,9 +665,9 @@ class DisaggregatedEngine(ModelledEngine):
         export = source._exports.pop(name, None)
         if export is None:
             raise HandoffFailed(f"{self.id}: {source.id} has no KV of {name}")
-        tokens = export.tokens
+        tokens, session, salt = export.tokens, export.request.session, export.request.cache_salt
         if export.expiry is None:
-            tokens = min(tokens, source.retained.held(export.session, export.salt))
+            tokens = min(tokens, source.retained.held(session, salt))
         kept = self.reserved[request.request_id].kept
         missing = tokens - kept
         try:
@@ -689,9 +680,9 @@ class DisaggregatedEngine(ModelledEngine):
             if not source.fail and export.expiry is not None:
                 export.expiry.cancel()
                 current = source.version == export.version
-                if current and not export.ends:
-                    # The pinned KV becomes the session's prefix, as long as memory is free.
-                    source.retained.keep(export.session, export.tokens, export.salt)
+                if current and not (export.request.kv_transfer or {}).get("session_ends"):
+                    # A turn follows: the pinned KV becomes the session's prefix, as long as memory is free.
+                    source.retained.keep(session, export.tokens, salt)
                 source._unpin(export.tokens)
                 if current:
                     source._evict()
@@ -707,14 +698,11 @@ class DisaggregatedEngine(ModelledEngine):
 
 @dataclass(slots=True)
 class _Export:
-    session: str
-    salt: str | None
+    request: GenerateRequest
     version: int
     tokens: int
     expiry: asyncio.TimerHandle | None
     """None: not kept for sure; it is part of the session's prefix and goes when that does."""
-    ends: bool = False
-    """No turn follows: the exported KV is not kept as a prefix."""
 
 
 class KvReservation(NamedTuple):
