@@ -91,8 +91,7 @@ def fault_of_status(status: int, body: bytes, headers: Mapping[str, str], now: d
         throttle = next((t for reason, t in _BY_REASON.items() if f'"{reason}"'.encode() in body), None)
         return InfraFault(FaultKind.THROTTLED, retryable=True, detail=detail, throttle=throttle, retry_after_s=wait)
     if status >= 500 or status == 408:
-        retryable = status not in AMBIGUOUS
-        return InfraFault(FaultKind.UNAVAILABLE, retryable=retryable, detail=detail, retry_after_s=wait)
+        return InfraFault(FaultKind.UNAVAILABLE, retryable=status not in AMBIGUOUS, detail=detail, retry_after_s=wait)
     kind = FaultKind.ENVIRONMENT if status in (400, 413, 415, 422) else FaultKind.UNAVAILABLE
     return InfraFault(kind, retryable=False, detail=detail)
 
@@ -140,7 +139,7 @@ _BUSY = {"ResourceConflictException", "SnapStartNotReadyException", "ResourceNot
 """The function is being changed or prepared: the error is transient."""
 
 _REPORT = re.compile(
-    r"REPORT RequestId: (?P<id>\S+)\s+Duration: (?P<run>[\d.]+) ms\s+Billed Duration: (?P<billed>\d+) ms\s+"
+    r"REPORT RequestId: (?P<id>\S+)\s+Duration: [\d.]+ ms\s+Billed Duration: (?P<billed>\d+) ms\s+"
     r"Memory Size: (?P<memory>\d+) MB\s+Max Memory Used: (?P<used>\d+) MB"
     r"(?:\s+Init Duration: (?P<init>[\d.]+) ms)?"
     r"(?:\s+Restore Duration: (?P<restore>[\d.]+) ms)?(?:\s+Billed Restore Duration: (?P<rebilled>\d+) ms)?"
@@ -154,7 +153,6 @@ class LambdaReport:
     """Lambda's report of one call. Seconds and MB; `init_s` is 0 for a warm call."""
 
     request_id: str
-    run_s: float
     billed_s: float
     memory_mb: int
     used_mb: int
@@ -168,7 +166,6 @@ def parse_report(log_result: str) -> LambdaReport | None:
         return None
     return LambdaReport(
         request_id=found["id"],
-        run_s=float(found["run"]) / 1000.0,
         billed_s=(int(found["billed"]) + int(found["rebilled"] or 0)) / 1000.0,
         memory_mb=int(found["memory"]),
         used_mb=int(found["used"]),

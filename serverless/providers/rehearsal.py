@@ -40,12 +40,11 @@ class LogNormalSeconds:
 class Platform:
     """The behaviour of a provider beyond the function's own cost.
 
-    cold_start   from the request of an environment until the function's own start-up begins
+    cold_start   from the request of an environment until the function's own start-up begins; billed
     call         overhead of a warm call, both ways
     concurrency  maximum concurrent calls in the account; further calls are throttled (CONCURRENCY)
     scale_burst  environments that can start at once, and `scale_per_s` more each second; further ones are throttled
                  (SCALING)
-    init_billed  True if the cold start is billed
     """
 
     name: str
@@ -54,7 +53,6 @@ class Platform:
     concurrency: int
     scale_burst: int
     scale_per_s: float
-    init_billed: bool
     source: str
 
 
@@ -65,7 +63,6 @@ LAMBDA = Platform(
     concurrency=1000,
     scale_burst=1000,
     scale_per_s=100.0,
-    init_billed=True,
     source=(
         "cold start: published measurements go from 100 ms to over 1 s, of which 108-136 ms were measured for "
         "awslambdaric 4.2.2 alone; call: p50 3.4 and p95 8-12 ms measured with the same, without a network; limits: "
@@ -81,7 +78,6 @@ MODAL = Platform(
     concurrency=1000,
     scale_burst=100,
     scale_per_s=20.0,
-    init_billed=True,
     source=(
         "cold start: 1.0-1.1 s measured for the container runtime of modal 1.6.4 alone, the tail assumed; call: "
         "p50 6.4-26 ms measured with the same, without a network; limits: the 1,000 containers of a Team plan, the "
@@ -118,7 +114,7 @@ class RehearsedLauncher:
         cold_s = platform.cold_start.draw(self._rngs.setdefault(name, random.Random(f"{self._seed}/{name}")))
         await asyncio.sleep(cold_s)
         started = await self._launcher.start(package, slot, gone)
-        started.init_s += cold_s if platform.init_billed else 0.0
+        started.init_s += cold_s
         return started
 
 

@@ -24,9 +24,7 @@ _PROBE_S = 60.0
 
 def order(trust: str, *, allow_unsafe: bool) -> dict[str, Any]:
     """The addition to a worker's order (`workers._worker`): `wall`, or nothing."""
-    if trust != "untrusted" or allow_unsafe or not _works():
-        return {}
-    return {"wall": True}
+    return {"wall": True} if trust == "untrusted" and not allow_unsafe and _works() else {}
 
 
 def enter(channel: socket.socket, package: str, scratch: str) -> None:
