@@ -333,8 +333,7 @@ class StateAccess:
     def binding(self) -> BindingKind:
         module = self.function.module
         if self.name.startswith("self."):
-            kinds = module.attributes(self.function.owner)
-            return kinds.get(self.name.removeprefix("self."), BindingKind.OBJECT)
+            return module.attributes(self.function.owner).get(self.name.removeprefix("self."), BindingKind.OBJECT)
         return module.names.get(self.name, BindingKind.CONTAINER)
 
     def finding(self, text: str, *, sure: bool = True) -> StateFinding:

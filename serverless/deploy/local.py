@@ -145,8 +145,7 @@ class LocalDeployer:
         with self._locked():
             given = {"warm": warm, "concurrency": concurrency}
             state = self._known(function).model_copy(update={k: v for k, v in given.items() if v is not None})
-            chosen = state.find(function, state.current)
-            deployed = self._deployed(function, state, chosen)
+            deployed = self._deployed(function, state, state.find(function, state.current))
             least, most = deployed.warm or 0, deployed.concurrency or 0
             if not 0 <= least <= most or most < 1:
                 raise SpecInvalid(

@@ -12,7 +12,7 @@ import json
 import pathlib
 import sqlite3
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from serverless.keys import canonical
 from serverless.types import ModelFault, Outcome, Scored
@@ -98,7 +98,7 @@ class Cache:
     def put(self, key: bytes, outcome: Scored | ModelFault) -> None:
         if self._file is None:
             return
-        self._fresh[key] = _encode(outcome)
+        self._fresh[key] = json.dumps(asdict(outcome))  # a float's shortest form reads back as the same float
         if len(self._fresh) >= _GATHER:
             self._write()
 
@@ -137,13 +137,6 @@ class Cache:
         self._warn(
             f"the result cache {self._path} is off: {type(error).__name__}: {error} (delete the file to renew it)"
         )
-
-
-def _encode(outcome: Scored | ModelFault) -> str:
-    """JSON: a float's shortest form reads back as the same float."""
-    if isinstance(outcome, Scored):
-        return json.dumps({"value": outcome.value, "metrics": dict(outcome.metrics), "steps": outcome.steps})
-    return json.dumps({"floor": outcome.floor, "reason": outcome.reason})
 
 
 def _decode(text: str) -> Outcome:
