@@ -9,12 +9,13 @@ from __future__ import annotations
 import ast
 import compileall
 import importlib.util
+import itertools
 import pathlib
 import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any, Literal, Self
 
@@ -209,7 +210,11 @@ def check_importable(package: Package) -> None:
     _check_requirements(package)
     packed = {path.split("/")[1].removesuffix(".py") for path in package.files if path.startswith("function/")}
     wanted = [(module, "preloads") for module in package.spec.preload]
-    wanted += [(module, "imports") for tree in _trees(package) for module in _imports(tree)]
+    for node in itertools.chain.from_iterable(tree.body for tree in _trees(package)):
+        if isinstance(node, ast.Import):
+            wanted += [(alias.name, "imports") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            wanted.append((node.module, "imports"))
     for module, verb in wanted:
         if module.partition(".")[0] not in packed and not module_exists(module.partition(".")[0]):
             raise BackendFailed(
@@ -230,15 +235,6 @@ def module_exists(module: str) -> bool:
         return module in sys.modules or importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _imports(tree: ast.Module) -> Iterator[str]:
-    """The modules that are imported unconditionally when the module is imported."""
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            yield node.module
 
 
 def _check_requirements(package: Package) -> None:

@@ -274,7 +274,12 @@ class WorkerPool:
         try:
             return await future
         except asyncio.CancelledError:
-            self._forget(future)
+            # Release the worker that the leaving waiter had just been given.
+            if future.done() and not future.cancelled() and isinstance(slot := future.result(), WorkerSlot):
+                self._release(slot)
+            else:
+                with contextlib.suppress(ValueError):
+                    self._waiters.remove(future)
             raise
         finally:
             timer.cancel()
@@ -284,14 +289,6 @@ class WorkerPool:
             self._waiters.remove(future)
             detail = f"no worker of {self._spec.name} in {deadline_s:.3f} s"
             future.set_result(InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
-
-    def _forget(self, future: asyncio.Future[WorkerSlot | InfraFault]) -> None:
-        """Release the worker of a waiter that left, if it had just been given one."""
-        if future.done() and not future.cancelled() and isinstance(slot := future.result(), WorkerSlot):
-            self._release(slot)
-        else:
-            with contextlib.suppress(ValueError):
-                self._waiters.remove(future)
 
     async def _serve(
         self, slot: WorkerSlot, event: Sequence[dict[str, Any]], remaining_s: float, cause: Cause
