@@ -71,7 +71,7 @@ def plan(
 def _forecast(specs: Specs) -> tuple[Resolved, Sequence[Table]]:
     """A plan with its rate; of a machine that was calibrated as a whole, with the CPU time that its parts share."""
     resolved = forecast(specs)
-    machine = machine_of(specs) if specs.cluster.calibration else None
+    machine = machine_of(specs)
     if machine is None:
         return resolved, ()
     profiles = profiles_of(specs.run, resolved.quotas, specs.measured)

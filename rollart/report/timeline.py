@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -81,9 +81,6 @@ class Timeline:
     @property
     def bin_s(self) -> float:
         return self.seconds / self.bins
-
-    def labelled(self, label: str) -> Timeline:
-        return replace(self, label=label)
 
 
 class Bins:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -424,20 +424,16 @@ def _trainer_placement(
     return max(named, key=lambda p: p.count).name, spec.devices
 
 
-def _assumptions(run: RunSpec, domains: Sequence[DomainProfile]) -> tuple[str, ...]:
-    notes = []
+def _assumptions(run: RunSpec, domains: Sequence[DomainProfile]) -> Iterator[str]:
     assumed = [d.name for d in domains if d.source == ASSUMED]
     if assumed:
-        notes.append(
+        yield (
             f"assumed: every trajectory of {some_of(assumed)} is as long as max_turns, max_tokens and model.context "
             "allow; give a profile, or placement.profile a finished run"
         )
-    notes += [f"profile of {d.name}: {d.source}" for d in domains if d.source not in (ASSUMED, "given")]
+    yield from (f"profile of {d.name}: {d.source}" for d in domains if d.source not in (ASSUMED, "given"))
     if run.schedule in ("sync", "sync_plus"):
-        notes.append(
-            f"schedule is {run.schedule}: generation and training take turns, which the rate does not account for"
-        )
-    return tuple(notes)
+        yield f"schedule is {run.schedule}: generation and training take turns, which the rate does not account for"
 
 
 def _pool(pool: PoolSpec, own: DeviceSpec | None, prices: PriceList) -> Pool:

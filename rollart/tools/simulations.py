@@ -136,7 +136,7 @@ def simulation_finding(done: SimulationResult, *, with_timeline: bool = False) -
         faults = None
         if done.observed_faults is not None:
             faults = fault_cost(rows, reader.events(INFRA_FAULT), done.observed_faults)
-        drawn = timeline(reader).labelled(f"{done.schedule}, seed {done.seed}") if with_timeline else None
+        drawn = replace(timeline(reader), label=f"{done.schedule}, seed {done.seed}") if with_timeline else None
     steps = [
         StepTimes(s.ended, s.waited_s, s.trained - s.began, s.ended - s.trained, s.trajectories, s.tokens)
         for s in done.steps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree
@@ -117,7 +118,7 @@ def test_a_page_with_everything() -> None:
     drawn = timeline_of(100.0, spans, [("lake", 0.0, 50.0, 1.0, 9.0)], [("exact", 5.0, 6.0, 0.1, 0.2)], bins=20)
     all_found = [found(name, seed) for name in ("sync", "rollart") for seed in (0, 1)]
     report = simulation("r", all_found, ("a note",))
-    text = simulation_page(report, [drawn.labelled("sync, seed 0"), drawn.labelled("rollart, seed 0")])
+    text = simulation_page(report, [replace(drawn, label="sync, seed 0"), replace(drawn, label="rollart, seed 0")])
     closed(text)
     root = parsed(text)
     assert texts(root, "h1") == ["Simulation of r"]
@@ -187,7 +188,7 @@ def test_names_are_text_and_nothing_else() -> None:
     spans = [(EVIL, EVIL, 0.0, 10.0, EVIL, 1.0)]
     drawn = timeline_of(10.0, spans, [(EVIL, 0.0, 5.0, 1.0, 1.0)], [(EVIL, 1.0, 2.0, 0.0, 0.0)], pools={EVIL: EVIL})
     report = simulation(EVIL, [found(EVIL, 0, waste={EVIL: 1.0}, waits={EVIL: 9.0}, trace=EVIL)], (EVIL,))
-    text = simulation_page(report, [drawn.labelled(EVIL)])
+    text = simulation_page(report, [replace(drawn, label=EVIL)])
     closed(text)
     assert EVIL.replace("\x00", "\ufffd") in texts(parsed(text), "li")
     table = Table("t", EVIL, (TableColumn(EVIL), TableColumn("n", "number")), ((EVIL, 1),))
