@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,14 @@ def test_nothing_of_the_machine_is_in_the_sources() -> None:
         if path.exists():
             text = source(path)
             assert "/work/" not in text, path
+
+
+def test_documents_name_files_that_exist() -> None:
+    """Paths in backticks, from the root or from `rollart/`; `NAME.py` is one that the reader adds."""
+    for document in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for path in re.findall(r"`(\w+(?:/\w+)+\.py)`", document.read_text()):
+            there = (ROOT / path).exists() or (ROOT / "rollart" / path).exists()
+            assert there or path.endswith("/NAME.py"), f"{document.name}: {path}"
 
 
 def test_the_formatter_is_never_switched_off() -> None:
