@@ -59,7 +59,7 @@ def test_prefill_and_decode_with_weights_in_shared_memory(home: Home, shared_mem
     assert pulled(home.directory) == list(range(STEPS + 1)), "one copy of each version for both engines"
     pushes = events(home.directory, "weights_pushed")
     assert pushes[0]["sent_bytes"] == pushes[0]["bytes"]
-    assert all(0 < push["sent_bytes"] < push["bytes"] for push in pushes[1:])
+    assert all(push["sent_bytes"] < push["bytes"] for push in pushes[1:])  # nothing in a step of equal rewards
     assert counted(home.directory, "decode-0", "external_tokens") > 0, "KV came from the prefill engine"
     assert counted(home.directory, "prefill-0", "generated_tokens") > 0
     assert events(home.directory, "engine_lost") == events(home.directory, "infra_fault") == []
