@@ -181,7 +181,7 @@ class ControlPlane:
         self._settings = settings
         self._hooks = hooks
         rules = settings.schedule.rules
-        bound = rules.bound
+        aborts, bound = rules.aborts_stale, rules.bound
         colocation = GroupColocation() if settings.colocation else None
         self.gateway = _gateway(leases, recorder, version, settings, hooks, colocation)
         self._meter: WorkloadMeter | None = None
@@ -214,7 +214,7 @@ class ControlPlane:
             tokenizer,
             leases,
             limits=settings.waits,
-            stale=lambda v0: rules.aborts_stale and bound.stale(v0, self.gateway.version),  # at every turn (I2)
+            stale=lambda v0: aborts and bound.stale(v0, self.gateway.version),  # at every turn (I2)
             barrier=TurnBarrier() if rules.turns is TurnSynchrony.LOCKSTEP else FreeRunning(),
             meter=self._meter,
             measure=settings.measure,
