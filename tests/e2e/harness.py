@@ -112,6 +112,9 @@ def held(home: Home, free: int = STEPS * BATCH - BATCH, **arguments: Any) -> Spe
     }
 
 
+MOVES_WEIGHTS: Spec = {"baseline": "none", "normalize": "none"}
+"""The `advantage` of a domain in which every step changes the weights, also one whose groups have equal rewards."""
+
 CLUSTER: Spec = {
     "name": "two-cores",
     "pools": [{"name": "here", "device": "cpu", "count": 2}],

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import BATCH, CLUSTER, Home, Spec, events, sound, tiny
+from tests.e2e.harness import BATCH, CLUSTER, MOVES_WEIGHTS, Home, Spec, events, sound, tiny
 from tests.vllm.hosting import counted, needs_vllm
 
 pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(900)]
@@ -37,7 +37,7 @@ def shared_memory() -> Iterator[Path]:
 
 
 def stored(store: dict[str, Any], **changes: Any) -> Spec:
-    return tiny(steps=STEPS, weights={"store": store}, **changes)
+    return tiny(steps=STEPS, weights={"store": store}, domains__0__advantage=MOVES_WEIGHTS, **changes)
 
 
 def pulled(directory: Path) -> list[int]:
@@ -59,7 +59,7 @@ def test_prefill_and_decode_with_weights_in_shared_memory(home: Home, shared_mem
     assert pulled(home.directory) == list(range(STEPS + 1)), "one copy of each version for both engines"
     pushes = events(home.directory, "weights_pushed")
     assert pushes[0]["sent_bytes"] == pushes[0]["bytes"]
-    assert all(push["sent_bytes"] < push["bytes"] for push in pushes[1:])  # nothing in a step of equal rewards
+    assert all(0 < push["sent_bytes"] < push["bytes"] for push in pushes[1:])
     assert counted(home.directory, "decode-0", "external_tokens") > 0, "KV came from the prefill engine"
     assert counted(home.directory, "prefill-0", "generated_tokens") > 0
     assert events(home.directory, "engine_lost") == events(home.directory, "infra_fault") == []
