@@ -86,7 +86,7 @@ def sound(world: World, last: int) -> None:
     assert all(len(tries) == 1 for tries in by_version.values()) or world.trainer.streams, "the same batch again"
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=28, deadline=None)
 @given(overlapping(), st.integers(0, 2**32))
 def test_invariants_hold_with_a_version_on_its_way(world: World, fuzz: int) -> None:
     seen = watch_outstanding(world)
