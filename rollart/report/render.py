@@ -109,8 +109,10 @@ def render(report: Report, form: str, *, width: int = 110, colour: bool = False)
             return _csv(report)
         case "table":
             return _text(report, width, colour)
-        case _:
+        case "html":
             return page(report)
+        case _:
+            raise ValueError(f"format {form!r} (rule: one of table, json, csv, html)")
 
 
 def _json(report: Report) -> dict[str, Any]:

@@ -286,6 +286,8 @@ def test_every_format_says_the_same(make: Any) -> None:
     assert all(t.people or not t.rows for t in report.tables), "left out is what a run did not use"
     assert "\x1b" not in text
     assert "\x1b" in render(report, "table", colour=True)
+    with pytest.raises(ValueError, match="one of table, json, csv"):
+        render(report, "xml")
 
 
 def test_a_run_that_has_done_nothing() -> None:
