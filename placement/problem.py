@@ -56,7 +56,8 @@ def kept_for_next_turn(turn: int, max_turns: int) -> bool:
 @dataclass(frozen=True, slots=True)
 class RewardCost:
     """The cost of scoring one trajectory: seconds of `cores` CPU cores and `memory_gb`, or seconds of one GPU that
-    reads `memory_gb` of weights (`on_gpu`). Stateless rewards may run in functions at `FunctionPrice`."""
+    reads `memory_gb` of weights (`on_gpu`). Stateless rewards may run in functions at `FunctionPrice`, those on GPUs in
+    containers with `gpus` of type `gpu`. In calls of `batch` trajectories `seconds` is the share of one."""
 
     seconds: float
     cores: float = 1.0
@@ -65,6 +66,22 @@ class RewardCost:
     stateless: bool = True
     latency_s: float | None = None
     """Longest acceptable wait for the score; None if any will do."""
+    gpu: str = ""
+    gpus: int = 1
+    provided: bool = False
+    """True if only a provider of functions runs it: no device of a pool can be planned for it."""
+    batch: int = 1
+    single_s: float | None = None
+    """Seconds of a call with one trajectory; None: `seconds`."""
+    cold_start_s: float | None = None
+    """Seconds from a call to the start of its work in a new container, image and weights included; None: not known."""
+    keep_alive_s: float = 60.0
+    """Idle time after which a container stops."""
+
+    @property
+    def call_s(self) -> float:
+        """Seconds of a call with a full batch."""
+        return self.seconds * self.batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,16 +234,26 @@ class TrainingWork:
 
 @dataclass(frozen=True, slots=True)
 class FunctionPrice:
-    """The prices of a serverless provider: per GB-second, per core-second, per GPU-second and per million requests."""
+    """The prices of a serverless provider: per GB-second, core-second, GPU-second by type, and million requests."""
 
     provider: str
     usd_per_gb_s: float = 0.0
     usd_per_core_s: float = 0.0
     usd_per_million_requests: float = 0.0
-    usd_per_gpu_s: float | None = None
-    """None: it has no GPUs."""
+    usd_per_gpu_s: Mapping[str, float] = field(default_factory=dict)
+    """By type; empty: it has no GPUs."""
+    charges_idle: bool = False
+    """True if a container that waits costs as much as a busy one."""
     overhead_s: float = 0.05
     """Latency that a call adds to the work itself, warm."""
+
+    def usd_per_s(self, reward: RewardCost) -> float | None:
+        """Dollars per second of a worker for a reward; None if the provider does not have its GPU."""
+        worker = reward.memory_gb * self.usd_per_gb_s + reward.cores * self.usd_per_core_s
+        if not reward.on_gpu:
+            return worker
+        gpu = self.usd_per_gpu_s.get(reward.gpu)
+        return None if gpu is None else worker + gpu * reward.gpus
 
 
 class Restriction(enum.StrEnum):

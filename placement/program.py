@@ -416,13 +416,14 @@ def _add_rewards(p: PlacementProgram) -> None:
         if not options and _is_late(reward):
             m.row(("latency", j), low=1.0, high=1.0)  # infeasible on purpose
             p.late.append(
-                f"the reward of {domain.name} takes {reward.seconds:g} s, more than its bound of {reward.latency_s:g} s"
+                f"the reward of {domain.name} takes {reward.call_s:g} s, more than its bound of {reward.latency_s:g} s"
             )
             continue
         if not options:
             kind, priced = "GPU" if reward.on_gpu else "CPU", problem.functions is not None
             why = "functions cannot run it (state, latency or no GPU on offer)" if priced else "no functions are priced"
-            p.notes.append(f"the reward of {domain.name} is not placed: {why} and no {kind} pool fits it")
+            pools = "no pool runs a function with a GPU" if reward.provided else f"no {kind} pool fits it"
+            p.notes.append(f"the reward of {domain.name} is not placed: {why} and {pools}")
             continue
         p.rewards += options
         share = float(p.tableau.weights[j])
@@ -438,13 +439,11 @@ def _add_rewards(p: PlacementProgram) -> None:
 def _reward_options(p: PlacementProgram, j: int, reward: RewardCost) -> Iterator[RewardOption]:
     problem, m, price = p.problem, p.matrix, p.problem.functions
     if price is not None and reward.stateless and not _is_late(reward, price.overhead_s):
-        per_second: float | None = reward.memory_gb * price.usd_per_gb_s + reward.cores * price.usd_per_core_s
-        if reward.on_gpu:
-            per_second = price.usd_per_gpu_s
+        per_second = price.usd_per_s(reward)
         if per_second is not None:
-            usd = reward.seconds * per_second + price.usd_per_million_requests / 1e6
+            usd = reward.seconds * per_second + price.usd_per_million_requests / 1e6 / reward.batch
             yield RewardOption(j, -1, m.column(), None, usd)
-    if _is_late(reward):
+    if _is_late(reward) or reward.provided:
         return
     devices = 1 if reward.on_gpu else max(1, math.ceil(reward.cores))
     for g, pool in enumerate(problem.pools):
@@ -462,7 +461,7 @@ def _reward_options(p: PlacementProgram, j: int, reward: RewardCost) -> Iterator
 
 
 def _is_late(reward: RewardCost, overhead_s: float = 0.0) -> bool:
-    return reward.latency_s is not None and reward.seconds + overhead_s > reward.latency_s
+    return reward.latency_s is not None and reward.call_s + overhead_s > reward.latency_s
 
 
 def _add_environments(p: PlacementProgram) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from placement.milp import Floats, MilpSolution
 from placement.paths import MODES
+from placement.problem import FunctionPrice, RewardCost
 from placement.program import PlacementProgram, solve_relaxation
 from placement.search import plan_value
 from placement.types import Deployment, DualPrices, FirstStage, Flow, Objective, Placement, Pool, RewardChoice, Role
@@ -206,7 +207,27 @@ def _rewards(p: PlacementProgram, x: Floats) -> Iterable[RewardChoice]:
             usd_per_thousand=1000.0 * (per or 0.0),
             break_even_utilisation=even,
             dedicated_utilisation=rate * reward.seconds if dedicated is not None else None,
+            note=_idle_note(p.problem.functions, reward, rate) if q.pool < 0 else "",
         )
+
+
+def idle_containers(reward: RewardCost, rate: float) -> float:
+    """An estimate of the mean number of containers that wait at `rate` trajectories/s. Calls arrive at random: a mean
+    load of a containers needs a + √a of them, of which one waits no longer than `keep_alive_s` for its next call."""
+    load, calls_per_s = rate * reward.seconds, rate / reward.batch
+    spare = math.ceil(load + math.sqrt(load)) - load
+    return spare * -math.expm1(-calls_per_s * reward.keep_alive_s)
+
+
+def _idle_note(price: FunctionPrice | None, reward: RewardCost, rate: float) -> str:
+    """The bill of waiting containers and their start, where the provider charges them. It is in no dollars of a
+    plan."""
+    per_second = None if price is None or not price.charges_idle else price.usd_per_s(reward)
+    if per_second is None:
+        return ""
+    waiting = idle_containers(reward, rate)
+    note = f"and about ${3600.0 * waiting * per_second:.2f}/h for {waiting:.1f} containers that wait"
+    return note if reward.cold_start_s is None else f"{note}; a start takes {reward.cold_start_s:g} s"
 
 
 def _binding_constraints(p: PlacementProgram, best: MilpSolution, x: Floats) -> tuple[str, ...]:

@@ -259,7 +259,8 @@ class Charge:
     """The row of a trajectory that ended: its outcome and its costs.
 
     `first_tokens` is the length of its first prompt; `reset_s` the duration of its environment's reset, prefetched or
-    not; `env_s` the time that it waited for the steps of its environment.
+    not; `env_s` the time that it waited for the steps of its environment, `reward_s` for its reward (None if it asked
+    for none).
     """
 
     trajectory: TrajectoryId
@@ -278,6 +279,7 @@ class Charge:
     first_tokens: int = 0
     reset_s: float = 0.0
     env_s: float = 0.0
+    reward_s: float | None = None
 
 
 class Recorder(Protocol):

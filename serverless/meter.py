@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Protocol
 
-from serverless.types import Invocation
+from serverless.types import Invocation, TokenUsage
 
 
 class WorkerState(enum.StrEnum):
@@ -46,6 +46,36 @@ class Saving:
     memory_mb: int
 
 
+NO_SCORE = "no_score"
+"""Cause of tokens whose answer is no score: a judge refused, was cut off or gave no verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBill:
+    """Tokens that an answered call of a function consumed at a language model, which its provider bills. Every executed
+    call has its own; an item that shares an answer has none. `provider` is the function's.
+
+    `cause` is NO_SCORE, `Cause.HEDGE` for a second execution, or `Cause.CALL`: the repeated request after an answer
+    without a score is no overhead itself."""
+
+    function: str
+    provider: str
+    t: float
+    cause: str
+    usage: TokenUsage
+
+
+@dataclass(frozen=True, slots=True)
+class LeftProcesses:
+    """Processes that outlived their call, by names and ids. They and their worker were ended after the answer, which
+    counts."""
+
+    function: str
+    worker: str
+    t: float
+    processes: str
+
+
 class MeterSink(Protocol):
     """Receives the reports of backends. Synchronous and cheap."""
 
@@ -55,6 +85,10 @@ class MeterSink(Protocol):
     def worker(self, span: WorkerSpan) -> None: ...
 
     def saving(self, saving: Saving) -> None: ...
+
+    def tokens(self, bill: TokenBill) -> None: ...
+
+    def left(self, left: LeftProcesses) -> None: ...
 
 
 def billed_seconds(seconds: float) -> float:
@@ -68,3 +102,7 @@ class NullMeter:
     def worker(self, span: WorkerSpan) -> None: ...
 
     def saving(self, saving: Saving) -> None: ...
+
+    def tokens(self, bill: TokenBill) -> None: ...
+
+    def left(self, left: LeftProcesses) -> None: ...

@@ -19,12 +19,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from serverless import wire
+from serverless.analysis.imports import undeclared
 from serverless.deploy.package import Package
 from serverless.errors import SpecInvalid
+from serverless.history import differences, refusal
 from serverless.meter import billed_seconds
 from serverless.providers.base import Backend, Reply
 from serverless.spec import FunctionSpec, Settings
-from serverless.types import FaultKind, InfraFault, Invocation, Item, ModelFault, Outcome, Scored
+from serverless.types import FaultKind, InfraFault, Invocation, Item, ModelFault, Outcome, Scored, TokenUsage
+from serverless.usage import total
 from serverless.workers.local import LocalBackend
 
 _TOLERANCE = 1e-6
@@ -143,6 +146,9 @@ class Rehearsal:
     memory_limit_mb: int
     costs: tuple[CostPerMillion, ...] = ()
     warnings: tuple[str, ...] = ()
+    tokens: tuple[TokenUsage, ...] = ()
+    """Tokens that all calls consumed, which scored `token_items` items: an entry per endpoint and model."""
+    token_items: int = 0
 
     @property
     def passed(self) -> bool:
@@ -215,16 +221,17 @@ async def rehearse(
     await backend.deploy(package)
     caller = _Caller(backend, package)
     first = [await caller.single(case) for case in cases]
-    again = [await caller.single(case) for case in cases]
+    again = [await caller.single(case) for case in reversed(cases)][::-1]  # one worker serves calls in turn
     batch, batched, full = await caller.full_batch(again)
     spec, results = package.spec, (*first, *again)
     warm = [r.seconds for r in results if not r.cold_start_s] or [r.seconds for r in again]
-    warnings = list(package.warnings)
+    warnings = [*package.warnings, *_undeclared(package)]
     if spec.deterministic:
-        changed = [a.case.item.id for a, b in zip(first, again, strict=True) if a.outcome != b.outcome]
+        items, answers, later = [r.case.item for r in first], [r.outcome for r in first], [r.outcome for r in again]
+        changed = differences(items, answers, later, calls=len(results))
         mixed = {r.case.item.id: None for r, outcome in full if r.outcome != outcome}
         if changed:
-            warnings.append(f"declared deterministic, but gave another answer the second time: {', '.join(changed)}")
+            warnings.append(refusal(spec.name, changed).message)
         elif mixed:
             warnings.append(f"the answer depends on what else is in the call: {', '.join(mixed)}")
     # For a batch of one, use the mean over every case, not the first one alone.
@@ -244,6 +251,8 @@ async def rehearse(
             for provider, units in prices.items()
         ),
         warnings=tuple(warnings),
+        tokens=tuple(caller.tokens),
+        token_items=caller.items,
     )
 
 
@@ -251,7 +260,7 @@ def cost(spec: FunctionSpec, prices: Mapping[str, float], call_s: float, items: 
     """US dollars per million items in calls of `call_s` seconds with `items` each.
 
     Units: "GB-second" with "million-requests" (Lambda: memory by 1,024 MB, time rounded up to 1 ms), or "core-second"
-    with "GiB-second" (Modal: at least 0.125 cores), and "gpu-second" if the function has a GPU. None without these.
+    with "GiB-second" (Modal: at least 0.125 cores), and "gpu-second:TYPE" for a GPU. None without these.
     """
     memory = spec.memory_mb / 1024.0
     if "GB-second" in prices:
@@ -268,11 +277,13 @@ def cost(spec: FunctionSpec, prices: Mapping[str, float], call_s: float, items: 
 
 def _container_usd(spec: FunctionSpec, prices: Mapping[str, float]) -> float | None:
     """US dollars per second of a container, busy or idle; None without such prices."""
-    if "core-second" not in prices or (spec.gpu and "gpu-second" not in prices):
+    kind, count = spec.gpus
+    gpu = prices.get(f"gpu-second:{kind}") if count else 0.0
+    if "core-second" not in prices or gpu is None:
         return None
     second = max(spec.cpu, MODAL_CORES) * prices["core-second"]
     second += spec.memory_mb / 1024.0 * prices.get("GiB-second", 0.0)
-    return second + (prices["gpu-second"] if spec.gpu else 0.0)
+    return second + gpu * count
 
 
 def _costs(
@@ -288,12 +299,20 @@ def _costs(
     batched = None if batched_item_s is None else cost(spec, units, batched_item_s * batch, batch)
     waits = None if "GB-second" in units else _container_usd(spec, units)
     if waits is None:
-        note = "" if single is not None else "no price for its GPU" if spec.gpu else "no price per second"
+        note = "" if single is not None else "no price per second"
+        if single is None and spec.gpu:
+            note = "no GPUs" if "GB-second" in units else f"no price for its GPU {spec.gpu}"
         return CostPerMillion(provider, single, batched, batch, note)
     idle_s = min(IDLE_MOST_S, max(IDLE_LEAST_S, spec.keep_alive_s))
     usd_idle = waits * idle_s
     note = f"and ${usd_idle:.2g} for each {idle_s:g} s that a container waits (keep_alive_s)"
     return CostPerMillion(provider, single, batched, batch, note, usd_idle, idle_s)
+
+
+def _undeclared(package: Package) -> list[str]:
+    """Imports that work on this machine only."""
+    found = undeclared(package.files, package.spec.requirements)
+    return [f'{one}: other providers may not have it (requirements=["{one.requirement}"])' for one in found]
 
 
 _ANY_SCORE = ExpectedOutcome()
@@ -306,6 +325,8 @@ class _Caller:
         self._backend = backend
         self._spec = package.spec
         self.peak_mb: float | None = None
+        self.tokens: list[TokenUsage] = []
+        self.items = 0
 
     async def single(self, case: RehearsalCase) -> CaseResult:
         """Call a case alone."""
@@ -345,6 +366,8 @@ class _Caller:
         reply = await self._backend.invoke(spec.name, event, deadline_s=spec.timeout_s + spec.init_timeout_s + 1.0)
         seen = _peak_mb(self._backend)
         self.peak_mb = seen if self.peak_mb is None else max(self.peak_mb, seen or 0.0)
+        self.tokens = total([*self.tokens, *(used for used, _ in wire.usage(reply.body))])
+        self.items += len(event)
         fault = reply.fault
         if fault is None:
             return reply, wire.outcomes(reply.body, event, deterministic=spec.deterministic)

@@ -51,8 +51,8 @@ import enum
 import functools
 import inspect
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = [
@@ -129,6 +129,10 @@ class CallableSignature:
     @property
     def required(self) -> tuple[str, ...]:
         return tuple(p.name for p in self.parameters if p.required)
+
+    def without(self, names: Collection[str]) -> CallableSignature:
+        """The signature where parameters of some names are given already."""
+        return replace(self, parameters=tuple(p for p in self.parameters if p.name not in names))
 
     def __str__(self) -> str:
         return f"({', '.join([p.name for p in self.parameters] + ['**'] * self.any_keyword)})"

@@ -7,7 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-__all__ = ["Cause", "FaultKind", "InfraFault", "Invocation", "Item", "ModelFault", "Outcome", "Scored", "Throttle"]
+__all__ = [
+    "Cause",
+    "FaultKind",
+    "InfraFault",
+    "Invocation",
+    "Item",
+    "ModelFault",
+    "Outcome",
+    "Scored",
+    "Throttle",
+    "TokenUsage",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +85,37 @@ class Cause(enum.StrEnum):
     """Made by another provider after the previous one failed."""
     SMOKE = "smoke"
     WARM = "warm"
+    CHECK = "check"
+    """Repeated in another order, to see whether answers depend on earlier calls (`serverless.history`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenUsage:
+    """Tokens that requests to a language model consumed, each in exactly one class; its provider bills them.
+
+    `endpoint` is the host of its API. `input_tokens` are those of prompts at the full price, `cached_tokens` those read
+    from the provider's prompt cache, `cache_write_tokens` those written to it at a price of their own.
+    """
+
+    endpoint: str
+    model: str
+    requests: int = 1
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    cache_write_tokens: int = 0
+    output_tokens: int = 0
+
+    def __add__(self, other: TokenUsage) -> TokenUsage:
+        """The sum of two usages of one model."""
+        return TokenUsage(
+            self.endpoint,
+            self.model,
+            self.requests + other.requests,
+            self.input_tokens + other.input_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.cache_write_tokens + other.cache_write_tokens,
+            self.output_tokens + other.output_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

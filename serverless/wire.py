@@ -1,10 +1,11 @@
 """The list form on the wire: items to events, answers to outcomes. Pure.
 
 Event  `[{id, messages, reference_answer, metadata}]`
-Answer `[{id, aggregate_reward_score, metrics_list: [{name, value, type}], step_rewards?, model_fault?, error?}]`
-(the form of Amazon Nova and Bedrock RFT reward Lambdas, with three optional fields of ours).
+Answer `[{id, aggregate_reward_score, metrics_list: [{name, value, type}], step_rewards?, model_fault?, error?,
+usage?}]` (the form of Amazon Nova and Bedrock RFT reward Lambdas, with four optional fields of ours).
 
-`model_fault` is a reason and makes `aggregate_reward_score` the floor. `error` is `{type, message, kind?, retryable?}`.
+`model_fault` is a reason and makes `aggregate_reward_score` the floor. `error` is `{type, message, kind?, retryable?,
+throttle?, retry_after_s?}`. `usage` is a list of `TokenUsage` by its field names: tokens that the item cost elsewhere.
 Invalid parts are `InfraFault(BAD_ANSWER)` for the items concerned: NaN, infinities, booleans and strings are
 not scores, an id that was not asked for discredits the whole answer, a missing or doubled id only its item.
 """
@@ -13,13 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any
 
 import msgpack
 
-from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored
+from serverless.types import FaultKind, InfraFault, Item, ModelFault, Outcome, Scored, Throttle, TokenUsage
 
 WireItem = dict[str, Any]
+
+_USAGE_FIELDS = frozenset(field.name for field in fields(TokenUsage))
 
 
 def encode(item: Item) -> WireItem:
@@ -67,6 +71,30 @@ def outcomes(body: object, event: Sequence[WireItem], *, deterministic: bool) ->
         except ValueError as error:
             found.append(_bad(str(error), retryable))
     return found
+
+
+def usage(body: object) -> list[tuple[TokenUsage, bool]]:
+    """The tokens that a call's answers report, each with True if its answer is no `error`. Entries of another form are
+    not ours, and ignored."""
+    if not isinstance(body, list):
+        return []
+    answers = [answer for answer in body if isinstance(answer, dict) and "usage" in answer]
+    return [
+        (used, "error" not in answer)
+        for answer in answers
+        if isinstance(answer["usage"], list)
+        for used in map(_tokens, answer["usage"])
+        if used is not None
+    ]
+
+
+def _tokens(entry: object) -> TokenUsage | None:
+    if not isinstance(entry, dict) or entry.keys() - _USAGE_FIELDS:
+        return None
+    counts = {name: value for name, value in entry.items() if name not in ("endpoint", "model")}
+    if any(type(value) is not int or not 0 <= value < 2**53 for value in counts.values()):
+        return None
+    return TokenUsage(str(entry.get("endpoint", ""))[:200], str(entry.get("model", ""))[:200], **counts)
 
 
 def _one(answers: list[dict[str, Any]], key: str) -> Outcome:
@@ -120,7 +148,14 @@ def _error(error: object) -> InfraFault:
     kind = str(error.get("kind"))
     known = FaultKind(kind) if kind in set(FaultKind) else FaultKind.CRASH
     detail = f"{error.get('type', 'Error')}: {error.get('message', '')}"[:500]
-    return InfraFault(known, retryable=error.get("retryable") is True, detail=detail)
+    limit, wait = str(error.get("throttle")), _number(error.get("retry_after_s"))
+    return InfraFault(
+        known,
+        retryable=error.get("retryable") is True,
+        detail=detail,
+        throttle=Throttle(limit) if limit in set(Throttle) else None,
+        retry_after_s=None if wait is None else max(0.0, wait),
+    )
 
 
 def _bad(detail: str, retryable: bool) -> InfraFault:

@@ -29,7 +29,7 @@ from rollart.ledger.intervals import EngineShares, ResourceClock
 from rollart.model import Outcome, Scored, Trajectory, WeightsRef
 from rollart.policy.routing import PREFILL_RULES, RoutingPolicy
 from rollart.policy.schedules import resolve
-from rollart.ports import Charge
+from rollart.ports import Charge, Rewarder
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.settings.faults import ResetTroubleSpec
 from rollart.settings.rollout import TailBatchingSpec
@@ -43,7 +43,7 @@ from rollart.sim.weights import WeightTransfer
 from rollart.sim.workload import GeneratedWorkload, MassTokenizer, WorkloadShape, mass_of
 from rollart.testing.ledger import MemoryRecorder
 
-__all__ = ["Bed", "Played", "Serving", "Task", "mean", "play"]
+__all__ = ["Bed", "Played", "Serving", "Task", "mean", "play", "played"]
 
 FOREVER_S = 1e6
 
@@ -72,8 +72,9 @@ class Serving:
 @dataclass(frozen=True, slots=True)
 class Bed:
     """One job on one testbed. `apart`: weights cross the slow link between clusters; `overlap`: beside the next step.
-    `reward`: seconds of one, computed as its trajectory ends; `stage_s`: of a reward stage between a rollout and its
-    training. `tail`: eta of tail batching. `kv_gb_per_s`: of the link between prefill and decode engines."""
+    `reward`: seconds of one, computed as its trajectory ends, or `rewarder`: a real one; `stage_s`: of a reward stage
+    between a rollout and its training. `tail`: eta of tail batching. `kv_gb_per_s`: of the link between prefill and
+    decode engines."""
 
     model: str
     tasks: tuple[Task, ...]
@@ -86,6 +87,7 @@ class Bed:
     overlap: bool = False
     kv_gb_per_s: float = 50.0
     reward: Callable[[Trajectory], float] | None = None
+    rewarder: Rewarder | None = None
     stage_s: float = 0.0
     tail: float | None = None
     faults: ResetTroubleSpec | None = None
@@ -115,6 +117,8 @@ class Played:
     """The results of a run."""
 
     bed: Bed
+    since: float = 0.0
+    """When it began."""
     passed: list[Passed] = field(default_factory=list)
     seconds: float = 0.0
     engines: list[ModelledEngine] = field(default_factory=list)
@@ -124,12 +128,12 @@ class Played:
 
     def step_s(self, skip: int = 0) -> float:
         """Mean seconds of a step, from one version to the next, without the first `skip`."""
-        start = self.passed[skip - 1].ended if skip else 0.0
+        start = self.passed[skip - 1].ended if skip else self.since
         return (self.passed[-1].ended - start) / (len(self.passed) - skip)
 
     def rollouts_s(self) -> list[float]:
         """Seconds until each batch is complete, where nothing else goes on meanwhile."""
-        ends = [0.0, *(p.ended for p in self.passed)]
+        ends = [self.since, *(p.ended for p in self.passed)]
         return [p.began - at for p, at in zip(self.passed, ends, strict=False)]
 
     def rollout_s(self) -> float:
@@ -137,12 +141,12 @@ class Played:
 
     def steps_s(self) -> list[float]:
         """Seconds of each step, from one version to the next."""
-        ends = [0.0, *(p.ended for p in self.passed)]
+        ends = [self.since, *(p.ended for p in self.passed)]
         return [b - a for a, b in itertools.pairwise(ends)]
 
     def waiting(self, skip: int = 0) -> float:
         """The trainer's share of time in which it waits for a batch."""
-        start = self.passed[skip - 1].ended if skip else 0.0
+        start = self.passed[skip - 1].ended if skip else self.since
         return sum(p.waited_s for p in self.passed[skip:]) / (self.passed[-1].ended - start)
 
     def train_s(self) -> float:
@@ -150,7 +154,7 @@ class Played:
 
     def last(self, step: int) -> Charge:
         """The trajectory that the step waited for, where steps do not overlap."""
-        start = self.passed[step - 1].ended if step else 0.0
+        start = self.passed[step - 1].ended if step else self.since
         return max((c for c in self.charges if start <= c.t0 and c.t1 <= self.passed[step].began), key=lambda c: c.t1)
 
     def aborted(self) -> int:
@@ -159,15 +163,17 @@ class Played:
 
 
 def play(bed: Bed) -> Played:
-    return virtual.run(_played(bed))
+    return virtual.run(played(bed))
 
 
 def mean(values: Sequence[float]) -> float:
     return statistics.fmean(values)
 
 
-async def _played(bed: Bed) -> Played:
-    loop, recorder, out = asyncio.get_running_loop(), MemoryRecorder(), Played(bed)
+async def played(bed: Bed) -> Played:
+    """Several jobs may run on one loop."""
+    loop, recorder = asyncio.get_running_loop(), MemoryRecorder()
+    out = Played(bed, since=loop.time())
     gb = shape(bed.model).weight_bytes / 1e9
     pulls: dict[str, SharedLink] = {}
     transfer = WeightTransfer(
@@ -194,7 +200,7 @@ async def _played(bed: Bed) -> Played:
     control = ControlPlane(
         [_domain(bed, task) for task in bed.tasks],
         tokenizer=MassTokenizer(),
-        rewarder=_Rewarder(bed.reward),
+        rewarder=bed.rewarder or _Rewarder(bed.reward),
         trainer=trainer,
         journal=recorder,
         weights=MemoryWeights(),
@@ -215,7 +221,7 @@ async def _played(bed: Bed) -> Played:
     await control.run(step=0, steps=bed.steps)
     for clock in clocks:
         clock.close()
-    out.seconds = loop.time()
+    out.seconds = loop.time() - out.since
     out.charges = recorder.charges
     out.kinds = [e.subject for e in recorder.events if e.kind == "tail_round"]
     return out

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.shell_completion import CompletionItem
 
 from rollart.errors import UsageError
 
@@ -24,8 +25,11 @@ WHAT_IF = "--what-if"
 SEEDS, STEPS = 1, 10
 """Simulations, and training steps of each: enough to fill the pipeline and for a mean; a run has hundreds."""
 
-TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform")
+TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform", "knative")
 """Kinds of deployments that `rollart infra render` writes."""
+
+COMPLETE = "_ROLLART_COMPLETE"
+"""The variable by which a shell's completion asks."""
 
 EPILOG = "Exit codes: 0 ok, 1 run failed, 2 usage or spec, 3 provider, 4 budget, 5 fault rate, 130 interrupted."
 
@@ -74,7 +78,21 @@ def several(*options: Callable[[Declared], Declared]) -> Callable[[Declared], De
     return lambda declared: functools.reduce(lambda known, option: option(known), reversed(options), declared)
 
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Output for machines.")
+def completed_by(names: str) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Completion of an argument or option by a function of `rollart.cli.completion`."""
+
+    def complete(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return list(pkgutil.resolve_name(f"rollart.cli.completion:{names}")(context, incomplete))
+
+    return complete
+
+
+json_option = several(
+    shown_option(
+        "-o", "--output", type=click.Choice(["text", "json"]), default="text", help="For people, or for machines."
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Short for -o json."),
+)
 
 output_option = several(
     shown_option(
@@ -89,12 +107,16 @@ output_option = several(
 
 runs_option = shown_option("--runs-dir", type=PATH, default=Path("runs"), help="Directory that holds the runs.")
 
-run_argument = click.argument("run", required=False)
+run_argument = click.argument("run", required=False, shell_complete=completed_by("runs"))
+
+file_argument = click.argument("source", metavar="FILE", shell_complete=completed_by("files"))
+
+function_argument = click.argument("function", shell_complete=completed_by("functions"))
 
 report_options = several(run_argument, output_option, runs_option)
 
 spec_arguments = several(
-    click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]..."),
+    click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...", shell_complete=completed_by("specs")),
     click.option("--cluster", type=PATH, help="Cluster spec. Default: this machine."),
 )
 
@@ -103,7 +125,13 @@ listen_option = shown_option(
 )
 
 provider_options = several(
-    shown_option("--provider", default="local", metavar="[local|aws|modal]", help="Where functions are."),
+    shown_option(
+        "--provider",
+        default="local",
+        metavar="[local|aws|modal]",
+        help="Where functions are.",
+        shell_complete=completed_by("providers"),
+    ),
     click.option("--cluster", type=PATH, help="Cluster spec with the provider's settings."),
     shown_option(
         "--root",
@@ -111,6 +139,13 @@ provider_options = several(
         default=Path(".rollart/functions"),
         help="Directory of locally deployed functions; RUN/functions has the logs of a run's.",
     ),
+)
+
+canary_option = click.option(
+    "--canary",
+    type=click.FloatRange(0.0, 1.0, min_open=True, max_open=True),
+    metavar="SHARE",
+    help="Share of the calls that the new version gets, as 0.1; the current version keeps the rest.",
 )
 
 prices_option = click.option("--cluster", type=PATH, help="Cluster spec; the shipped price list without it.")
@@ -260,7 +295,7 @@ def rewards() -> None:
     """
 
 
-@command(rewards, "rewards:init")
+@command(rewards, "rewards.develop:init")
 @click.argument("directory", type=PATH, default=Path("reward"))
 @click.option("--name", default=None, help="Name of the reward; the directory's if not given.")
 @json_option
@@ -268,8 +303,8 @@ def rewards_init() -> None:
     """Write a reward that works, with cases that it passes, into DIRECTORY."""
 
 
-@command(rewards, "rewards:test")
-@click.argument("source", metavar="FILE")
+@command(rewards, "rewards.develop:test")
+@file_argument
 @click.option("--cases", type=PATH, help="Items, one JSON object a line; cases.jsonl if not given.")
 @click.option("--allow-unsafe", is_flag=True, help="Run an untrusted reward without a sandbox.")
 @output_option
@@ -277,33 +312,107 @@ def rewards_test() -> None:
     """Run rewards on cases, as a provider would: scores, time, memory, dollars per million items."""
 
 
-@command(rewards, "rewards:deploy")
-@click.argument("source", metavar="FILE")
+@command(rewards, "rewards.dev:dev")
+@file_argument
+@click.option("--cases", type=PATH, help="Items, one JSON object a line; cases.jsonl if not given.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Also serve the rewards over HTTP there; 0: any free port.")
+@click.option("--allow-unsafe", is_flag=True, help="Run an untrusted reward without a sandbox.")
+@output_option
+def rewards_dev() -> None:
+    """Run rewards on cases at each save of FILE, of the files packed with it or of the cases, until Ctrl-C.
+
+    Shows the cases whose result changed, times, memory, dollars per million items on each provider, and warnings.
+    Workers stay warm. With -o json every save is an object on a line.
+    """
+
+
+@command(rewards, "rewards.develop:doctor")
+@file_argument
+@click.option("--cases", type=PATH, help="Items, one JSON object a line; cases.jsonl if not given. Four are used.")
+@click.option("--cluster", type=PATH, help="Cluster spec whose `functions.pipeline` is used.")
+@shown_option(
+    "--provider",
+    default="aws",
+    metavar="[local|aws|modal]",
+    help="Provider whose prices are used.",
+    shell_complete=completed_by("providers"),
+)
+@click.option("--allow-unsafe", is_flag=True, help="Run an untrusted reward without a sandbox.")
+@output_option
+def rewards_doctor() -> None:
+    """Inject faults into rewards as a run calls them, and show what the run would see of each.
+
+    Quota and rate limits, lost, late, empty and malformed answers, crashes, exhausted memory; and inside the reward,
+    refused connections and refused memory. Local workers, with short time limits and pauses. Exit code 1 if a fault
+    became a number in place of a masked sample.
+    """
+
+
+@command(rewards, "rewards.release:diff")
+@file_argument
+@provider_options
+@click.option("--name", default=None, help="Another name for a single reward.")
+@canary_option
+@click.option("--cases", type=PATH, help="Items to measure the cost with; cases.jsonl if not given.")
+@shown_option("--cost/--no-cost", default=True, help="Run both versions on the cases here, and compare their cost.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 if there are changes, as `git diff --exit-code`.")
+@output_option
+def rewards_diff() -> None:
+    """Compare the rewards of FILE with the deployed versions: source, requirements, settings, role and cost.
+
+    Nothing is deployed. `deploy --dry-run` lists the same changes without the text of the source.
+    """
+
+
+@command(rewards, "rewards.release:deploy")
+@file_argument
 @provider_options
 @click.option("--dry-run", is_flag=True, help="Show the changes without making them.")
 @click.option("--name", default=None, help="Another name for a single reward.")
+@click.option("--render", type=PATH, help="Write the build contexts of Lambda images there; deploy nothing.")
+@canary_option
 @output_option
 def rewards_deploy() -> None:
-    """Deploy rewards to a provider. Deploying an existing version changes nothing."""
+    """Deploy rewards to a provider. Deploying an existing version changes nothing.
+
+    With --canary the current version stays current, and the new one gets a share of its calls, until `promote`,
+    `rollback` or another deployment.
+    """
 
 
-@command(rewards, "rewards:list_")
+@command(rewards, "rewards.release:promote")
+@function_argument
+@provider_options
+@shown_option("--runs", type=PATH, default=Path("runs"), help="Directory of recorded runs to compare the versions by.")
+@click.option("--cases", type=PATH, help="Compare them by items that both are called with now.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--force", is_flag=True, help="Promote it although it has more faults.")
+@output_option
+def rewards_promote() -> None:
+    """Make the canary of a function its only current version.
+
+    First both versions are compared: scores, faults, median latency, and cost per million items. A canary whose share
+    of faults is larger, beyond the 95 % interval, is refused with exit code 5.
+    """
+
+
+@command(rewards, "rewards.operate:list_")
 @provider_options
 @output_option
 def rewards_list() -> None:
-    """Deployed functions and their current versions."""
+    """Deployed functions: their current versions, and their canaries with the share of calls of each."""
 
 
-@command(rewards, "rewards:versions")
-@click.argument("function")
+@command(rewards, "rewards.operate:versions")
+@function_argument
 @provider_options
 @output_option
 def rewards_versions() -> None:
     """Versions of a function, newest first."""
 
 
-@command(rewards, "rewards:invoke")
-@click.argument("source", metavar="FILE|NAME")
+@command(rewards, "rewards.operate:invoke")
+@click.argument("source", metavar="FILE|NAME", shell_complete=completed_by("functions_or_files"))
 @click.option("--item", default=None, help="One item as JSON; standard input if not given.")
 @provider_options
 @shown_option(
@@ -313,23 +422,38 @@ def rewards_versions() -> None:
 def rewards_invoke() -> None:
     """Call a reward on a provider with an item, or a list of them, and print its answer as JSON.
 
-    NAME calls the current version of a deployed function. FILE calls the version of the file, which is deployed first
-    if it is not there; the current version stays current. With --json the bill is printed with the answer.
+    NAME calls a deployed function: the current version or its canary, by their weights. NAME@VERSION calls one version,
+    by its number, the start of its digest, or an alias (live, canary; on Lambda also a run's). FILE calls the version
+    of the file, which is deployed first if it is not there; the current version stays current. With --json the bill is
+    printed with the answer.
     """
 
 
-@command(rewards, "rewards:logs")
-@click.argument("function")
+@command(rewards, "rewards.operate:logs")
+@function_argument
 @provider_options
 @shown_option("--since", "since_s", type=click.FloatRange(min=0), default=3600.0, help="Seconds ago.")
 @shown_option("--limit", type=COUNT, default=1000, help="Most lines.")
+@click.option(
+    "--run",
+    default="",
+    metavar="RUN",
+    help="Only lines of calls of this run: its id, or how it starts.",
+    shell_complete=completed_by("runs"),
+)
+@click.option("--trajectory", default="", metavar="ID", help="Only lines of calls that scored this trajectory.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing new lines until Ctrl-C.")
 @output_option
 def rewards_logs() -> None:
-    """Show the output of a function, oldest first."""
+    """Show the output of a function, oldest first, with the run and the trajectory that each line belongs to.
+
+    A reward that scores several items in one call shows the trajectories of the call. Output of child processes belongs
+    to none.
+    """
 
 
-@command(rewards, "rewards:scale")
-@click.argument("function")
+@command(rewards, "rewards.operate:scale")
+@function_argument
 @provider_options
 @click.option("--warm", type=click.IntRange(min=0), default=None, help="Workers that are kept ready.")
 @click.option("--concurrency", type=COUNT, default=None, help="Most workers at once.")
@@ -338,17 +462,23 @@ def rewards_scale() -> None:
     """Set the number of warm workers of a function, and its concurrency."""
 
 
-@command(rewards, "rewards:rollback")
-@click.argument("function")
-@click.option("--to", "version", default="", help="Version, or how its digest starts; the one before if not given.")
+@command(rewards, "rewards.release:rollback")
+@function_argument
+@click.option(
+    "--to",
+    "version",
+    default="",
+    help="Version: its number, or how its digest starts.",
+    shell_complete=completed_by("versions"),
+)
 @provider_options
 @output_option
 def rewards_rollback() -> None:
-    """Make an earlier version of a function the current one."""
+    """End the canary of a function; without one, make the version before the current one current."""
 
 
-@command(rewards, "rewards:delete")
-@click.argument("function")
+@command(rewards, "rewards.operate:delete")
+@function_argument
 @provider_options
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @json_option
@@ -356,27 +486,72 @@ def rewards_delete() -> None:
     """Remove a function with all its versions from a provider."""
 
 
-@command(rewards, "rewards:plan")
-@click.argument("source", metavar="FILE")
+@command(rewards, "rewards.develop:plan")
+@file_argument
 @click.option("--cases", type=PATH, help="Items to measure with; cases.jsonl if not given.")
 @click.option("--items", type=COUNT, required=True, help="Items that a run scores.")
 @shown_option("--runs-per-month", type=click.FloatRange(min=0), default=1.0)
-@click.option("--from", "before", default=None, metavar="PROVIDER", help="Provider that they are on now.")
+@click.option(
+    "--from",
+    "before",
+    default=None,
+    metavar="PROVIDER",
+    help="Provider that they are on now.",
+    shell_complete=completed_by("providers"),
+)
 @output_option
 def rewards_plan() -> None:
     """Show the cost of rewards per run and month on each provider, compared with their current one."""
 
 
+@command(rewards, "rewards.rescore:rescore")
+@click.argument("run", metavar="RUN")
+@click.option(
+    "--with",
+    "source",
+    required=True,
+    metavar="FILE|NAME[@VERSION]",
+    help="Reward that scores the run's kept items again: of a file, or deployed.",
+)
+@shown_option("--times", type=click.IntRange(1, 1000), default=1, help="Answers per item, for the variance of a judge.")
+@click.option("--function", metavar="NAME", help="Function of the run to compare with; needed where it has several.")
+@click.option("--sample", type=COUNT, metavar="N", help="Most items, drawn by whole prompts.")
+@shown_option(
+    "--tolerance", type=click.FloatRange(min=0), default=0.05, help="Largest difference of scores that agree."
+)
+@click.option("--threshold", type=float, help="Least score that passes. Default: the middle of scores of two values.")
+@shown_option(
+    "--provider",
+    default="local",
+    metavar="[local|aws|modal]",
+    help="Where the reward runs.",
+    shell_complete=completed_by("providers"),
+)
+@click.option("--cluster", type=PATH, help="Cluster spec with the provider's settings. Default: the run's own.")
+@shown_option("--root", type=PATH, default=Path(".rollart/functions"), help="Directory of locally deployed functions.")
+@click.option("--allow-unsafe", is_flag=True, help="Run an untrusted reward without a sandbox.")
+@runs_option
+@output_option
+def rewards_rescore() -> None:
+    """Score the rollouts of RUN with another reward, and compare: agreement, drift, effect on groups, cost.
+
+    Needs kept items (`keep` of the run spec; by default all). The run may have been interrupted.
+    """
+
+
 @command(rewards, "servers:serve")
-@click.argument("source", metavar="FILE")
+@file_argument
 @shown_option("--host", default="127.0.0.1", help="Address to listen on.")
 @shown_option("--port", type=click.IntRange(0, 65535), default=0, help="0: any that is free.")
 @click.option("--token-env", metavar="VAR", help="Variable with the bearer token that every call then needs.")
-@click.option("--cluster", type=PATH, help="Cluster spec whose `functions.local` is used.")
+@provider_options
 @click.option("--allow-unsafe", is_flag=True, help="Run untrusted rewards without a sandbox.")
 @json_option
 def rewards_serve() -> None:
-    """Serve the rewards of FILE over HTTP until Ctrl-C, in workers that start on demand.
+    """Serve the rewards of FILE, or of a package (NAME-VERSION.zip), over HTTP until Ctrl-C, in workers on demand.
+
+    In place of FILE, NAME[@VERSION] is a function deployed to --provider: each call goes to the current version or its
+    canary, by their weights; a promotion or rollback takes effect within 5 s.
 
     A run with the provider `http` can call them, and so can clients of AWS Lambda's API (Invoke). GET /health answers
     200 while it serves.
@@ -484,6 +659,17 @@ def prices_refresh() -> None:
     """
 
 
+@command(cli, "completion:completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion() -> None:
+    """Print the script by which a shell completes commands, options, functions, versions, runs and domains.
+
+    bash: eval "$(rollart completion bash)" in ~/.bashrc; zsh: the same with zsh in ~/.zshrc; fish: rollart completion
+    fish > ~/.config/fish/completions/rollart.fish. Functions of a provider are those of its last `rewards list` or
+    `versions`.
+    """
+
+
 @command(cli, "specs:validate")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 def validate() -> None:
@@ -541,8 +727,10 @@ def report_curve() -> None:
     default=0.25,
     help="Seconds that the p99 of a call may wait for a dedicated worker.",
 )
+@click.option("--check", is_flag=True, help="Also simulate the run again with each function at 0 s, and compare.")
 def report_offload() -> None:
-    """Show the cost of the run's function calls on dedicated workers, and on functions with other scaling."""
+    """Show seconds of the run that each function costs, and its calls on dedicated workers, inline, or scaled
+    otherwise."""
 
 
 @command(report, "reports:bias")
@@ -625,8 +813,9 @@ def infra() -> None:
     "--image",
     multiple=True,
     metavar="[POOL=]IMAGE",
-    help="Image of the pods or hosts, of one pool, or of `head`. Default: of infra/Dockerfile, rollart:VERSION, "
-    "rollart-vllm:VERSION for vLLM, rollart-environments:VERSION for environments with an interpreter of their own.",
+    help="Image of the pods or hosts, of one pool or function, or of `head`. Default: of infra/Dockerfile, "
+    "rollart:VERSION, rollart-vllm:VERSION for vLLM, rollart-environments:VERSION for environments with an interpreter "
+    "of their own.",
 )
 @click.option("--namespace", help="Kubernetes namespace. Default: default.")
 def infra_render() -> None:
@@ -634,5 +823,5 @@ def infra_render() -> None:
 
     kuberay: a RayCluster, with RUN.yaml also a RayJob. ray: a `ray start` per pool, and `ray up` where pools say their
     instance_type. cfn, sam, terraform: RUN.yaml's reward functions on AWS Lambda, a bucket, and their roles. modal: the
-    functions as Modal apps. Same specs, same bytes.
+    functions as Modal apps. knative: the functions as Knative Services. Same specs, same bytes.
     """

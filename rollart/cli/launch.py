@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -33,6 +34,7 @@ from rollart.errors import RunFailed, SpecError, StorageFailed, UsageError
 from rollart.launch.launch import launch as start
 from rollart.launch.preflight import dry_run_lines, launch_warnings, launchable, unchecked_remotes
 from rollart.launch.resume import refuse_changed
+from rollart.launch.rewards import draw_releases
 from rollart.ledger.database import FILE
 from rollart.ledger.reader import LedgerReader
 from rollart.report.cost import cost
@@ -133,6 +135,7 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
 
     previous = signal.signal(signal.SIGTERM, _terminate)
     try:
+        resolved = asyncio.run(draw_releases(resolved, directory))
         fresh = directory / f"{RESOLVED}.new"
         fresh.write_text(resolved.to_yaml())
         fresh.replace(directory / RESOLVED)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import pkgutil
 import sys
 import tempfile
 import threading
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import click
 
-from rollart.cli.commands import cli
+from rollart.cli.commands import COMPLETE, cli
 from rollart.cli.process import INTERRUPTED, TERMINATED, crash_directory, own_process, standard_streams, terminable
 from rollart.errors import RollartError, UsageError
 
@@ -45,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. Every error is reported on stderr in a line or two."""
     try:
-        if "_ROLLART_COMPLETE" in os.environ:
-            raise UsageError("tab completion is not supported", remedy="unset _ROLLART_COMPLETE in the shell")
+        if (instruction := os.environ.get(COMPLETE)) is not None:
+            return int(pkgutil.resolve_name("rollart.cli.completion:answer")(instruction))
         given = sys.argv[1:] if arguments is None else list(arguments)
         with cli.make_context("rollart", given) as context:  # not cli.main: it would exit for us on a closed pipe
             cli.invoke(context)

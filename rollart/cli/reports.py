@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from rollart.cli.context import find_run, print_report
+from rollart.cli.context import find_run, native_output_to_stderr, print_report
 from rollart.ledger.reader import LedgerReader
 from rollart.report import bias as biases
 from rollart.report import cost as costs
@@ -44,10 +44,17 @@ def curve(run: str | None, output: str, runs_dir: Path, png: Path | None) -> Non
         curves.write_png(rows, png)
 
 
-def offload(run: str | None, output: str, runs_dir: Path, wait_s: float) -> None:
+def offload(run: str | None, output: str, runs_dir: Path, wait_s: float, check: bool) -> None:
     directory = find_run(run, runs_dir)
     rows, trace = _collect(directory), _read(directory, offloads.read_trace)
-    print_report(offloads.offload(rows, trace, wait_s=wait_s), output)
+    simulated = None
+    if check:
+        # Here, so that the other reports need not import the simulator.
+        from rollart.tools.replay import prepare_from_run, seconds_saved_without
+
+        with native_output_to_stderr():
+            simulated = seconds_saved_without(prepare_from_run(directory), list(trace.domains))
+    print_report(offloads.offload(rows, trace, wait_s=wait_s, simulated=simulated), output)
 
 
 def bias(run: str | None, output: str, runs_dir: Path) -> None:

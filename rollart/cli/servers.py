@@ -7,7 +7,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
@@ -16,14 +17,24 @@ import click
 from rollart.adapters.proxy.sessions import SessionLimits
 from rollart.cli.context import cluster_functions
 from rollart.cli.process import INTERRUPTED
+from rollart.cli.rewards.operate import names_deployed
 from rollart.errors import ProviderError, UsageError
-from rollart.launch.functions import backend, packages_in, translated_errors
+from rollart.launch.functions import (
+    backend,
+    canonical_provider,
+    deployer,
+    function_secrets,
+    packages_in,
+    translated_errors,
+)
 from rollart.launch.servers import serve_proxy, serve_service
 from rollart.lifeline import stop_event
 from rollart.settings.base import is_loopback
+from rollart.settings.cluster import ClusterFunctions
 from serverless.deploy.package import Package
-from serverless.providers.base import Backend
+from serverless.providers.base import AttachableBackend, Backend, DeployedFunction, split_reference
 from serverless.providers.http_server import HEALTH, FunctionHttpServer
+from serverless.providers.weighted import WeightedBackend
 
 SAMPLE = [{"id": "1", "messages": [{"role": "assistant", "content": "42"}], "reference_answer": "42", "metadata": {}}]
 
@@ -40,7 +51,7 @@ def proxy(
     max_tokens: int | None,
     idle_s: float | None,
     token_env: str | None,
-    as_json: bool,
+    output: str,
 ) -> None:
     host, port = _address(listen)
     token = _secret(token_env, host, f"--listen on {host}", "key")
@@ -59,39 +70,92 @@ def proxy(
         limits=limits,
     )
     hint = "OPENAI_BASE_URL={url}/s/SESSION/v1  ANTHROPIC_BASE_URL={url}/s/SESSION"
-    _serve(server, lambda url: _announce(url, hint.format(url=url), as_json))
+    _serve(server, lambda url: _announce(url, hint.format(url=url), output == "json"))
 
 
-def service(listen: str, token_env: str | None, data: Path | None, as_json: bool) -> None:
+def service(listen: str, token_env: str | None, data: Path | None, output: str) -> None:
     host, port = _address(listen)
     token = _secret(token_env, host, f"--listen on {host}", "key")
     server = serve_service(host=host, port=port, token=token, data=data)
-    _serve(server, lambda url: _announce(url, f'from rollart.service import Service; Service("{url}")', as_json))
+    _serve(
+        server, lambda url: _announce(url, f'from rollart.service import Service; Service("{url}")', output == "json")
+    )
 
 
 def serve(
-    source: str, host: str, port: int, token_env: str | None, cluster: Path | None, allow_unsafe: bool, as_json: bool
+    source: str,
+    host: str,
+    port: int,
+    token_env: str | None,
+    provider: str,
+    cluster: Path | None,
+    root: Path,
+    allow_unsafe: bool,
+    output: str,
 ) -> None:
     token = _secret(token_env, host, f"--host {host}", "token")
-    packages = packages_in(source)
     functions = cluster_functions(cluster)
+    functions = functions.model_copy(update={"allow_unsafe": allow_unsafe or functions.allow_unsafe})
+    name, machine = canonical_provider(provider), output == "json"
     with translated_errors():
-        unsafe = allow_unsafe or functions.allow_unsafe
-        target = backend("local", functions.model_copy(update={"allow_unsafe": unsafe}))
+        if names_deployed(source):
+            deployed = _deployed_backend(source, name, functions, root)
+            _serve(
+                _reward_server(deployed, host=host, port=port, token=token),
+                lambda url: _announce_rewards(url, {split_reference(source)[0]: ""}, (), token_env or "", machine),
+            )
+        if name != "local":
+            raise UsageError(
+                f"the rewards of {source} are served in workers here, not on '{name}'",
+                remedy="drop --provider, or deploy the file and give its name",
+            )
+        packages = packages_in(source)
+        versions = {package.spec.name: package.version for package in packages}
+        warnings = [f"{package.spec.name}: {text}" for package in packages for text in package.warnings]
         _serve(
-            _reward_server(packages, target, host=host, port=port, token=token),
-            lambda url: _announce_rewards(url, packages, token_env or "", as_json),
+            _reward_server(_file_backend(packages, functions), host=host, port=port, token=token),
+            lambda url: _announce_rewards(url, versions, warnings, token_env or "", machine),
         )
 
 
 @asynccontextmanager
+async def _file_backend(packages: list[Package], functions: ClusterFunctions) -> AsyncIterator[Backend]:
+    """Workers on this machine for the rewards of a file."""
+    values = function_secrets(functions, Path.cwd(), late=True)
+    async with backend("local", functions, secrets=values) as target:
+        for package in packages:
+            await target.deploy(package)
+        yield target
+
+
+@asynccontextmanager
+async def _deployed_backend(
+    reference: str, provider: str, functions: ClusterFunctions, root: Path
+) -> AsyncIterator[Backend]:
+    """Calls of a deployed function, each by the weights of its versions."""
+    function, wanted = split_reference(reference)
+
+    @asynccontextmanager
+    async def open_version(version: DeployedFunction) -> AsyncIterator[Backend]:
+        async with backend(provider, functions, root=root) as target:
+            if isinstance(target, AttachableBackend):
+                await target.attach(function, version.provider_version)
+            else:
+                await target.deploy(await control.package(function, version.provider_version))
+            yield target
+
+    async with deployer(provider, functions, root=root) as control:
+        draw = secrets.SystemRandom().random
+        async with WeightedBackend(control, function, open_version, draw=draw, wanted=wanted) as target:
+            yield target
+
+
+@asynccontextmanager
 async def _reward_server(
-    packages: list[Package], workers: AbstractAsyncContextManager[Backend], *, host: str, port: int, token: str
+    workers: AbstractAsyncContextManager[Backend], *, host: str, port: int, token: str
 ) -> AsyncIterator[str]:
     """The URL of the rewards. Workers and calls in flight end within bounded time."""
     async with workers as target, AsyncExitStack() as stack:
-        for package in packages:
-            await target.deploy(package)
         front = FunctionHttpServer(target, host=host, port=port, token=token)
         try:
             await stack.enter_async_context(front)
@@ -102,18 +166,19 @@ async def _reward_server(
         yield front.url
 
 
-def _announce_rewards(url: str, packages: list[Package], token_env: str, as_json: bool) -> None:
-    urls = {package.spec.name: f"{url}/functions/{package.spec.name}" for package in packages}
+def _announce_rewards(
+    url: str, versions: Mapping[str, str], warnings: Sequence[str], token_env: str, as_json: bool
+) -> None:
+    """`versions`: digests by function, '' for a deployed one, whose version is drawn per call."""
+    urls = {name: f"{url}/functions/{name}" for name in versions}
     if as_json:
-        versions = {package.spec.name: package.version for package in packages}
         functions = [{"function": name, "url": at, "version": versions[name]} for name, at in urls.items()]
         click.echo(json.dumps({"schema_version": 1, "url": url, "health": url + HEALTH, "functions": functions}))
         return
     for name, at in urls.items():
         click.echo(f"{name}  {at}")
-    for package in packages:
-        for warning in package.warnings:
-            click.echo(f"{package.spec.name}: {warning}", err=True)
+    for warning in warnings:
+        click.echo(warning, err=True)
     first = next(iter(urls.values()))
     header = f' -H "Authorization: Bearer ${token_env}"' if token_env else ""
     click.echo(f"try it:  curl -s{header} {first} -d '{json.dumps(SAMPLE)}'", err=True)

@@ -169,8 +169,12 @@ class AttemptRunner:
             await self.stage.turn()
             for strategy in self.strategies:
                 strategy.rolled(state)
-            self.rolling.ask(state, asyncio.get_running_loop().time())
-            return await self.rewarding.score(trajectory)
+            now = asyncio.get_running_loop().time
+            asked = now()
+            self.rolling.ask(state, asked)
+            sample = await self.rewarding.score(trajectory)
+            state.reward_seconds = now() - asked
+            return sample
         finally:
             for strategy in self.strategies:
                 strategy.left(state)
@@ -258,6 +262,7 @@ def trajectory_charge(state: TrajectoryState, outcome: str, score: float | None,
         first_tokens=state.first_tokens,
         reset_s=state.reset_seconds,
         env_s=state.env_seconds,
+        reward_s=state.reward_seconds,
     )
 
 

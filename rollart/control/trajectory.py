@@ -227,6 +227,7 @@ class TrajectoryState:
     engine_seconds: float = 0.0
     reset_seconds: float = 0.0
     env_seconds: float = 0.0
+    reward_seconds: float | None = None
     prompt_tokens: int = 0
     action_tokens: int = 0
     first_tokens: int = 0

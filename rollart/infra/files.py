@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollart.errors import UsageError
+from rollart.errors import SpecError, UsageError
+from serverless.spec import FunctionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +18,16 @@ class RenderedFiles:
 
     files: Mapping[str, bytes]
     steps: tuple[str, ...] = ()
+
+
+def refuse_image(spec: FunctionSpec) -> None:
+    """Raise SpecError for a function with a container image of its own: templates describe archives and Modal's image
+    of Debian."""
+    if spec.image is not None:
+        raise SpecError(
+            f"function '{spec.name}' has a container image, which no template describes",
+            remedy="deploy it with `rollart rewards deploy`, which builds and pushes the image",
+        )
 
 
 def header(target: str, cluster: str) -> str:

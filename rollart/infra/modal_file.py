@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from rollart.errors import SpecError
-from rollart.infra.files import RenderedFiles, json_text
-from serverless.deploy.modal_app import check_pinned, container_files, container_options, python_version
+from rollart.infra.files import RenderedFiles, json_text, refuse_image
+from serverless.deploy.images import python_version
+from serverless.deploy.modal_app import container_files, container_options, install_options
 from serverless.deploy.package import Package
 from serverless.providers.modal_client import ModalSettings
+from serverless.secrets import Secrets
 
 APP = "modal_app.py"
 SETTINGS = "modal_app.json"
@@ -19,14 +21,15 @@ SOURCE = Path(__file__).with_name("modal_source.py")
 """Rendered as the app file: fixed code, beside its settings."""
 
 
-def modal(name: str, packages: Sequence[Package], settings: ModalSettings) -> RenderedFiles:
+def modal(name: str, packages: Sequence[Package], settings: ModalSettings, secrets: Secrets) -> RenderedFiles:
     """`modal_app.py`, its settings, and each function's files. PackageError for requirements without a version;
     SpecError for names that are equal as Python variables."""
     files: dict[str, bytes] = {APP: SOURCE.read_bytes()}
     apps: list[dict[str, Any]] = []
     for package in packages:
-        check_pinned(package)
+        package.check_pinned()
         spec = package.spec
+        refuse_image(spec)
         variable = re.sub(r"\W", "_", spec.name)
         if other := next((a["files"] for a in apps if a["variable"] == variable), None):
             raise SpecError(
@@ -43,6 +46,9 @@ def modal(name: str, packages: Sequence[Package], settings: ModalSettings) -> Re
                 "requirements": list(spec.requirements),
                 "python": settings.python or python_version(),
                 "options": container_options(spec) | {"min_containers": spec.warm},
+                **({"env": dict(spec.env)} if spec.env else {}),
+                **({"secrets": secrets.in_modal(spec)} if spec.secrets else {}),
+                **({"install_options": options} if (options := install_options(spec)) else {}),
             }
         )
         files |= {f"{directory}/{path}": data for path, data in container_files(package).items()}

@@ -23,8 +23,13 @@ def app_of(function: dict[str, Any]) -> modal.App:
     app = modal.App(function["app"], include_source=False)
     image = modal.Image.debian_slim(python_version=function["python"])
     if function["requirements"]:
-        image = image.uv_pip_install(*function["requirements"])
+        image = image.uv_pip_install(*function["requirements"], **function.get("install_options", {}))
     options = function["options"] | {"memory": tuple(function["options"]["memory"])}
+    if "env" in function:
+        options["env"] = function["env"]
+    if "secrets" in function:
+        named = function["secrets"].items()
+        options["secrets"] = [modal.Secret.from_name(name, required_keys=keys) for name, keys in named]
     app.function(image=image.add_local_dir(HERE / function["files"], "/root"), **options)(call)
     return app
 

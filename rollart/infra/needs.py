@@ -4,7 +4,7 @@ disks."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -51,10 +51,11 @@ class PodSettings:
         return self.images.get(name, self.image)
 
 
-def cluster_needs(run: RunSpec | None, cluster: ClusterSpec) -> ClusterNeeds:
-    """Requirements of a cluster and of the run on it. SpecError for a store that pods cannot share."""
+def cluster_needs(run: RunSpec | None, cluster: ClusterSpec, variables: Sequence[str] = ()) -> ClusterNeeds:
+    """Requirements of a cluster and of the run on it. `variables`: those of the controller that functions have as
+    secrets. SpecError for a store that pods cannot share."""
     functions = cluster.functions
-    secrets: list[str] = []
+    secrets = list(variables)
     if "http" in functions.chain:
         secrets += [name for one in functions.http.values() for name in (one.token_env, one.secret_env) if name]
     if "modal" in functions.chain:

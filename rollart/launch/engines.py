@@ -17,7 +17,7 @@ from rollart.adapters.engines.vllm import VllmEngine, VllmHost
 from rollart.adapters.engines.vllm_options import VllmOptions, wrong_options
 from rollart.adapters.trainers.http import HttpTrainer
 from rollart.adapters.weights.buckets import first_failure_only
-from rollart.errors import LeaseExpired, PartDied, RunFailed, TrainerError, TrainerRefused
+from rollart.errors import LeaseExpired, PartDied, RollartError, RunFailed, TrainerError, TrainerRefused
 from rollart.fleet import EngineKind
 from rollart.launch.broadcasts import WeightBroadcaster
 from rollart.launch.clusters import exit_cause, place_actor
@@ -42,16 +42,18 @@ from rollart.ports import Engine, Handle, Recorder, RunEvent, Runtime
 from rollart.settings.planning import pools_of
 from rollart.settings.resolve import Resolved
 from rollart.supervise.fleet import ReservedEngine
+from serverless.retries import TRAINER_START, TRAINER_WORK
 
 T = TypeVar("T")
 C = TypeVar("C", bound=HttpEngine)
 LocalPath = Callable[[WeightsRef], Awaitable[str]]
 
-MAX_START_TRIES = 3
-"""Tries of the trainer's first start: one failure is an accident, three are a wrong setting."""
-
 RETRY_S = 1.0
 """Seconds between health checks of a lost server: starting one takes a minute."""
+
+
+def _start_cause(error: RollartError) -> str:
+    return error.message.removeprefix("trainer: ").removeprefix("trainer-0: ")
 
 
 class EngineConnection(Generic[C]):
@@ -200,19 +202,17 @@ class TrainerProgram:
         self.client: HttpTrainer | None = None
 
     async def start(self) -> None:
-        """The first start, with up to `MAX_START_TRIES` tries. `PartDied` with the last cause."""
-        for tries in range(1, MAX_START_TRIES + 1):
-            try:
-                return await self._start()
-            except (PartDied, TrainerError, LeaseExpired) as error:
-                cause = error.message.removeprefix("trainer: ").removeprefix("trainer-0: ")
-                if tries == MAX_START_TRIES:
-                    raise PartDied(
-                        "trainer-0", f"{cause}, {MAX_START_TRIES} starts in a row", remedy=error.remedy or "see its log"
-                    ) from None
-                self._restarted(tries, cause)
-                await self.close()
-                await asyncio.sleep(RETRY_S * tries)
+        """The first start, with the attempts of `TRAINER_START`. `PartDied` with the last cause."""
+        try:
+            await TRAINER_START.run(self._start, (PartDied, TrainerError, LeaseExpired), failed=self._start_failed)
+        except (PartDied, TrainerError, LeaseExpired) as error:
+            cause = f"{_start_cause(error)}, {TRAINER_START.attempts} starts in a row"
+            raise PartDied("trainer-0", cause, remedy=error.remedy or "see its log") from None
+
+    async def _start_failed(self, error: BaseException, tries: int) -> None:
+        assert isinstance(error, RollartError)
+        self._restarted(tries, _start_cause(error))
+        await self.close()
 
     async def _start(self) -> None:
         async with self._leases.hold("trainer", "its start", self._start_s, Expiry.RESTART_PART):
@@ -317,16 +317,16 @@ class TrainerProgram:
 
     async def supervised(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run trainer work before training begins. If the trainer dies, hangs or fails, it is restarted and the work
-        repeated, with `MAX_START_TRIES` tries in all."""
-        for _ in range(MAX_START_TRIES - 1):
-            try:
-                return await work()
-            except TrainerRefused:
-                raise
-            except (PartDied, TrainerError, LeaseExpired):
-                with contextlib.suppress(PartDied, TrainerError, LeaseExpired):  # a failed recovery counts as a try
-                    await self.recover()
-        return await work()
+        repeated, with the attempts of `TRAINER_WORK` in all."""
+
+        async def recover(error: BaseException, tries: int) -> None:
+            with contextlib.suppress(PartDied, TrainerError, LeaseExpired):  # a failed recovery counts as a try
+                await self.recover()
+
+        failures = (PartDied, TrainerError, LeaseExpired)
+        return await TRAINER_WORK.run(
+            work, lambda e: isinstance(e, failures) and not isinstance(e, TrainerRefused), failed=recover
+        )
 
     async def close(self) -> None:
         client, self.client = self.client, None

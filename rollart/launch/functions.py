@@ -7,28 +7,33 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import errno
 import importlib.util
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
 from rollart.control.groups import ActiveRollouts
 from rollart.errors import ProviderError, RollartError, RunFailed, SpecError, StorageFailed, UsageError, did_you_mean
-from rollart.ledger.events import FUNCTION_HEALTH, OFFLOAD_STAGE
+from rollart.ledger.database import FILE
+from rollart.ledger.events import FUNCTION_HEALTH, FUNCTION_REFUSED, OFFLOAD_STAGE
+from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 from rollart.ports import Recorder, RunEvent
-from rollart.settings.cluster import ClusterFunctions, FunctionProvider, HttpFunction
-from rollart.settings.functions import settings_model
+from rollart.settings.cluster import ClusterFunctions, HttpFunction
+from rollart.settings.functions import MODELS, settings_model
 from rollart.settings.load import builtin, function_layer_settings, load_prices
 from rollart.settings.prices import PriceList
+from rollart.settings.providers import BUILT_IN, installed_plugins, plugin, provider_names, with_plugin_prices
 from rollart.settings.resolve import Resolved
 from rollart.settings.run import DomainSpec
+from serverless.analysis.imports import PROVIDED_MODULES, check_declared, undeclared
 from serverless.declare import declarations
-from serverless.deploy.package import Package, build
+from serverless.deploy.package import Package, build, read_archive
 from serverless.errors import (
     BackendFailed,
     CredentialsMissing,
@@ -38,20 +43,21 @@ from serverless.errors import (
     SpecInvalid,
     UnknownFunction,
 )
-from serverless.meter import MeterSink, NullMeter, Saving, WorkerSpan
+from serverless.history import OrderedCall
+from serverless.meter import LeftProcesses, MeterSink, NullMeter, Saving, TokenBill, WorkerSpan
 from serverless.pipeline.offload import Offload
-from serverless.providers.base import Backend, Deployer
+from serverless.providers.base import Backend, DeployedFunction, Deployer, find_version, split_reference
+from serverless.providers.plugin import ProviderContext
 from serverless.scaling.decisions import StatisticsMeter
 from serverless.scaling.scaler import DemandSource, Scaler, ScalerContext, ScalingDecision, ScalingPrices
+from serverless.secrets import SecretMissing, Secrets
 from serverless.spec import FunctionSpec
-from serverless.types import Invocation
+from serverless.types import Cause, Invocation
 from serverless.workers.remote import WorkerHosts
 
 if TYPE_CHECKING:
+    from serverless.deploy.aws_function import AwsSettings
     from serverless.providers.http import Endpoint  # its client is not needed without this provider
-
-PROVIDERS: tuple[str, ...] = get_args(FunctionProvider)
-"""Provider names as in the ledger and the price list."""
 
 DEPLOYABLE_PROVIDERS = ("local", "aws_lambda", "modal")
 """Providers that functions are deployed to; an `http` host has its functions already."""
@@ -59,11 +65,18 @@ DEPLOYABLE_PROVIDERS = ("local", "aws_lambda", "modal")
 ALIASES = {"aws": "aws_lambda", "lambda": "aws_lambda"}
 
 
+def is_deployable(provider: str) -> bool:
+    """True if functions are deployed to the provider by `deployer`."""
+    if provider in installed_plugins():
+        return plugin(provider).deployer is not None
+    return provider in DEPLOYABLE_PROVIDERS
+
+
 def canonical_provider(name: str) -> str:
     """A provider's name from a name or alias. `UsageError` for an unknown one."""
     found = ALIASES.get(name, name)
-    if found not in PROVIDERS:
-        known = [*PROVIDERS, *ALIASES]
+    if found not in BUILT_IN and found not in installed_plugins():
+        known = [*provider_names(), *ALIASES]
         raise UsageError(f"no provider '{name}' (rule: a provider of functions{did_you_mean(name, known)})")
     return found
 
@@ -84,20 +97,35 @@ def translated_errors(prefix: str = "") -> Iterator[None]:
             kind = UsageError
         raise kind(prefix + error.message, remedy=error.remedy) from None
     except OSError as error:
+        if error.errno in _FULL:  # write() names no file
+            shown = f"{error.filename}: " if error.filename else ""
+            raise StorageFailed(
+                f"{prefix}{shown}{error.strerror}", remedy="free space, or choose another disk"
+            ) from None
         if error.filename is None:
             raise
         raise StorageFailed(
-            f"{prefix}{error.filename}: {error.strerror}", remedy="choose another place, or mend its permissions"
+            f"{prefix}{error.filename}: {error.strerror}",
+            remedy="choose another directory, or change its permissions",
         ) from None
 
 
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""A full disk or a used-up quota."""
+
+
 def packages_in(source: str, *, name: str | None = None, base: Path | None = None) -> list[Package]:
-    """The packed rewards of `FILE.py`, or the one of `FILE.py:attribute`. Their code is read, not run.
+    """The packed rewards of `FILE.py`, or the one of `FILE.py:attribute`, or of an archive `NAME-VERSION.zip`. Their
+    code is read, not run.
 
     `name` renames a single reward. `UsageError` for a file without rewards; packing errors are translated.
     """
     head, _, attribute = source.partition(":")
     with translated_errors():
+        if source.endswith(".zip"):
+            return [read_archive(Path(base or ".") / source)]
+        if (directory := Path(base or ".") / head).is_dir() and not (directory / "__init__.py").is_file():
+            raise UsageError(f"{head}: a directory without __init__.py", remedy="give a Python file, or a package")
         if attribute or not head.endswith(".py"):
             return [build(_spec(name or _name(attribute or head), source), base=base)]
         declared = _declared(Path(base or ".") / head)
@@ -147,25 +175,84 @@ def _name(attribute: str) -> str:
     return attribute.rpartition(".")[2].rpartition("/")[2]
 
 
-def deployer(provider: str, functions: ClusterFunctions, *, root: Path, meter: MeterSink | None = None) -> Deployer:
+def function_secrets(functions: ClusterFunctions, directory: Path, *, late: bool = False) -> Secrets:
+    """The sources of a cluster's secrets, and their values on this machine: those of the environment, else of `.env` in
+    `directory`. With `late`, callers send missing ones. SpecError for invalid sources."""
+    return Secrets(function_settings("secrets", functions).root, directory=directory, late=late)
+
+
+def check_secrets(functions: ClusterFunctions, specs: Iterable[FunctionSpec], directory: Path) -> None:
+    """ProviderError for the first secret that a function of a run needs from this machine and that it does not have.
+    Secrets that a provider stores are looked for when a function is deployed."""
+    secrets = function_secrets(functions, directory)
+    with translated_errors():
+        for spec in specs:
+            if names := _secrets_from_here(functions, secrets, spec):
+                secrets.require(spec, *names)
+
+
+def secret_variables(functions: ClusterFunctions, specs: Iterable[FunctionSpec], directory: Path) -> list[str]:
+    """The variables of this machine, or of its `.env`, that functions of a run have as secrets."""
+    secrets = function_secrets(functions, directory)
+    names = (name for spec in specs for name in _secrets_from_here(functions, secrets, spec))
+    return sorted({secrets.source(name).env or name for name in names})
+
+
+def _secrets_from_here(functions: ClusterFunctions, secrets: Secrets, spec: FunctionSpec) -> tuple[str, ...]:
+    """The secrets of a function whose values no provider stores."""
+    sent = "http" in functions.chain and spec.name in functions.http and functions.http[spec.name].send_secrets
+    if "local" in functions.chain or sent:
+        return spec.secrets
+    return secrets.stored_in_lambda(spec) if "aws_lambda" in functions.chain else ()
+
+
+def deployer(
+    provider: str,
+    functions: ClusterFunctions,
+    *,
+    root: Path,
+    meter: MeterSink | None = None,
+    secrets: Secrets | None = None,
+) -> Deployer:
     """The control plane of a provider, not open yet. `root`: directory of local deployments; `meter`: receives the
-    bills of trials. SpecError for invalid settings."""
+    bills of trials; `secrets`: by default those of the working directory. SpecError for invalid settings."""
+    secrets = secrets or function_secrets(functions, Path.cwd())
     with translated_errors():
         if provider == "local":
             from serverless.deploy.local import LocalDeployer
 
-            return LocalDeployer(root, meter=meter, allow_unsafe=functions.allow_unsafe)
+            return LocalDeployer(root, meter=meter, allow_unsafe=functions.allow_unsafe, secrets=secrets)
         if provider == "aws_lambda":
             from serverless.deploy.aws import AwsDeployer
 
-            return AwsDeployer(function_settings(provider, functions), meter=meter)
+            return AwsDeployer(function_settings(provider, functions), meter=meter, secrets=secrets)
         if provider == "modal":
             from serverless.deploy.modal_app import ModalDeployer
 
-            return ModalDeployer(function_settings(provider, functions), meter=meter)
+            return ModalDeployer(function_settings(provider, functions), meter=meter, secrets=secrets)
+        if provider in installed_plugins() and (make := plugin(provider).deployer) is not None:
+            return _made(provider, make, functions, ProviderContext(meter, root))
     raise UsageError(
         f"nothing is deployed to '{provider}'", remedy=f"deploy to one of {', '.join(DEPLOYABLE_PROVIDERS)}"
     )
+
+
+T = TypeVar("T")
+
+
+def _made(
+    provider: str, make: Callable[[Any, ProviderContext], T], functions: ClusterFunctions, context: ProviderContext
+) -> T:
+    """A part of a plugin. Its unforeseen errors are the provider's."""
+    settings = function_settings(provider, functions)
+    try:
+        return make(settings, context)
+    except (ServerlessError, RollartError):
+        raise
+    except Exception as error:
+        raise ProviderError(
+            f"provider '{provider}' failed: {type(error).__name__}: {error}", remedy="report it to its author"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +266,16 @@ class DeploymentTrial:
 
 
 class TrialMeter(NullMeter):
-    """The meter of a deployer. `bills`: its trials, priced by a list."""
+    """The meter of a deployer. `bills`: its trials, priced by a list; `gpus` are those of functions by name."""
 
-    def __init__(self, prices: PriceList) -> None:
-        self._prices = prices
+    def __init__(self, prices: PriceList, gpus: Mapping[str, str] | None = None) -> None:
+        self._prices, self._gpus = prices, gpus or {}
         self.bills: list[DeploymentTrial] = []
 
     def invocation(self, invocation: Invocation) -> None:
         call, prices = invocation, self._prices
-        usd = prices.function_usd(call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb)
+        gpu = self._gpus.get(call.function, "")
+        usd = prices.function_usd(call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb, gpu=gpu)
         self.bills.append(DeploymentTrial(call, usd, prices.billed(call.provider)))
 
 
@@ -199,43 +287,90 @@ def backend(
     root: Path | None = None,
     hosts: WorkerHosts | None = None,
     run: str = "",
+    secrets: Secrets | None = None,
 ) -> Backend:
     """The backend for calls, not open yet. `root`: directory for logs of local workers; `hosts`: hosts of local
     workers, if any; `run`: an id of the caller that is unique in the provider's account; without one, a deployment for
-    calls does not become current. SpecError for invalid settings."""
+    calls does not become current; `secrets`: by default those of the working directory. SpecError for invalid
+    settings."""
+    secrets = secrets or function_secrets(functions, Path.cwd())
     with translated_errors():
         if provider == "local":
-            return _local(functions, meter, root, hosts)
+            return _local(functions, meter, root, hosts, run, secrets)
         if provider == "aws_lambda":
             from serverless.providers.aws import AwsLambdaBackend
 
-            return AwsLambdaBackend(function_settings(provider, functions), meter=meter, run=run)
+            return AwsLambdaBackend(function_settings(provider, functions), meter=meter, run=run, secrets=secrets)
         if provider == "modal":
             from serverless.providers.modal import ModalBackend
 
-            return ModalBackend(function_settings(provider, functions), meter=meter, current=bool(run))
+            settings = function_settings(provider, functions)
+            return ModalBackend(settings, meter=meter, current=bool(run), run=run, secrets=secrets)
         if provider == "http":
             from serverless.providers.http import HttpBackend
 
-            return HttpBackend(_endpoints(functions.http), meter=meter)
-    raise UsageError(f"no provider '{provider}' (rule: one of {', '.join(PROVIDERS)})")
+            return HttpBackend(_endpoints(functions.http), meter=meter, secrets=secrets)
+        if provider in installed_plugins():
+            return _made(provider, plugin(provider).backend, functions, ProviderContext(meter, root, run))
+    raise UsageError(f"no provider '{provider}' (rule: one of {', '.join(provider_names())})")
 
 
-async def attach_function(backend: Backend, provider: str, function: str, *, root: Path) -> None:
-    """Route calls of a function to its current version, which for `local` is below `root`."""
-    from serverless.deploy.local import LocalDeployer
+REFERENCE = r"[A-Za-z0-9_-]{1,64}(@[A-Za-z0-9._-]+)?"
+"""NAME, NAME@VERSION or NAME@ALIAS: a deployed function, as `split_reference` reads it."""
+
+
+async def attach_function(backend: Backend, control: Deployer, reference: str, *, draw: float) -> DeployedFunction:
+    """Direct calls of a function to the version that a reference names, which is returned. `draw` in [0, 1) chooses by
+    the weights of `live`."""
     from serverless.providers.base import AttachableBackend
 
-    if provider == "local":
-        await backend.deploy(LocalDeployer(root).package(function))
-    elif isinstance(backend, AttachableBackend):
-        await backend.attach(function)
+    function, wanted = split_reference(reference)
+    chosen = find_version(function, await control.versions(function), wanted, draw=draw)
+    if isinstance(backend, AttachableBackend):
+        # Warm environments belong to the alias `live` on Lambda, and to it alone.
+        await backend.attach(function, "" if chosen.weight == 1.0 else chosen.provider_version)
     else:
-        raise UsageError(f"'{function}' cannot be called by its name on '{provider}'", remedy="give its file")
+        await backend.deploy(await control.package(function, chosen.provider_version))
+    return chosen
+
+
+@contextlib.asynccontextmanager
+async def one_worker(
+    chain: Sequence[Backend],
+    functions: ClusterFunctions,
+    meter: MeterSink | None,
+    secrets: Secrets,
+    package: Package,
+) -> AsyncIterator[OrderedCall]:
+    """Calls of a function in one local worker: of the run's own backend where it has one, else of this machine. Raises
+    `BackendFailed` if the function cannot run here, also for want of a secret's value. The cause of these calls is
+    `check`."""
+    from serverless.workers.local import LocalBackend, check_importable
+    from serverless.workers.pool import PooledBackend
+
+    async with contextlib.AsyncExitStack() as stack:
+        pooled = next((one for one in chain if isinstance(one, PooledBackend)), None)
+        if pooled is None:
+            if package.spec.gpu:
+                raise BackendFailed(f"function {package.spec.name} needs a GPU", remedy="deploy it")
+            check_importable(package)
+            try:
+                secrets.require(package.spec)
+            except SecretMissing as error:
+                raise BackendFailed(error.message, remedy=error.remedy) from None
+            own = LocalBackend(meter=meter, allow_unsafe=functions.allow_unsafe, secrets=secrets)
+            pooled = await stack.enter_async_context(own)
+            await own.install(package)
+        yield await stack.enter_async_context(pooled.one_worker(package, Cause.CHECK))
 
 
 def _local(
-    functions: ClusterFunctions, meter: MeterSink | None, root: Path | None, hosts: WorkerHosts | None
+    functions: ClusterFunctions,
+    meter: MeterSink | None,
+    root: Path | None,
+    hosts: WorkerHosts | None,
+    run: str,
+    secrets: Secrets,
 ) -> Backend:
     """Workers on this machine or on `hosts`, either plain or in imitation of a provider (`rehearse`), with its start
     delay, throttling and overhead."""
@@ -247,8 +382,11 @@ def _local(
 
     def workers(**more: Any) -> PooledBackend:
         if hosts is not None:
-            return HostedBackend(hosts, meter=meter, allow_unsafe=unsafe, **more)
-        return LocalBackend(meter=meter, root=root, runtime=local.runtime, allow_unsafe=unsafe, **more)
+            return HostedBackend(hosts, meter=meter, allow_unsafe=unsafe, secrets=secrets, **more)
+        runtime = local.runtime
+        return LocalBackend(
+            meter=meter, root=root, runtime=runtime, allow_unsafe=unsafe, run=run, secrets=secrets, **more
+        )
 
     if local.rehearse is None:
         return workers()
@@ -278,6 +416,50 @@ def check_providers(functions: ClusterFunctions, names: Collection[str] = ()) ->
     function_settings("scaling", functions)
 
 
+def import_warnings(package: Package, providers: Iterable[str]) -> Iterator[str]:
+    """Imports that may fail at a provider: those in functions, under `except ImportError`, or of a function with a
+    container image of its own."""
+    for provider in providers:
+        if provider in PROVIDED_MODULES:
+            found = undeclared(package.files, package.spec.requirements, provided=PROVIDED_MODULES[provider])
+            unsure = (one for one in found if not one.needed or package.spec.image is not None)
+            yield from (f"{one}: on {provider} the import may fail" for one in unsure)
+
+
+def check_targets(package: Package, functions: ClusterFunctions) -> None:
+    """Raise the function layer's errors for a package that a provider of the run would refuse, without asking it."""
+    if "aws_lambda" in functions.chain:
+        from serverless.deploy.aws_function import aws_function
+
+        aws_function(package, function_settings("aws_lambda", functions))
+    if "modal" in functions.chain:
+        package.check_pinned()
+        check_declared(package.spec, package.files, "modal")
+
+
+def build_lines(package: Package, functions: ClusterFunctions) -> Iterator[str]:
+    """The archives and images that a launch would build of a package with requirements or an image, with their sizes
+    from the indexes' metadata. Raises `PackageError` for requirements without wheels there, and for code that does not
+    fit; no provider is asked."""
+    spec = package.spec
+    if not spec.requirements and spec.image is None:
+        return
+    if "aws_lambda" in functions.chain:
+        from serverless.deploy.aws_function import aws_function
+
+        yield f"{spec.name} on aws_lambda: {'; '.join(aws_function(package, _aws(functions)).build_lines())}"
+    if "modal" in functions.chain:
+        from serverless.deploy.images import modal_lines
+
+        python = function_settings("modal", functions).python
+        yield f"{spec.name} on modal: {'; '.join(modal_lines(package, python))}"
+
+
+def _aws(functions: ClusterFunctions) -> AwsSettings:
+    settings: AwsSettings = function_settings("aws_lambda", functions)
+    return settings
+
+
 _LIBRARIES = {"aws_lambda": ("boto3", "aiobotocore"), "modal": ("modal",)}
 _EXTRAS = {"aws_lambda": "aws", "modal": "modal"}
 
@@ -285,7 +467,8 @@ _EXTRAS = {"aws_lambda": "aws", "modal": "modal"}
 def function_settings(key: str, functions: ClusterFunctions) -> Any:
     """The function layer's own settings under `functions`, validated: `AwsSettings`, `ModalSettings`, `PipelineSpec` or
     `ScalingSpec`. SpecError for invalid ones."""
-    return function_layer_settings(settings_model(key), f"functions.{key}", getattr(functions, key))
+    given = getattr(functions, key) if key in MODELS else functions.plugins.get(key, {})
+    return function_layer_settings(settings_model(key), f"functions.{key}", given)
 
 
 def _endpoints(functions: Mapping[str, HttpFunction]) -> dict[str, Endpoint]:
@@ -299,7 +482,7 @@ def _endpoints(functions: Mapping[str, HttpFunction]) -> dict[str, Endpoint]:
             auth = Bearer(_secret(name, given.token_env))
         elif given.secret_env is not None:
             auth = Signed(given.key, _secret(name, given.secret_env))
-        found[name] = Endpoint(given.url, auth, idempotent=given.idempotent)
+        found[name] = Endpoint(given.url, auth, idempotent=given.idempotent, send_secrets=given.send_secrets)
     return found
 
 
@@ -313,11 +496,21 @@ def _secret(function: str, variable: str) -> str:
 
 
 def units_by_provider() -> dict[str, dict[str, float]]:
-    """Dollars by unit for each function provider in the shipped price list."""
+    """Dollars by unit for each function provider, of the shipped price list and of installed plugins that can be
+    imported."""
+    listed = load_prices(builtin("prices.yaml"))
+    for name in installed_plugins():
+        with contextlib.suppress(ProviderError):
+            listed = with_plugin_prices(listed, [name])
     found: dict[str, dict[str, float]] = {}
-    for entry in load_prices(builtin("prices.yaml")).prices:
-        if entry.unit != "device-hour":
-            found.setdefault(entry.name, {})[entry.unit] = entry.usd
+    for entry in listed.prices:
+        if entry.unit == "device-hour" or entry.of_tokens:
+            continue
+        provider, unit = entry.name, str(entry.unit)
+        if unit.endswith("gpu-second"):  # `modal-L4`: of a type of the provider's
+            provider, _, kind = provider.partition("-")
+            unit = f"{unit}:{kind}"
+        found.setdefault(provider, {})[unit] = entry.usd
     return found
 
 
@@ -346,8 +539,8 @@ class TrajectoryDemand(DemandSource):
 
 
 def scaling_prices(resolved: Resolved, live: Callable[[], int]) -> ScalingPrices:
-    """An idle local worker costs a core of the cluster's own `cpu` pools (the dearest), else the listed price; a
-    waiting trajectory costs its share of all devices of the plan."""
+    """An idle worker costs its provider's idle price, a local one a core of the cluster's own `cpu` pools (the
+    dearest), else the listed price; a waiting trajectory costs its share of all devices of the plan."""
     pools = [p.name for p in resolved.cluster.pools if p.device == "cpu"]
     hourly = [resolved.usd_per_device_hour[name] for name in pools if name in resolved.usd_per_device_hour]
     listed = [p.usd for p in resolved.prices.prices if (p.name, p.unit) == ("cpu", "device-hour")]
@@ -355,6 +548,8 @@ def scaling_prices(resolved: Resolved, live: Callable[[], int]) -> ScalingPrices
     every_second = resolved.plan.usd_per_hour / 3600.0
 
     def idle(spec: FunctionSpec, provider: str) -> float:
+        if resolved.prices.billed(provider) and resolved.prices.charges_idle(provider):
+            return resolved.prices.idle_usd(provider, seconds=1.0, memory_mb=spec.memory_mb, gpu=spec.gpu)
         return core * (spec.cpu or 1.0)
 
     return ScalingPrices(idle, lambda: every_second / max(1, live()))
@@ -411,6 +606,8 @@ class LedgerMeter:
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
+        self._left: set[str] = set()
+        """Functions whose processes outlived a call."""
 
     def invocation(self, invocation: Invocation) -> None:
         with contextlib.suppress(StorageFailed):
@@ -425,8 +622,37 @@ class LedgerMeter:
         with contextlib.suppress(StorageFailed):
             self._ledger.saving(saving)
 
+    def tokens(self, bill: TokenBill) -> None:
+        with contextlib.suppress(StorageFailed):
+            self._ledger.tokens(bill)
 
-def offload_events(offload: Offload, now: float) -> Iterable[RunEvent]:
+    def left(self, left: LeftProcesses) -> None:
+        """An event for the first of each function."""
+        if left.function not in self._left:
+            self._left.add(left.function)
+            with contextlib.suppress(StorageFailed):
+                self._ledger.left(left)
+
+
+def runs_beside(directory: Path, provider: str) -> list[str]:
+    """Names of the other runs beside a run's directory that called a provider and were active since the run began, by
+    the files of their ledgers."""
+    began, found = 0.0, list[str]()
+    with contextlib.suppress(OSError):
+        began = (directory / "resolved.yaml").stat().st_mtime
+    for ledger in sorted(directory.resolve().parent.glob(f"*/{FILE}")):
+        other = ledger.parent
+        if other == directory.resolve():
+            continue
+        with contextlib.suppress(OSError, RollartError):
+            if max(file.stat().st_mtime for file in other.glob(f"{FILE}*")) >= began:
+                with LedgerReader(other) as reader:
+                    if any(call.provider == provider for call in reader.invocation_sums()):
+                        found.append(other.name)
+    return found
+
+
+def offload_events(offload: Offload, now: float, directory: Path | None = None) -> Iterable[RunEvent]:
     """At the end of a run's life, events with work, cost and savings of every pipeline stage, and the health of every
     function. Unused stages and functions have none."""
     for function, stages in offload.stages().items():
@@ -440,3 +666,9 @@ def offload_events(offload: Offload, now: float) -> Iterable[RunEvent]:
         kinds = {f"fault.{kind}": n for kind, n in sorted(health.by_kind.items())}
         fields = {"outcomes": health.outcomes, "faults": health.faults, "model_faults": health.model_faults, **kinds}
         yield RunEvent(now, FUNCTION_HEALTH, function, fields)
+    for function, providers in offload.refusals().items():
+        for provider, limits in providers.items():
+            if limits:
+                beside = runs_beside(directory, provider) if directory is not None else []
+                named = {"beside": ", ".join(beside)} if beside else {}
+                yield RunEvent(now, FUNCTION_REFUSED, function, {"provider": provider, **limits, **named})

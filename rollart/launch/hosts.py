@@ -47,6 +47,7 @@ from rollart.supervise.environment_hosts import EnvironmentHostSupervisor
 from rollart.supervise.function_hosts import FunctionHostSupervisor
 from rollart.supervise.nodes import NodeTracker
 from rollart.supervise.supervisor import HostLimits
+from serverless.output import RUN
 from serverless.workers.host import FUNCTION_HOST_TOKEN
 from serverless.workers.remote import WorkerHosts
 
@@ -121,10 +122,10 @@ def function_fleet(
     count, local, waits = len(initial_function_hosts(resolved)), resolved.cluster.functions.local, resolved.run.leases
     if not count:
         return None, None
-    hosts, token = WorkerHosts(), secrets.token_hex(16)
+    hosts, token, run = WorkerHosts(), secrets.token_hex(16), provider_run_id(directory)
 
     async def make(name: str) -> FunctionProgram:
-        program = await place_actor(resolved, runtime, function_actor(resolved, directory, name, token))
+        program = await place_actor(resolved, runtime, function_actor(resolved, directory, name, token, run))
         given = _assignment(resolved, name)
         cores = float(len(given.devices)) if given else 1.0
         clock = host_clock(resolved, FUNCTION_ROLE, name, recorder, given)
@@ -344,15 +345,15 @@ def host_actor(
     )
 
 
-def function_actor(resolved: Resolved, directory: Path, name: str, token: str) -> ActorSpec:
+def function_actor(resolved: Resolved, directory: Path, name: str, token: str, run: str = "") -> ActorSpec:
     """The actor of a function host: on the resources planned for rewards while these last, else without any, beside
-    other parts."""
+    other parts. `run`: the run's id at function providers."""
     functions = resolved.cluster.functions
     arguments = ["--logs", str(directory / "functions" / "logs"), "--runtime", functions.local.runtime]
     if functions.allow_unsafe:
         arguments.append("--allow-unsafe")
     where = _host_resources(resolved, functions.local.pool, _assignment(resolved, name))
-    env, module = {FUNCTION_HOST_TOKEN: token}, "serverless.workers.host"
+    env, module = {FUNCTION_HOST_TOKEN: token, RUN: run}, "serverless.workers.host"
     return program_actor(resolved, directory, name, module, arguments, where, PROGRAM_CALLS, env=env)
 
 

@@ -29,7 +29,7 @@ from rollart.launch.plan import RunStart, resolve_start
 from rollart.launch.preflight import decide_workers, refuse_unlaunchable
 from rollart.launch.prepare import produce_artefacts, warm_start_samples
 from rollart.launch.resume import refuse_changed
-from rollart.launch.rewards import build_rewards
+from rollart.launch.rewards import build_rewards, draw_releases
 from rollart.launch.weight_store import SharedWeightStore
 from rollart.launch.wiring import RunContext, open_run
 from rollart.leases import Expiry
@@ -111,7 +111,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     if resolved.base not in sys.path:
         # Environments and functions that a spec names lie in its directory.
         sys.path.insert(0, resolved.base)
-    start = _checked_start(resolved, directory, resume)
+    start = _checked_start(await draw_releases(resolved, directory), directory, resume)
     resolved = start.resolved
     async with open_run(start, directory, progress, began=began) as context:
         recovered = await context.ledger.recover() if resume else None
@@ -149,7 +149,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                 watch(follow_nodes(context.runtime, resolved, context.nodes), "nodes")
             # Concurrently with the functions: wrong credentials then fail before engines have cost much.
             engines = background.create_task(context.supervisor.begin(context.site.parts), name="engines")
-            async with context.open_functions(build_rewards(resolved, await artefacts)):
+            async with context.open_functions(build_rewards(resolved, await artefacts, directory)):
                 await engines
                 for fleet in fleets:
                     await fleet.ready()

@@ -16,8 +16,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import errno
-import functools
-import importlib.metadata
 import json
 import os
 import re
@@ -28,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -39,7 +37,13 @@ from rollart.adapters.text import HubTokenizer
 from rollart.architecture import LINEAR, read_architecture, refuse_truncated, refuse_unsupported, weight_files
 from rollart.errors import RollartError, SpecError, UsageError
 from rollart.launch.broadcasts import collective_backend
-from rollart.launch.functions import check_providers
+from rollart.launch.functions import (
+    build_lines,
+    check_providers,
+    check_secrets,
+    import_warnings,
+    translated_errors,
+)
 from rollart.launch.hosts import function_actor, hosted_domains, image_hook_config, import_paths, initial_function_hosts
 from rollart.launch.layout import attached_urls, engine_actor, engine_command, torch_device, trainer_actors
 from rollart.launch.prepare import (
@@ -50,7 +54,7 @@ from rollart.launch.prepare import (
     trainer_config,
 )
 from rollart.launch.requirements import CPU_INDEX, refuse_missing, refuse_without_cuda, torch_build
-from rollart.launch.rewards import check_function, function_packages
+from rollart.launch.rewards import check_function, function_packages, release_provider
 from rollart.launch.strategies import refuse_lending
 from rollart.settings.base import host_and_port
 from rollart.settings.cluster import UNLESS_QUICK
@@ -105,6 +109,7 @@ def launchable(specs: Specs, where: SpecSources | None = None, *, others: bool =
     with importable(resolved.base):
         _refuse_programs(resolved)
     check_providers(resolved.cluster.functions, [function.name for function in resolved.run.functions])
+    check_secrets(resolved.cluster.functions, resolved.functions.values(), Path(resolved.base))
     if resolved.cluster.engines.kind == "vllm":  # imported late for the sake of other runs
         from rollart.launch.vllm import refuse_dead_servers, refuse_without_vllm
 
@@ -145,6 +150,10 @@ def unchecked_remotes(resolved: Resolved) -> Iterator[str]:
     for provider in cluster.functions.chain if resolved.run.functions else ():
         if provider != "local":
             yield f"whether {provider} answers, and takes the credentials of this machine"
+    for function in resolved.run.functions:
+        if function.function is not None and function.name not in resolved.releases:
+            provider = release_provider(resolved)
+            yield f"whether {function.function} is deployed to {provider}; its settings are known once it is drawn"
 
 
 def is_plan_only(specs: Specs) -> bool:
@@ -268,6 +277,9 @@ def dry_run_lines(resolved: Resolved) -> Iterator[str]:
         resources = " ".join(f"{amount:g} {kind}" for kind, amount in actor.resources.items())
         where = f"in {resources}" if resources else "beside its other parts"
         yield f"{name}: function workers on a node with {labels}, {where}"
+    with translated_errors():
+        for package in function_packages(resolved, {}):
+            yield from build_lines(package, resolved.cluster.functions)
 
 
 def _refuse_programs(resolved: Resolved) -> None:
@@ -506,55 +518,30 @@ def _parse_check_output(output: str, quick: set[str] | None = None) -> tuple[Seq
 
 def _package_warnings(package: Package, specs: Specs) -> Iterator[str]:
     yield from package.warnings
+    if specs.cluster.functions.chain == ("http",):  # the host's own code
+        return
+    for variable in sorted(_environment_variables(package) - package.spec.env.keys() - set(package.spec.secrets)):
+        yield (
+            f"it reads the environment variable {variable}, which it does not declare: functions have the variables of "
+            "their `env` and `secrets` alone"
+        )
     remote = [name for name in specs.cluster.functions.chain if name in ("aws_lambda", "modal")]
     if not remote:
         return
-    where = " and ".join(remote)
-    pinned = {_canonical(re.split(r"[=<>!~ \[;@]", line)[0]): line for line in package.spec.requirements}
-    for line in pinned.values():
-        if "+" in line.partition("==")[2]:
-            yield (
-                f"requirement {line} is a local build, which no package index has: {where} cannot install it; "
-                f"require the released version"
-            )
-    if "aws_lambda" in remote and (large := sorted(LARGE_DISTRIBUTIONS & pinned.keys())):
+    pinned = {_canonical(re.split(r"[=<>!~ \[;@]", line)[0]) for line in package.spec.requirements}
+    archive = package.spec.image is None
+    if "aws_lambda" in remote and archive and (large := sorted(LARGE_DISTRIBUTIONS & pinned)):
         limit = f"the {LAMBDA_PACKAGE_MB} MB that AWS Lambda unpacks"
-        yield f"{large[0]} is larger than {limit}: use another provider for it"
-    imported, variables = _used_names(package)
-    for name in sorted(imported):
-        if not _is_provided(name, package, pinned.keys()):
-            yield f"it imports {name}, which is neither packed nor in its requirements: on {where} the import may fail"
-    for variable in sorted(variables):
-        yield (
-            f"it reads the environment variable {variable}, and functions on {where} are given no variables or secrets"
-        )
+        yield f"{large[0]} is larger than {limit}: give the function an image ({{}} will do), or use another provider"
+    yield from import_warnings(package, remote)
 
 
-def _used_names(package: Package) -> tuple[set[str], set[str]]:
-    """Top-level names of imported modules, imports inside functions included, and environment variables that are
-    read."""
-    imported, variables = set(), set()
+def _environment_variables(package: Package) -> set[str]:
+    """The environment variables that are read."""
     sources = [data for name, data in package.files.items() if name.startswith("function/") and name.endswith(".py")]
-    for node in (node for data in sources for node in ast.walk(ast.parse(data))):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name.partition(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            imported.add(node.module.partition(".")[0])
-        elif isinstance(node, ast.Subscript | ast.Call) and (match := ENVIRONMENT_VARIABLE.match(ast.unparse(node))):
-            variables.add(match[1])
-    return imported, variables
-
-
-def _is_provided(name: str, package: Package, pinned: Collection[str]) -> bool:
-    if name in sys.stdlib_module_names or name in ("rollart", "serverless"):
-        return True
-    prefix = f"function/{name}"
-    if any(file == f"{prefix}.py" or file.startswith(f"{prefix}/") for file in package.files):
-        return True
-    return any(_canonical(one) in pinned for one in (name, *_distributions().get(name, ())))
-
-
-_distributions = functools.cache(importlib.metadata.packages_distributions)
+    nodes = (node for data in sources for node in ast.walk(ast.parse(data)))
+    read = (ENVIRONMENT_VARIABLE.match(ast.unparse(n)) for n in nodes if isinstance(n, ast.Subscript | ast.Call))
+    return {match[1] for match in read if match}
 
 
 def _canonical(name: str) -> str:

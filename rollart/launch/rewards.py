@@ -5,24 +5,44 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rollart.errors import SpecError, one_line
-from rollart.launch.functions import translated_errors
+from rollart.launch.functions import (
+    DEPLOYABLE_PROVIDERS,
+    check_targets,
+    deployer,
+    function_secrets,
+    one_worker,
+    translated_errors,
+)
+from rollart.launch.hosts import provider_run_id
 from rollart.launch.prepare import import_attribute
-from rollart.settings.functions import effective_spec, function_spec
+from rollart.settings.cluster import ClusterFunctions
+from rollart.settings.functions import FunctionRelease, effective_spec, function_spec, released_spec
 from rollart.settings.planning import Specs
 from rollart.settings.resolve import Resolved
 from rollart.settings.run import FunctionEntry
 from rollart.user_code import UserCodeGuard
-from serverless.deploy.package import Package, build
-from serverless.errors import NotOffloadable, ServerlessError, SpecInvalid
+from serverless.deploy.local import LocalDeployer
+from serverless.deploy.package import Package, build, restore
+from serverless.errors import BackendFailed, NotOffloadable, ServerlessError, SpecInvalid
+from serverless.history import find_differences, refusal
 from serverless.inline import InlineScorer, inline
+from serverless.providers.base import Deployer, find_version, split_reference
+from serverless.rehearse import read_cases
 from serverless.spec import FunctionSpec
+from serverless.types import Item
 from serverless.workers.local import check_importable, check_isolation, module_exists
+
+CASES = "cases.jsonl"
+
+ORDER_CHECK_S = 60.0
+"""Longest check of one function before its deployment, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +58,9 @@ class RunRewards:
 def check_function(function: FunctionEntry, specs: Specs) -> None:
     """Check a function's source before a start: `RollartError` for anything that would be refused later."""
     functions, base = specs.cluster.functions, Path(specs.base)
+    if function.function is not None:
+        _check_release(function, specs)
+        return
     given = [function.artefact] if isinstance(function.artefact, str) else function.artefact or []
     for artefact in given:
         module, colon, _ = artefact.partition(":")
@@ -51,6 +74,8 @@ def check_function(function: FunctionEntry, specs: Specs) -> None:
     except NotOffloadable as refused:
         _import_stateful(function, base, refused)
         return
+    with translated_errors():
+        check_targets(package, functions)
     if "local" in functions.chain:
         with translated_errors():
             if not functions.allow_unsafe:
@@ -59,26 +84,154 @@ def check_function(function: FunctionEntry, specs: Specs) -> None:
                 check_importable(package)
 
 
-def build_rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]]) -> RunRewards:
-    """Build the package of every function; `SpecError` for problems in its source."""
+def build_rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]], directory: Path) -> RunRewards:
+    """Build the package of every function, or read that of a deployed one from the run's `directory`; `SpecError` for
+    problems in its source."""
     packed, stateful, why, base = [], {}, {}, Path(resolved.base)
     for function in resolved.run.functions:
+        if function.function is not None:
+            packed.append(_released_package(function, resolved.releases[function.name], directory))
+            continue
         given = artefacts.get(function.name, ())
         try:
             packed.append(_package(function, given, base))
         except NotOffloadable as refused:
             target, spec = _import_stateful(function, base, refused)
-            directory = Path(given[0]).parent if given else None
+            beside = Path(given[0]).parent if given else None
             with _in_this_process(function, refused):
-                scorer = inline(target, takes=spec.takes, artefacts=directory, timeout_s=spec.timeout_s)
+                scorer = inline(
+                    target,
+                    takes=spec.takes,
+                    artefacts=beside,
+                    timeout_s=spec.timeout_s,
+                    arguments=spec.arguments,
+                )
             stateful[function.name], why[function.name] = scorer, "; ".join(refused.reasons)
     return RunRewards(tuple(packed), stateful, why)
+
+
+def reward_cases(resolved: Resolved) -> dict[str, list[Item]]:
+    """The items of cases.jsonl beside the source of a function, by function. SpecInvalid for an invalid line."""
+    found = {}
+    for function in resolved.run.functions:
+        if function.source and function.source.endswith(".py"):
+            path = (Path(resolved.base) / function.source).with_name(CASES)
+            if path.is_file():
+                found[function.name] = [case.item for case in read_cases(path)]
+    return found
+
+
+async def check_order(packages: Sequence[Package], source: str, functions: ClusterFunctions) -> list[str]:
+    """Call deterministic functions of a file on its cases in two orders, in a worker on this machine. `SpecError` for
+    one whose answers depend on earlier calls; notes on those that cannot be checked here."""
+    path, notes = Path(source.partition(":")[0]).with_name(CASES), []
+    secrets = function_secrets(functions, Path.cwd())
+    checked = [package for package in packages if package.spec.deterministic]
+    if not path.is_file():
+        return [f"{p.spec.name}: not checked for dependence on earlier calls: there is no {path}" for p in checked]
+    items = [case.item for case in read_cases(path)]
+    for package in checked:
+        try:
+            async with one_worker((), functions, None, secrets, package) as call:
+                _, found = await find_differences(package.spec, items, call, limit_s=ORDER_CHECK_S)
+        except BackendFailed as error:
+            notes.append(f"{package.spec.name}: not checked for dependence on earlier calls: {error.message}")
+            continue
+        if found:
+            raise refusal(package.spec.name, found)
+    return notes
+
+
+async def draw_releases(resolved: Resolved, directory: Path) -> Resolved:
+    """The run with a version for each deployed function that it names, and those packages in its directory.
+
+    A version is drawn once, by the weights of the alias `live` and seeded by the run's id; a run that has drawn one
+    keeps it, whatever is deployed, promoted or rolled back meanwhile. Raises `RollartError` if a function is not
+    deployed, or cannot be read back.
+    """
+    named = [entry for entry in resolved.run.functions if entry.function is not None]
+    releases, functions = dict(resolved.releases), dict(resolved.functions)
+    drawn = {e.name: r for e in named if (r := releases.get(e.name)) is not None and r.reference == e.function}
+    missing = [e for e in named if e.name not in drawn or not _release_directory(directory, e.name).exists()]
+    if not missing:
+        return resolved
+    settings = resolved.cluster.functions
+    with translated_errors("reward functions: "):
+        async with deployer(release_provider(resolved), settings, root=Path(settings.local.root)) as control:
+            for entry in missing:
+                draw = random.Random(f"{provider_run_id(directory)}/{entry.name}").random()
+                release, package = await _read_release(entry, control, drawn.get(entry.name), draw)
+                package.install_record(_release_directory(directory, entry.name))
+                releases[entry.name] = release
+                functions[entry.name] = effective_spec(entry, resolved.base, release)
+    return replace(resolved, releases=releases, functions=functions)
+
+
+async def _read_release(
+    entry: FunctionEntry, control: Deployer, drawn: FunctionRelease | None, draw: float
+) -> tuple[FunctionRelease, Package]:
+    """The version that an entry names, or the one `drawn` before, and its package."""
+    assert entry.function is not None
+    function, wanted = split_reference(entry.function)
+    versions = await control.versions(function)
+    chosen = find_version(function, versions, drawn.version if drawn is not None else wanted, draw=draw)
+    package = await control.package(function, chosen.provider_version)
+    if drawn is not None:
+        return drawn, package
+    unset = {"name", "source", "handler", "artefacts"}
+    release = FunctionRelease(
+        reference=entry.function,
+        provider=control.provider,
+        version=chosen.version,
+        number=chosen.provider_version,
+        weights={one.provider_version: one.weight for one in versions if one.weight},
+        settings=package.spec.model_dump(mode="json", exclude_unset=True, exclude=unset),
+    )
+    return release, package
+
+
+def release_provider(specs: Specs) -> str:
+    """The provider that deployed functions of a run are drawn from: the first of its chain that keeps versions."""
+    chain = specs.cluster.functions.chain
+    for name in chain:
+        if name in DEPLOYABLE_PROVIDERS:
+            return name
+    raise SpecError(
+        f"functions.backend is {', '.join(chain)}, which keeps no versions of functions",
+        remedy=f"add one of {', '.join(DEPLOYABLE_PROVIDERS)}, or name the source of the function",
+    )
+
+
+def _check_release(entry: FunctionEntry, specs: Specs) -> None:
+    """Check that a deployed function is there, where no other machine has to be asked, unless its version is drawn."""
+    root = Path(specs.cluster.functions.local.root)
+    if release_provider(specs) != "local" or entry.function is None or entry.name in specs.releases:
+        return
+    function, wanted = split_reference(entry.function)
+    with translated_errors(f"function '{entry.name}' in {root}: "):
+        find_version(function, LocalDeployer(root).kept(function), wanted, draw=0.0)
+
+
+def _released_package(entry: FunctionEntry, release: FunctionRelease, directory: Path) -> Package:
+    """The package of a drawn version, from the run's directory, with the settings of the entry."""
+    root = _release_directory(directory, entry.name)
+    files = {path.relative_to(root).as_posix(): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    with translated_errors(f"function '{entry.name}': "):
+        package = restore(entry.name, release.version, files)
+    deployment = (release.provider, release.number)
+    return replace(package, spec=released_spec(entry, package.spec), deployment=deployment)
+
+
+def _release_directory(directory: Path, name: str) -> Path:
+    return directory / "releases" / name
 
 
 def function_packages(specs: Specs, artefacts: Mapping[str, Sequence[str]]) -> tuple[Package, ...]:
     """The packages of functions that can be offloaded. The others are neither checked nor run."""
     found = []
     for function in specs.run.functions:
+        if function.function is not None:  # it is deployed already
+            continue
         with contextlib.suppress(NotOffloadable):
             found.append(_package(function, artefacts.get(function.name, ()), Path(specs.base)))
     return tuple(found)
@@ -91,6 +244,8 @@ def _import_stateful(function: FunctionEntry, base: Path, refused: NotOffloadabl
         spec = effective_spec(function, base)
         if spec.trust == "untrusted":
             raise SpecInvalid("it is untrusted: it cannot run in this process", remedy="make it stateless")
+        if spec.secrets or spec.env:
+            raise SpecInvalid("it has variables of its own, which only functions get", remedy="make it stateless")
     target = _import_handler(function, base)
     if {"env", "environment"} & set(inspect.signature(target).parameters):
         raise SpecError(

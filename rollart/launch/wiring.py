@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from placement.types import ROLLOUT_ROLES
-from rollart.adapters.rewards.offload import OffloadRewarder
+from rollart.adapters.rewards.keeping import KeepingRewarder
+from rollart.adapters.rewards.offload import OffloadRewarder, RewardCalls
+from rollart.adapters.rewards.order_check import LIMIT_S, OrderCheckedOffload
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.architecture import stamp_of, vocab_of
@@ -34,9 +38,11 @@ from rollart.launch.engines import ClusterEngineSite, TrainerProgram
 from rollart.launch.functions import (
     LedgerMeter,
     backend,
+    function_secrets,
     function_settings,
     make_scaler,
     offload_events,
+    one_worker,
     translated_errors,
 )
 from rollart.launch.hosts import (
@@ -49,7 +55,7 @@ from rollart.launch.hosts import (
 from rollart.launch.layout import part_clock
 from rollart.launch.plan import RunStart, engines_are_movable, rebalance_settings
 from rollart.launch.prepare import prepare_tokenizer, runtime_domains, trainer_config
-from rollart.launch.rewards import RunRewards
+from rollart.launch.rewards import RunRewards, reward_cases
 from rollart.launch.routing import concurrency_settings, engine_placements, make_router
 from rollart.launch.servers import open_harnesses
 from rollart.launch.start_limits import engine_start_limits, trainer_start_s
@@ -64,6 +70,7 @@ from rollart.launch.strategies import (
 from rollart.launch.trainer import place_trainer
 from rollart.launch.weight_store import SharedWeightStore, agreement_sample, weight_store
 from rollart.leases import Leases
+from rollart.ledger.events import FUNCTION_VERSION
 from rollart.ledger.intervals import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
@@ -107,6 +114,7 @@ SHOWN_EVENTS = frozenset(
         "engine_lost",
         "engine_started",
         "no_engine_left",
+        "order_not_checked",
         "engine_down",
         "engine_starting",
         "handoffs_pull_nothing",
@@ -129,6 +137,7 @@ SHOWN_EVENTS = frozenset(
         "role_flipped",
         "stalled",
         "trainer_restarted",
+        "worker_left_processes",
         "wrong_answer",
     }
 )
@@ -243,13 +252,18 @@ class RunContext:
         meter = StatisticsMeter(LedgerMeter(self.ledger))
         for name, why in rewards.why.items():
             self.emit("reward_beside", name, why=why)
+        for name, scorer in rewards.stateful.items():
+            scorer.meter_tokens(name, meter)
+        for package in rewards.packages:
+            self.emit(FUNCTION_VERSION, package.spec.name, version=package.version, **self._drawn(package.spec.name))
         if (played := spec.local.rehearse) is not None and "local" in spec.chain:
             self.emit("rehearsal", "functions", provider=played, seed=spec.local.seed)
         with translated_errors("reward functions: "):
             async with contextlib.AsyncExitStack() as stack:
                 chain, run = [], provider_run_id(self.directory)
+                secrets = function_secrets(spec, Path(self.resolved.base))
                 for name in spec.chain:
-                    opened = backend(name, spec, meter=meter, root=root, hosts=self.workers, run=run)
+                    opened = backend(name, spec, meter=meter, root=root, hosts=self.workers, run=run, secrets=secrets)
                     chain.append(await stack.enter_async_context(opened))
                 offload = Offload(
                     rewards.packages,
@@ -258,9 +272,20 @@ class RunContext:
                     cache=self.directory / "rewards.sqlite",
                     meter=meter,
                     seed=self.resolved.run.seed,
+                    quota=spec.quota,
                 )
-                await stack.enter_async_context(offload)
-                self.rewarder = OffloadRewarder(offload, self.resolved.run.domains, rewards.stateful)
+                calls: RewardCalls = await stack.enter_async_context(offload)
+                if spec.order_check:
+                    checked = OrderCheckedOffload(
+                        offload,
+                        rewards.packages,
+                        functools.partial(one_worker, chain, spec, meter, secrets),
+                        note=self._note,
+                        cases=reward_cases(self.resolved),
+                        limit_s=min(LIMIT_S, self.resolved.run.leases.reward_s / 4.0),
+                    )
+                    calls = await stack.enter_async_context(checked)
+                self.rewarder = self._rewarder(calls, rewards)
                 scheduler = self.control.scheduler
                 scaling = make_scaler(
                     self.resolved,
@@ -277,8 +302,27 @@ class RunContext:
                     yield
                 finally:  # most useful for a run that fails on function faults
                     with contextlib.suppress(StorageFailed):
-                        for event in offload_events(offload, asyncio.get_running_loop().time()):
+                        for event in offload_events(offload, asyncio.get_running_loop().time(), self.directory):
                             self.ledger.event(event)
+
+    def _note(self, kind: str, function: str, fields: Mapping[str, Any]) -> None:
+        """Record an event of a function's check."""
+        self.ledger.event(RunEvent(asyncio.get_running_loop().time(), kind, function, fields))
+
+    def _rewarder(self, calls: RewardCalls, rewards: RunRewards) -> OffloadRewarder:
+        domains, keep = self.resolved.run.domains, self.resolved.run.keep
+        if keep.items == "none":
+            return OffloadRewarder(calls, domains, rewards.stateful)
+        versions = {package.spec.name: package.version for package in rewards.packages}
+        return KeepingRewarder(calls, domains, rewards.stateful, keep=keep, versions=versions, sink=self.ledger.keep)
+
+    def _drawn(self, function: str) -> dict[str, str]:
+        """The fields of the event of a version that was drawn; none for a function with a source."""
+        release = self.resolved.releases.get(function)
+        if release is None:
+            return {}
+        fields = release.model_dump(include={"reference", "provider", "number"})
+        return {**fields, "weights": json.dumps(release.weights)}
 
     async def watchdog(self) -> None:
         """Monitor the run, from the first part's start on."""
@@ -439,6 +483,7 @@ async def open_run(
                 began=began,
                 held=held,
                 on_event=lambda event: progress(event) if event.kind in SHOWN_EVENTS else None,
+                kept_mb=0 if (keep := resolved.run.keep).items == "none" else keep.max_mb,
             )
         )
         devices_before = ledger.spent_usd - ledger.functions_usd

@@ -1,5 +1,5 @@
 """The ledger's database file: its tables, opening, repair after a crash, and one transaction per flush. All SQL that
-writes is here. No threads.
+writes is here, and in `kept` for kept items. No threads.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ import os
 import sqlite3
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import astuple
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from rollart.errors import RollartError, RunFailed, StorageFailed, UsageError
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED, ResourceState
+from rollart.ledger.kept import KeptItems, KeptRow
 from rollart.ledger.payloads import INLINE_LIMIT, PayloadDamaged, PayloadFiles, decode_sample, encode_sample
 from rollart.model import AbortReason, Group, TrainSample
 from rollart.ports import FINISHED, Charge, Interval, Recovered, RunEvent
-from rollart.settings.prices import PriceList
-from serverless.meter import Saving, WorkerSpan, WorkerState
-from serverless.types import Invocation
+from rollart.settings.prices import PriceList, function_gpus
+from serverless.meter import Saving, TokenBill, WorkerSpan, WorkerState
+from serverless.types import Invocation, TokenUsage
 
 FILE = "ledger.sqlite"
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 6
 
 LIVE, CONSUMED, DROPPED = 0, 1, 2
 """States of groups and samples. A group leaves LIVE once, with its samples (I6)."""
@@ -45,7 +47,15 @@ CREATE TABLE worker_time (
   PRIMARY KEY (function, provider, memory_mb, state, minute)) WITHOUT ROWID;
 """
 
-SCHEMA = f"""{WORKER_TIME}
+TOKENS = """
+CREATE TABLE tokens (
+  function TEXT NOT NULL, provider TEXT NOT NULL, t REAL NOT NULL, cause TEXT NOT NULL, endpoint TEXT NOT NULL,
+  model TEXT NOT NULL, requests INTEGER NOT NULL, input_tokens INTEGER NOT NULL, cached_tokens INTEGER NOT NULL,
+  cache_write_tokens INTEGER NOT NULL, output_tokens INTEGER NOT NULL);
+"""
+"""A row per answered call, endpoint and model."""
+
+SCHEMA = f"""{WORKER_TIME}{TOKENS}
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE intervals (
   role TEXT NOT NULL, resource TEXT NOT NULL, t0 REAL NOT NULL, t1 REAL NOT NULL, state TEXT NOT NULL,
@@ -55,7 +65,7 @@ CREATE TABLE trajectories (
   id TEXT NOT NULL, domain TEXT NOT NULL, outcome TEXT NOT NULL, v0 INTEGER NOT NULL, engine_seconds REAL NOT NULL,
   turns INTEGER NOT NULL, prompt_tokens INTEGER NOT NULL, action_tokens INTEGER NOT NULL, success INTEGER, score REAL,
   purpose TEXT NOT NULL, first_tokens INTEGER NOT NULL, reset_s REAL NOT NULL, env_s REAL NOT NULL,
-  t0 REAL NOT NULL, t1 REAL NOT NULL);
+  t0 REAL NOT NULL, t1 REAL NOT NULL, reward_s REAL);
 CREATE TABLE invocations (
   function TEXT NOT NULL, provider TEXT NOT NULL, worker TEXT NOT NULL, t0 REAL NOT NULL, t1 REAL NOT NULL,
   cold_start_s REAL NOT NULL, billed_s REAL NOT NULL, memory_mb INTEGER NOT NULL, items INTEGER NOT NULL,
@@ -76,15 +86,26 @@ CREATE TABLE versions (version INTEGER PRIMARY KEY, step INTEGER NOT NULL, group
   samples INTEGER NOT NULL, tokens INTEGER NOT NULL, metrics TEXT NOT NULL);
 """
 
+TOKEN_SUMS = """endpoint, model, sum(requests), sum(input_tokens), sum(cached_tokens), sum(cache_write_tokens),
+sum(output_tokens)"""
+"""Columns of a `TokenUsage` over a group of rows."""
+
 UPGRADES: Mapping[int, tuple[str, ...]] = {
     3: (
         "ALTER TABLE invocations ADD COLUMN queued_s REAL NOT NULL DEFAULT 0",
         "ALTER TABLE invocations ADD COLUMN cold_billed_s REAL NOT NULL DEFAULT 0",
         "UPDATE invocations SET cold_billed_s = min(cold_start_s, billed_s)",
         WORKER_TIME,
-    )
+    ),
+    4: (TOKENS,),
+    5: ("ALTER TABLE trajectories ADD COLUMN reward_s REAL",),
 }
 """By version: the statements that upgrade a file to the next version, for a resume."""
+
+_NO_TOKENS = """CREATE TEMP TABLE tokens (function TEXT, provider TEXT, t REAL, cause TEXT, endpoint TEXT, model TEXT,
+    requests INTEGER, input_tokens INTEGER, cached_tokens INTEGER, cache_write_tokens INTEGER, output_tokens INTEGER)"""
+
+_NO_REWARD_SECONDS = "CREATE TEMP VIEW trajectories AS SELECT *, NULL AS reward_s FROM main.trajectories"
 
 OLDER: Mapping[int, tuple[str, ...]] = {
     3: (
@@ -92,7 +113,11 @@ OLDER: Mapping[int, tuple[str, ...]] = {
         FROM main.invocations""",
         """CREATE TEMP TABLE worker_time (function TEXT, provider TEXT, memory_mb INTEGER, state TEXT, minute INTEGER,
         seconds REAL, spans INTEGER)""",
-    )
+        _NO_TOKENS,
+        _NO_REWARD_SECONDS,
+    ),
+    4: (_NO_TOKENS, _NO_REWARD_SECONDS),
+    5: (_NO_REWARD_SECONDS,),
 }
 """By version: views that make a file's tables look current to a reader. The file is not changed."""
 
@@ -120,14 +145,20 @@ _INSERTIONS: Mapping[type, _Insertion] = {
     Charge: _insertion(
         "trajectories",
         "trajectory domain outcome v0 engine_seconds turns prompt_tokens action_tokens success score purpose "
-        "first_tokens reset_s env_s t0 t1",
+        "first_tokens reset_s env_s t0 t1 reward_s",
     ),
     Invocation: _insertion(
         "invocations",
         "function provider worker t0 t1 cold_start_s billed_s memory_mb items status cause provider_id queued_s "
         "start_billed_s",
     ),
+    KeptRow: _insertion("kept_items", "t payload"),
     Saving: _insertion("savings", "function stage t items billed_s memory_mb"),
+    TokenBill: _insertion(
+        "tokens",
+        "function provider t cause endpoint model requests input_tokens cached_tokens cache_write_tokens output_tokens",
+        lambda bill: (bill.function, bill.provider, bill.t, bill.cause, *astuple(bill.usage)),
+    ),
     RunEvent: _insertion(
         "events", "t kind subject fields", lambda e: (e.t, e.kind, e.subject, json.dumps(dict(e.fields)))
     ),
@@ -139,7 +170,8 @@ class Database:
 
     `now` is the loop's second at opening; it becomes the run's last known second, `clock` (0 for a new run), so that
     times in the file continue where a resumed run stopped. Opening closes the intervals that a crash cut off. Without
-    `sync` a transaction survives kill -9 but not a power cut.
+    `sync` a transaction survives kill -9 but not a power cut. `kept_mb`: bound of the kept items, 0 for a run that
+    keeps none.
 
     Errors: StorageFailed for any error of the disk or SQLite; UsageError when another process holds the run.
     """
@@ -153,9 +185,11 @@ class Database:
         prices: PriceList | None = None,
         sync: bool = True,
         measure: Measure = len,
+        kept_mb: float = 0.0,
     ) -> None:
         self.directory = directory
         self._prices, self._sync, self._measure = prices, sync, measure
+        self._gpus = function_gpus(config or {})
         self.published = False
         """A version was committed since the last checkpoint."""
         try:
@@ -181,6 +215,7 @@ class Database:
                     UNION ALL SELECT max(t) FROM events UNION ALL SELECT max(t1) FROM trajectories)"""
                 )[0]
                 self._shift = self.clock - now
+                self.kept = KeptItems(self.connection, directory, kept_mb) if kept_mb else None
                 self._heal()
                 self.functions_usd = self._spent_on_functions()
                 (devices_usd,) = self._one("SELECT sum((t1 - t0) * units * price / 3600.0) FROM intervals")
@@ -203,6 +238,8 @@ class Database:
                 self.insert(recorded)
                 for operation in operations:
                     results.append(self._guarded(operation))
+                if self.kept is not None:
+                    self.kept.seal()
                 self.segments.sync()
                 self.connection.execute("COMMIT")
         except BaseException:
@@ -210,7 +247,27 @@ class Database:
                 if self.connection.in_transaction:
                     self.connection.execute("ROLLBACK")
             raise
+        self._clean_up()
+        devices = functions = 0.0
+        for row in recorded:
+            match row:
+                case Interval():
+                    devices += row.usd
+                case Invocation():
+                    functions += self._bill(row.function, row.provider, row.billed_s, row.memory_mb, 1)
+                case TokenBill() if self._prices is not None:
+                    functions += self._prices.token_usd(row.usage)
+                case WorkerSpan(state=WorkerState.IDLE):
+                    functions += self._bill(row.function, row.provider, row.t1 - row.t0, row.memory_mb)
+        self.functions_usd += functions
+        self.spent_usd += devices + functions
+        return results
+
+    def _clean_up(self) -> None:
+        """Delete files without references after a transaction, and keep the write-ahead log short."""
         with self._storage_errors():
+            if self.kept is not None:
+                self.kept.committed()
             if self.segments.rolled:
                 # Delete segment files whose samples are all trained or dropped: once per file, so a scan is cheap.
                 live = self.connection.execute(
@@ -223,20 +280,8 @@ class Database:
                     # Move committed pages from the write-ahead log into the database file: the log is an additional
                     # file that can be lost. Readers may limit the checkpoint; the next publish continues it.
                     self.connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
-        devices = functions = 0.0
-        for row in recorded:
-            match row:
-                case Interval():
-                    devices += row.usd
-                case Invocation():
-                    functions += self._bill(row.provider, row.billed_s, row.memory_mb, 1)
-                case WorkerSpan(state=WorkerState.IDLE):
-                    functions += self._bill(row.provider, row.t1 - row.t0, row.memory_mb)
-        self.functions_usd += functions
-        self.spent_usd += devices + functions
-        return results
 
-    def insert(self, recorded: Sequence[Interval | RunEvent | Invocation | Saving | WorkerSpan | Charge]) -> None:
+    def insert(self, recorded: Sequence[Any]) -> None:
         """Append recorded rows within the open transaction."""
         rows: dict[type, list[tuple[Any, ...]]] = defaultdict(list)
         # Seconds and spans by (function, provider, memory, state, minute of the run in which they ended). Single spans
@@ -421,6 +466,8 @@ class Database:
 
     def close(self) -> None:
         self.segments.close()
+        if self.kept is not None:
+            self.kept.close()
         self.connection.close()
         os.close(self._lock)
 
@@ -507,19 +554,25 @@ class Database:
 
     def _spent_on_functions(self) -> float:
         calls = self.connection.execute(
-            "SELECT provider, sum(billed_s), memory_mb, count(*) FROM invocations GROUP BY provider, memory_mb"
+            "SELECT function, provider, sum(billed_s), memory_mb, count(*) FROM invocations GROUP BY 1, 2, 4"
         ).fetchall()
         idle = self.connection.execute(
-            "SELECT provider, sum(seconds), memory_mb FROM worker_time WHERE state = ? GROUP BY provider, memory_mb",
+            "SELECT function, provider, sum(seconds), memory_mb FROM worker_time WHERE state = ? GROUP BY 1, 2, 4",
             (WorkerState.IDLE,),
         ).fetchall()
-        return sum(self._bill(*call) for call in calls) + sum(self._bill(*row) for row in idle)
+        tokens = 0.0
+        if self._prices is not None:
+            rows = self.connection.execute(f"SELECT {TOKEN_SUMS} FROM tokens GROUP BY endpoint, model").fetchall()
+            tokens = sum(self._prices.token_usd(TokenUsage(*row)) for row in rows)
+        return sum(self._bill(*call) for call in calls) + sum(self._bill(*row) for row in idle) + tokens
 
-    def _bill(self, provider: str, seconds: float, memory_mb: int, requests: int | None = None) -> float:
+    def _bill(self, function: str, provider: str, seconds: float, memory_mb: int, requests: int | None = None) -> float:
         """The bill of calls, or without `requests` of idle workers."""
         if self._prices is None or not self._prices.billed(provider):
             return 0.0
-        return sum(price.usd * amount for price, amount in self._prices.items(provider, seconds, memory_mb, requests))
+        gpu = self._gpus.get(function, "")
+        items = self._prices.items(provider, seconds, memory_mb, requests, gpu)
+        return sum(price.usd * amount for price, amount in items)
 
     def _heal(self) -> None:
         """For resources that were open when the run died, record the missing time as `down`, cause `crash`."""

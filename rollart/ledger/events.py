@@ -39,6 +39,19 @@ FUNCTION_HEALTH = "function_health"
 """Event: `outcomes` of a function since it was opened, `model_faults`, `faults` of the platform and of each kind
 (`fault.<kind>`)."""
 
+FUNCTION_REFUSED = "function_refused"
+"""Event: calls of a function that its `provider` refused or a limit of this side delayed, since the function was
+opened, by the limit (`Throttle`, `RefusingLimit`). `beside` names the other runs of this machine that were active and
+called the provider."""
+
+WORKER_LEFT_PROCESSES = "worker_left_processes"
+"""Event: the first call of a function after which `processes` of its own still ran: they and the worker were ended."""
+
+FUNCTION_VERSION = "function_version"
+"""Event of a function when it is opened: its `version`, a digest. Of a deployed function that the run names also the
+`reference`, the `provider` it was drawn from, the provider's `number` of the version, and the `weights` at the draw, in
+JSON by number."""
+
 ENVIRONMENTS_MADE = "environments_made"
 """The event with a host's environment constructions for a domain so far (`EnvironmentCreation`)."""
 
@@ -51,7 +64,17 @@ FOLLOWED = ("rebalanced", "rebalance_rejected", "rebalance_failed", "engine_drai
 """Reactions of the plan to nodes."""
 
 REPORTED = (
-    *("evaluation", OFFLOAD_STAGE, FUNCTION_HEALTH, CANCELLED_AGAINST_KEPT, FILTERED_AGAINST_KEPT, DOMAIN_SHARE),
+    *(
+        "evaluation",
+        OFFLOAD_STAGE,
+        FUNCTION_HEALTH,
+        FUNCTION_REFUSED,
+        FUNCTION_VERSION,
+        WORKER_LEFT_PROCESSES,
+        CANCELLED_AGAINST_KEPT,
+        FILTERED_AGAINST_KEPT,
+        DOMAIN_SHARE,
+    ),
     *(CONCURRENCY, HANDOFFS, ENGINE_UPDATED, "weights_received", "weights_not_received", ENVIRONMENTS_MADE, PLACES),
     *(ENGINE_DID, "engine_started", *NODES, *FOLLOWED),
 )

@@ -31,6 +31,8 @@ FORMAT = 1
 
 _PAYLOAD_HEAD = struct.Struct("<II")
 
+PAYLOAD_HEAD_BYTES = _PAYLOAD_HEAD.size
+
 _SAMPLE_HEAD = struct.Struct("<cI")
 
 _CHECKED = b"\xc1"
@@ -42,10 +44,11 @@ class PayloadDamaged(StorageFailed):
 
 
 class PayloadFiles:
-    """Segment files of one run. Owned by the ledger's one writer."""
+    """Segment files of one run, of about `roll_bytes` each. Owned by the ledger's one writer."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, roll_bytes: int = ROLL_BYTES) -> None:
         self._directory = directory
+        self._roll_bytes = roll_bytes
         self._file: BinaryIO | None = None
         self._number = max((int(p.stem) for p in directory.glob("*.seg")), default=0)
         self._dirty = False
@@ -54,7 +57,7 @@ class PayloadFiles:
 
     def append(self, payload: bytes) -> tuple[int, int]:
         """Write a payload: (segment, offset). Durable after `sync`."""
-        if self._file is None or self._file.tell() > ROLL_BYTES:
+        if self._file is None or self._file.tell() > self._roll_bytes:
             self._roll()
         assert self._file is not None
         offset = self._file.tell()
@@ -89,6 +92,10 @@ class PayloadFiles:
                 f"{path}: payload at {offset} is damaged", remedy="restore the run directory from a backup"
             )
         return payload
+
+    def sizes(self) -> dict[int, int]:
+        """Bytes of every file by its number, as far as they were synchronised."""
+        return {int(path.stem): path.stat().st_size for path in self._directory.glob("*.seg")}
 
     def keep(self, segments: Collection[int]) -> None:
         """Delete closed files without references."""

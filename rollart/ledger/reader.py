@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollart.errors import StorageFailed, UsageError
-from rollart.ledger.database import CONSUMED, DROPPED, FILE, OLDER, SCHEMA_VERSION
+from rollart.ledger.database import CONSUMED, DROPPED, FILE, OLDER, SCHEMA_VERSION, TOKEN_SUMS
 from rollart.ledger.intervals import IntervalSum
+from rollart.ledger.kept import KeptItem, read_kept
 from rollart.ports import FINISHED, Interval, RunEvent
 from serverless.meter import Saving
-from serverless.types import Invocation
+from serverless.types import Invocation, TokenUsage
 
 R = TypeVar("R")
 
@@ -81,6 +82,15 @@ class InvocationSum:
     """Calls without a bill from the provider: they count with the time until they were answered or given up."""
     estimated_s: float = 0.0
     """Their part of `billed_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSum:
+    """Tokens that the calls of one function made for one cause consumed at one endpoint and model, added up."""
+
+    function: str
+    cause: str
+    usage: TokenUsage
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +278,14 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
             GROUP BY function, stage, memory_mb ORDER BY function, stage""",
         )
 
+    def token_sums(self) -> list[TokenSum]:
+        """Tokens by (function, cause, endpoint, model)."""
+        rows = self._query(
+            f"""SELECT function, cause, {TOKEN_SUMS} FROM tokens GROUP BY function, cause, endpoint, model
+            ORDER BY function, endpoint, model, cause"""
+        )
+        return [TokenSum(function, cause, TokenUsage(*usage)) for function, cause, *usage in rows]
+
     def worker_sums(self) -> list[WorkerSum]:
         """Worker-seconds by (function, provider, memory, state)."""
         return self._rows(
@@ -281,9 +299,15 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
         query = "SELECT * FROM invocations WHERE ? IS NULL OR provider = ? ORDER BY t0, rowid"
         return self._rows(Invocation, query, provider, provider)
 
-    def lives(self) -> list[tuple[str, float, float]]:
-        """Domain, begin and end of every training trajectory, by end."""
-        return self._query("SELECT domain, t0, t1 FROM trajectories WHERE purpose <> 'eval' ORDER BY t1, rowid")
+    def lives(self) -> list[tuple[str, float, float, str, int | None, float | None]]:
+        """Domain, begin, end, group of the sample ('' without one), the version that it was trained into (None: not
+        trained, as all of evaluations) and seconds of its reward (None: unknown) of every trajectory, by end."""
+        return self._query(
+            f"""SELECT t.domain, t.t0, t.t1, coalesce(s.grp, ''), CASE WHEN s.state = {CONSUMED} THEN s.version END,
+            t.reward_s FROM trajectories t
+            LEFT JOIN samples s ON s.id = t.id AND t.outcome = '{FINISHED}' AND t.purpose <> 'eval'
+            ORDER BY t.t1, t.rowid"""
+        )
 
     def versions(self) -> list[VersionRow]:
         rows = self._query("SELECT version, step, groups, samples, tokens, metrics FROM versions ORDER BY version")
@@ -316,6 +340,13 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
             "SELECT t, kind, subject, fields FROM events WHERE ? IS NULL OR kind = ? ORDER BY t, rowid", kind, kind
         )
         return [RunEvent(t, k, subject, json.loads(fields)) for t, k, subject, fields in rows]
+
+    def kept(self) -> Iterator[KeptItem]:
+        """The kept items in the order in which their trajectories ended; none for a run that keeps none (`keep`)."""
+        try:
+            yield from read_kept(self._connection, self._path.parent)
+        except sqlite3.Error as error:
+            raise self._failed(error) from None
 
     def close(self) -> None:
         self._connection.close()

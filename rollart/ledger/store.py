@@ -16,11 +16,13 @@ from typing import Any, Self, TypeAlias
 
 from rollart.errors import RollartError, StorageFailed
 from rollart.ledger.database import Database, Measure, Operation
+from rollart.ledger.events import WORKER_LEFT_PROCESSES
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED, ResourceState
+from rollart.ledger.kept import KeptItem, KeptRow, encode_kept
 from rollart.model import Group, TrainSample, TrajectoryId
 from rollart.ports import Charge, Clock, Interval, Recovered, RunEvent
 from rollart.settings.prices import PriceList
-from serverless.meter import Saving, WorkerSpan
+from serverless.meter import LeftProcesses, Saving, TokenBill, WorkerSpan
 from serverless.types import Invocation
 
 FLUSH_SECONDS = 0.03
@@ -50,7 +52,7 @@ class Ledger:
     `clock` is the loop's: times are recorded as seconds of it and stored as seconds of the run, which continue where a
     resumed run stopped. A life of the run begins at `began`, by default now. The resources in `held` are paid from then
     on, and resources that close after `stopping` are paid until the ledger closes. `on_event` receives every event: a
-    terminal selects its output from them.
+    terminal selects its output from them. `kept_mb` bounds the scored items that `keep` stores.
 
     Errors: StorageFailed (final: every later call raises it, and `watch` too), RunFailed for a change that would break
     a rule (a sample trained twice), UsageError when another process holds the run.
@@ -68,6 +70,7 @@ class Ledger:
         began: float | None = None,
         held: Collection[str] = (),
         on_event: Callable[[RunEvent], None] | None = None,
+        kept_mb: float = 0.0,
     ) -> None:
         self._on_event = on_event
         self._clock = clock
@@ -76,8 +79,16 @@ class Ledger:
         self._stopping = False
         self._closed: list[RunEvent] = []
         database = self._database = Database(
-            Path(directory), now=self._began, config=config, prices=prices, sync=not inline, measure=measure
+            Path(directory),
+            now=self._began,
+            config=config,
+            prices=prices,
+            sync=not inline,
+            measure=measure,
+            kept_mb=kept_mb,
         )
+        self._scored: dict[str, KeptRow] = {}
+        """Kept items by trajectory until its row is written."""
         self._writer: InlineWriter | ThreadWriter = InlineWriter(database) if inline else ThreadWriter(database)
         self._record: Callable[[Any], None] = self._writer.record
 
@@ -111,21 +122,45 @@ class Ledger:
         """The run is over: the resources that close from now on are held until the ledger closes."""
         self._stopping = True
 
-    def record(self, row: Interval | Charge | Invocation | Saving | WorkerSpan) -> None:
+    def record(self, row: Interval | Charge | Invocation | Saving | TokenBill | WorkerSpan) -> None:
         """Record one row. The times of an `Invocation` (the bill of one function call) are the run's; a `Saving` is of
         items that needed no call; of `WorkerSpan`s, stretches of a function worker's life, only sums by the minute are
         kept."""
         self._record(row)
 
-    interval = charge = invocation = saving = worker = record
+    interval = invocation = saving = tokens = worker = record
+
+    def charge(self, charge: Charge) -> None:
+        if (kept := self._scored.pop(charge.trajectory, None)) is not None:
+            self._record(kept)
+        self._record(charge)
+
+    def keep(self, kept: KeptItem) -> None:
+        """Store a scored item together with the row of its trajectory: a crash leaves both or neither. Nothing is
+        stored of an item without a wire form, which no function has got, or above an eighth of the bound."""
+        if self._database.kept is None:
+            return
+        try:
+            payload = encode_kept(kept)
+        except (TypeError, ValueError, OverflowError):
+            return
+        if len(payload) <= self._database.kept.largest:
+            self._scored[kept.item.id] = KeptRow(kept.t, payload)
+
+    def left(self, left: LeftProcesses) -> None:
+        """Record an event: processes of a function outlived their call."""
+        fields = {"worker": left.worker, "processes": left.processes}
+        self.event(RunEvent(left.t, WORKER_LEFT_PROCESSES, left.function, fields))
 
     async def admit(self, group: str, domain: str, seed: int) -> None:
         await self._writer.run(lambda db: db.admit(group, domain, seed))
 
     async def finish(self, sample: TrainSample, charge: Charge) -> None:
+        kept = self._scored.pop(sample.id, None)
+
         def finished(db: Database) -> None:
             db.finish(sample)
-            db.insert([charge])
+            db.insert([charge] if kept is None else [charge, kept])
 
         await self._writer.run(finished)
 

@@ -62,18 +62,20 @@ def cost(rows: RunRows) -> Report:
             _fates(rows),
             _waste(rows, lines),
             functions.calls(rows),
+            functions.tokens(rows),
             functions.workers(rows),
             functions.savings(rows),
             functions.stages(rows),
+            functions.refused(rows),
         ),
         tuple(functions.notes(rows)),
     )
 
 
 def cost_lines(rows: RunRows) -> list[CostLine]:
-    """Every dollar that is billed, once: intervals, and functions at their provider's price."""
+    """Every dollar that is billed, once: intervals, functions at their provider's price, and their tokens."""
     found = [CostLine(i.role, i.resource, i.state, i.cause, i.seconds, i.usd) for i in rows.intervals]
-    return [*found, *(line for line in functions.lines(rows) if line.billed)]
+    return [*found, *(line for line in functions.lines(rows) if line.billed), *functions.token_lines(rows)]
 
 
 def fates(rows: RunRows) -> list[FateCost]:
@@ -208,10 +210,14 @@ def _priced(price: str, unit: str, usd: float, amount: float, cost: str, date: s
 def _function_items(rows: RunRows) -> Iterator[tuple[PriceEntry, float]]:
     book = rows.prices
     for call in rows.invocations:
-        yield from book.items(call.provider, call.billed_s, call.memory_mb, call.calls)
+        gpu = rows.gpus.get(call.function, "")
+        yield from book.items(call.provider, call.billed_s, call.memory_mb, call.calls, gpu)
+    for tokens in rows.tokens:
+        yield from book.token_items(tokens.usage)
     for worker in rows.workers:
         if worker.state == WorkerState.IDLE:
-            yield from book.items(worker.provider, worker.seconds, worker.memory_mb, None)
+            gpu = rows.gpus.get(worker.function, "")
+            yield from book.items(worker.provider, worker.seconds, worker.memory_mb, None, gpu)
 
 
 def _names(pools: Sequence[PoolPrice]) -> str:

@@ -12,6 +12,8 @@ from placement.estimate import ObservedTrajectory, estimate_profiles
 from placement.problem import DomainProfile, RewardCost
 from rollart.errors import SpecError, UsageError
 from rollart.ledger.reader import FinishedRow, InvocationSum, LedgerReader
+from rollart.settings.prices import function_gpus
+from serverless.spec import gpu_type
 
 MIB_GB = 2**20 / 1e9
 
@@ -68,11 +70,16 @@ def _rewards(config: Mapping[str, Any], calls: Sequence[InvocationSum]) -> dict[
         if items:
             seconds[name] = sum(call.billed_s for call in own) / items
             memory[name] = max(call.memory_mb for call in own)
-    out = {}
+    out, by_function = {}, function_gpus(config)
     for domain in config.get("run", {}).get("domains", ()):
         used = [reward["function"] for reward in domain.get("rewards", ()) if reward["function"] in seconds]
         if used:
+            gpu, gpus = gpu_type(next((by_function[name] for name in used if name in by_function), ""))
             out[domain["name"]] = RewardCost(
-                sum(seconds[name] for name in used), memory_gb=max(memory[name] for name in used) * MIB_GB
+                sum(seconds[name] for name in used),
+                memory_gb=max(memory[name] for name in used) * MIB_GB,
+                on_gpu=bool(gpu),
+                gpu=gpu,
+                gpus=max(1, gpus),
             )
     return out

@@ -16,11 +16,12 @@ from rollart.ledger.reader import (
     InvocationSum,
     LedgerReader,
     RunFacts,
+    TokenSum,
     VersionRow,
     WorkerSum,
 )
 from rollart.ports import RunEvent
-from rollart.settings.prices import PriceList
+from rollart.settings.prices import PriceList, function_gpus
 from serverless.meter import Saving, WorkerState
 from serverless.spec import FunctionSpec
 from serverless.types import Invocation
@@ -74,11 +75,14 @@ class RunRows:
     prices: PriceList
     savings: Sequence[Saving] = ()
     workers: Sequence[WorkerSum] = ()
+    tokens: Sequence[TokenSum] = ()
     events: Mapping[str, Sequence[RunEvent]] = field(default_factory=dict)
     """Events by their kind, those of `ledger.events.REPORTED`."""
     device_hours: Sequence[tuple[float, float]] = ()
     """(dollars per hour, device-hours), by price."""
     pools: Sequence[PoolPrice] = ()
+    gpus: Mapping[str, str] = field(default_factory=dict)
+    """GPUs of functions by name."""
     fault_threshold: float | None = None
     """Share of infrastructure faults above which the run ends."""
 
@@ -102,9 +106,11 @@ def collect(reader: LedgerReader, run: str) -> RunRows:
         prices=_price_list(config),
         savings=reader.saving_sums(),
         workers=[*reader.worker_sums(), *estimated_workers(unmetered, keep_s)],
+        tokens=reader.token_sums(),
         events={kind: reader.events(kind) for kind in events.REPORTED},
         device_hours=reader.device_hours(),
         pools=list(pool_prices(config)),
+        gpus=function_gpus(config),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )
 

@@ -51,6 +51,7 @@ def utilization(rows: RunRows) -> Report:
         _rates(rows),
         _domains(rows),
         functions.health(rows),
+        functions.refused(rows),
         _against_kept(rows, events.CANCELLED_AGAINST_KEPT, "cancelled", "Cancelled as redundant against kept"),
         _against_kept(rows, events.FILTERED_AGAINST_KEPT, "filtered", "Filtered (rewards alike) against kept"),
         engines(rows),
@@ -62,7 +63,7 @@ def utilization(rows: RunRows) -> Report:
         _making(rows),
         _slot_waits(rows),
     )
-    return Report("utilization", rows.run, tables)
+    return Report("utilization", rows.run, tables, tuple(functions.left_processes(rows)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,26 @@ trainer, environments, functions, and the runtime that launches them.
 from __future__ import annotations
 
 import urllib.parse
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails
 
 from rollart.settings.base import ImportPath, Name, SpecEntry, host_and_port, is_loopback
 from rollart.settings.prices import PriceEntry
+from rollart.settings.providers import BUILT_IN, PLUGIN_NAME, installed_plugins, provider_names
+from serverless.secrets import private_url
 
 UNLESS_QUICK: Literal["unless_quick"] = "unless_quick"
 
@@ -19,7 +33,20 @@ ADDRESSES = ("local", "start", "auto")
 
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
-FunctionProvider = Literal["local", "aws_lambda", "modal", "http"]
+
+def function_provider(value: str) -> str:
+    if value not in BUILT_IN and value not in installed_plugins():
+        raise ValueError(f"one of {', '.join(provider_names())}")
+    return value
+
+
+FunctionProvider = Annotated[
+    str,
+    AfterValidator(function_provider),
+    WithJsonSchema(
+        {"anyOf": [{"type": "string", "enum": list(BUILT_IN)}, {"type": "string", "pattern": f"^{PLUGIN_NAME}$"}]}
+    ),
+]
 
 
 class DeviceSpec(SpecEntry):
@@ -306,6 +333,8 @@ class LocalFunctions(SpecEntry):
     in serverless/providers/rehearsal.py. Bills stay those of `local`."""
     seed: int = Field(default=0, ge=0)
     """Seed of a rehearsal's random draws."""
+    root: str = ".rollart/functions"
+    """Directory of functions deployed on this machine, for those that a run names: `--root` of `rollart rewards`."""
 
     @field_validator("rehearse", mode="before")
     @classmethod
@@ -331,6 +360,9 @@ class HttpFunction(SpecEntry):
     """Variable that holds a signing secret."""
     key: str = Field(default="rollart", min_length=1)
     """Key id of the signing secret."""
+    send_secrets: bool = False
+    """Send the function's secrets with each call, in the header X-Rollart-Secrets. The URL is then https, or of this
+    machine. By default the host has them."""
     idempotent: bool | None = None
     """true: the host executes calls with the same Idempotency-Key once, so that a lost call may be sent again; by
     default, as the host declares."""
@@ -339,21 +371,32 @@ class HttpFunction(SpecEntry):
     def _one_way(self) -> HttpFunction:
         if self.token_env is not None and self.secret_env is not None:
             raise ValueError("token_env or secret_env, not both")
+        if self.send_secrets and not private_url(self.url):
+            raise ValueError("send_secrets takes an https URL, or one of this machine")
         return self
 
 
 class ClusterFunctions(SpecEntry):
-    """Where reward functions run."""
+    """Where reward functions run. Settings of a provider that another package registers are under its name."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, dict[str, JsonValue]] = Field(init=False)
 
     backend: FunctionProvider | list[FunctionProvider] = "local"
-    """local: the run's own warm worker processes; `aws_lambda`; `modal`; `http`: hosts that have the functions. A list
-    is a fallback order: a call goes to the first backend that works."""
+    """local: the run's own warm worker processes; `aws_lambda`; `modal`; `http`: hosts that have the functions; or a
+    provider that another package registers. A list is a fallback order: a call goes to the first backend that works."""
     price: str | None = None
     """Provider of the price list that the plan prices functions with (`aws_lambda`, `modal`); by default the (first)
     backend's."""
+    quota: int | None = Field(default=None, ge=1)
+    """Concurrent calls of the run at each provider, over all of its functions, so that runs that share an account leave
+    each other room. By default none but the functions' own `concurrency`."""
     allow_unsafe: bool = False
     """Let `local` run functions declared untrusted that never use the sandbox. Nothing then isolates this machine from
     code that the policy wrote."""
+    order_check: bool = True
+    """Call functions that are declared deterministic twice, in two orders, on their cases (cases.jsonl beside the file)
+    or else on the first 8 samples of the run, and end the run if answers depend on earlier calls."""
     aws_lambda: dict[str, JsonValue] = Field(default_factory=dict)
     """`region`, `role_arn`, `prefix`, `bucket`, `architecture`, ...: see docs/functions.md. Credentials are the
     environment's."""
@@ -361,6 +404,9 @@ class ClusterFunctions(SpecEntry):
     """`prefix`, `environment`, `python`, `keep`: see docs/functions.md."""
     http: dict[str, HttpFunction] = Field(default_factory=dict)
     """By function its URL, or a mapping with it."""
+    secrets: dict[str, JsonValue] = Field(default_factory=dict)
+    """By variable the source of a secret's value, if it is not the provider's entry of the same name: `env`,
+    `aws_secret`, `ssm`, `lambda_env`, `modal`: see docs/functions.md. Never a value."""
     local: LocalFunctions = Field(default_factory=LocalFunctions)
     """The run's own workers."""
     pipeline: dict[str, JsonValue] = Field(default_factory=dict)
@@ -370,12 +416,38 @@ class ClusterFunctions(SpecEntry):
     """How workers are kept ready while a run goes on: `enabled`, `tick_s`, `forecast`, `reactive`, `keep_alive`,
     `provisioned`, ...: see docs/functions.md."""
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _only_providers(cls, values: Any, validate: ModelWrapValidatorHandler[ClusterFunctions]) -> ClusterFunctions:
+        """Other keys are names of installed providers."""
+        other = [key for key in values if key not in cls.model_fields] if isinstance(values, dict) else []
+        unknown = [
+            InitErrorDetails(type="extra_forbidden", loc=(key,), input=values[key])
+            for key in other
+            if key not in installed_plugins()
+        ]
+        problems: list[Any] = []
+        try:
+            spec = validate(values)
+        except ValidationError as error:
+            if not unknown:
+                raise
+            problems = [*error.errors(include_url=False)]
+        if unknown:
+            raise ValidationError.from_exception_data(cls.__name__, [*problems, *unknown])
+        return spec
+
     @field_validator("http", mode="before")
     @classmethod
     def _urls(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
         return {name: {"url": one} if isinstance(one, str) else one for name, one in value.items()}
+
+    @property
+    def plugins(self) -> Mapping[str, Mapping[str, JsonValue]]:
+        """Settings of providers that other packages register, by name."""
+        return self.model_extra or {}
 
     @property
     def chain(self) -> tuple[str, ...]:

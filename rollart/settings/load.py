@@ -22,8 +22,10 @@ from rollart.settings.document import Document, KeyPath, SourcePosition, apply_o
 from rollart.settings.faults import FaultPlanSpec, fault_problems
 from rollart.settings.functions import settings_parts
 from rollart.settings.prices import PriceList
+from rollart.settings.providers import with_plugin_prices
 from rollart.settings.rules import RuleViolation, cluster_problems, price_problems, run_problems
 from rollart.settings.run import RunSpec
+from serverless.spec import VARIABLE
 
 CLUSTER_PREFIX = "cluster."
 """Overrides that start with it go to the cluster spec; a run spec has no key of that name."""
@@ -231,7 +233,7 @@ def _prices_of_functions(cluster: ClusterSpec, base: Path) -> Iterator[RuleViola
     if not path.is_file():
         yield RuleViolation(("prices",), f"prices is '{cluster.prices}' (rule: a file; there is no {path})")
     elif wanted is not None:
-        listed = (*load_prices(path).prices, *cluster.price_list)
+        listed = (*with_plugin_prices(load_prices(path), cluster.functions.chain).prices, *cluster.price_list)
         known = sorted({entry.name for entry in listed if entry.unit != "device-hour"})
         if wanted not in known:
             rule = f"a provider of the price list{did_you_mean(wanted, known)}"
@@ -295,8 +297,9 @@ def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *
 
 
 def value_problem(error: Any, name: str) -> str:
-    """The value called `name`, and the rule that it breaks."""
-    return f"{name} is {abbreviated(error['input'])} (rule: {_rule(error['type'], _rule_text(error))})"
+    """The value called `name`, and the rule that it breaks. A value in place of the name of a secret is not shown."""
+    value = "a value that is not shown" if "secrets" in name.split(".") else abbreviated(error["input"])
+    return f"{name} is {value} (rule: {_rule(error['type'], _rule_text(error))})"
 
 
 def _rule_text(error: Any) -> str:
@@ -314,6 +317,8 @@ def _rule(kind: str, message: str) -> str:
             if r"\w" in message
             else ("letters, digits, '_', '.', '-', starting with a letter or digit")
         )
+    if kind == "string_pattern_mismatch" and VARIABLE in message:
+        return "a variable's name: two or more letters, digits, '_', starting with a letter"
     if kind == "model_type":
         return "a mapping of keys to values"
     return message

@@ -155,6 +155,24 @@ class RewardCostSpec(SpecEntry):
     """true: it may run as a function."""
     latency_s: float | None = Field(default=None, ge=1e-9, le=1e6)
     """Longest acceptable wait for the score; any if not given."""
+    gpu: str | None = Field(default=None, pattern=r"^[A-Za-z0-9!+:-]{0,32}$")
+    """GPU type of its function, as the provider names it; that of the domain's reward functions if not given."""
+    batch: int = Field(default=1, ge=1, le=10_000)
+    """Trajectories that one call scores."""
+    batch_s: float | None = Field(default=None, ge=1e-9, le=1e6)
+    """Seconds of a call with `batch` of them: from `seconds`, that of a call with one, to `batch` times that, the
+    default."""
+    cold_start_s: float | None = Field(default=None, ge=0, le=1e6)
+    """Seconds in which a new worker starts, with its image and weights; a guess if not given."""
+
+    @model_validator(mode="after")
+    def _batched(self) -> RewardCostSpec:
+        if self.batch_s is not None and not self.seconds <= self.batch_s <= self.batch * self.seconds:
+            raise ValueError(
+                f"batch_s is {self.batch_s:g} (rule: from seconds, {self.seconds:g}, to batch × seconds, "
+                f"{self.batch * self.seconds:g})"
+            )
+        return self
 
 
 class ProfileSpec(SpecEntry):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +32,13 @@ from placement.training import adapter_parameters
 from placement.types import Demand, Deployment, Device, Infeasible, Link, Objective, Placement, Pool, Role
 from rollart.errors import SpecError, did_you_mean, one_line, some_of
 from rollart.settings.cluster import ClusterSpec, DeviceSpec, PoolSpec
-from rollart.settings.placement import ProfileSpec
+from rollart.settings.functions import FunctionRelease, effective_spec
+from rollart.settings.placement import ProfileSpec, RewardCostSpec
 from rollart.settings.prices import PriceEntry, PriceList
 from rollart.settings.rules import quotas
 from rollart.settings.run import LAG, DomainSpec, RunSpec
 from rollart.user_code import UserCodeGuard, guard, importable
+from serverless.spec import FunctionSpec, gpu_type
 
 ASSUMED = "assumed"
 """Source of a profile that is assumed, not given: every trajectory is as long as the spec allows."""
@@ -63,6 +65,8 @@ class Specs:
     prices: PriceList
     base: str = "."
     measured: tuple[DomainProfile, ...] = ()
+    releases: Mapping[str, FunctionRelease] = field(default_factory=dict)
+    """The versions of deployed functions that the run has drawn, by function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ def planning_problem(specs: Specs, fixed: Sequence[Deployment] | None = None) ->
         kv_capacity_bytes={p.device.name: slots for p in pools if p.device.is_cpu and p.device.memory_gb is None},
     )
     degrees = _degrees(run, shape, fixed)
-    domains = profiles_of(run, quotas(run), specs.measured)
+    domains = profiles_of(run, quotas(run), specs.measured, specs.base)
     usable = {p.name: _unservable_reason(performance, p, degrees) for p in pools}
     affinity, fallbacks = affinity_of(run, pools, usable)
     pool, devices = _trainer_placement(run, cluster, pools, fixed)
@@ -179,12 +183,17 @@ def function_price(cluster: ClusterSpec, prices: PriceList) -> FunctionPrice | N
         usd_per_gb_s=units.get("GB-second", 0.0) + units.get("GiB-second", 0.0) / GIB_IN_GB,
         usd_per_core_s=units.get("core-second", 0.0),
         usd_per_million_requests=units.get("million-requests", 0.0),
-        usd_per_gpu_s=units.get("gpu-second"),
+        usd_per_gpu_s={
+            p.name.removeprefix(f"{provider}-"): p.usd
+            for p in prices.prices
+            if p.unit == "gpu-second" and p.name.startswith(f"{provider}-")
+        },
+        charges_idle="idle-core-second" in units and prices.billed(provider),
     )
 
 
 def profiles_of(
-    run: RunSpec, quotas: Mapping[str, int], measured: Sequence[DomainProfile] = ()
+    run: RunSpec, quotas: Mapping[str, int], measured: Sequence[DomainProfile] = (), base: str = "."
 ) -> tuple[DomainProfile, ...]:
     """The work of each domain: as given, else as measured, else as long as its bounds allow (`source` assumed).
 
@@ -196,7 +205,8 @@ def profiles_of(
         weight = float(quotas[domain.name])
         try:
             if domain.profile is not None:
-                profiles.append(_given(domain, domain.profile, weight))
+                own = _scoring_functions(run, domain, base) if domain.profile.reward is not None else ()
+                profiles.append(_given(domain, domain.profile, weight, own))
             elif domain.name in known:
                 profiles.append(replace(known[domain.name], weight=weight, max_turns=domain.max_turns))
             else:
@@ -204,6 +214,12 @@ def profiles_of(
         except ValueError as error:
             raise SpecError(str(error), remedy=f"mend the profile of domain '{domain.name}'") from None
     return tuple(profiles)
+
+
+def _scoring_functions(run: RunSpec, domain: DomainSpec, base: str) -> tuple[FunctionSpec, ...]:
+    """The effective settings of a domain's reward functions."""
+    used = {reward.function for reward in domain.rewards}
+    return tuple(effective_spec(entry, base) for entry in run.functions if entry.name in used)
 
 
 def _training_work(
@@ -487,7 +503,28 @@ def _links(cluster: ClusterSpec, *, to_store: bool) -> tuple[Link, ...]:
     )
 
 
-def _given(domain: DomainSpec, spec: ProfileSpec, weight: float) -> DomainProfile:
+def reward_cost(spec: RewardCostSpec, functions: Sequence[FunctionSpec]) -> RewardCost:
+    """The cost of a profile's reward, on the GPU of the domain's reward `functions` if the profile names none. A run
+    calls a function with a GPU at its provider, so no pool is planned for it."""
+    own = next((one for one in functions if one.gpu), None)
+    gpu, gpus = gpu_type((own.gpu if own is not None else "") if spec.gpu is None else spec.gpu)
+    batch_s = spec.batch * spec.seconds if spec.batch_s is None else spec.batch_s
+    given = spec.model_dump(exclude={"seconds", "on_gpu", "gpu", "batch_s"})
+    return RewardCost(
+        seconds=batch_s / spec.batch,
+        single_s=spec.seconds,
+        on_gpu=spec.on_gpu or bool(gpu),
+        gpu=gpu,
+        gpus=max(1, gpus),
+        provided=own is not None,
+        keep_alive_s=max((one.keep_alive_s for one in functions), default=60.0),
+        **given,
+    )
+
+
+def _given(
+    domain: DomainSpec, spec: ProfileSpec, weight: float, functions: Sequence[FunctionSpec] = ()
+) -> DomainProfile:
     return DomainProfile(
         name=domain.name,
         turns=Quantity(**spec.turns.model_dump()),
@@ -497,7 +534,7 @@ def _given(domain: DomainSpec, spec: ProfileSpec, weight: float) -> DomainProfil
         first_tokens=None if spec.first_tokens is None else Quantity(**spec.first_tokens.model_dump()),
         shared_prefix=spec.shared_prefix,
         environment=EnvironmentCost(**spec.environment.model_dump()),
-        reward=None if spec.reward is None else RewardCost(**spec.reward.model_dump()),
+        reward=None if spec.reward is None else reward_cost(spec.reward, functions),
         max_turns=domain.max_turns,
         source="given",
     )

@@ -20,7 +20,7 @@ from placement.problem import DomainProfile, Problem
 from placement.types import Demand, Deployment, Flow, Placement, Plan, Pool, RewardChoice, Role
 from rollart.errors import SpecError
 from rollart.settings.cluster import ClusterSpec
-from rollart.settings.functions import effective_spec
+from rollart.settings.functions import effective_spec, saved_releases
 from rollart.settings.load import builtin, load_cluster, load_prices, load_run, saved_specs, split_overrides
 from rollart.settings.planning import (
     Specs,
@@ -31,6 +31,7 @@ from rollart.settings.planning import (
     solve_placement,
 )
 from rollart.settings.prices import PriceList
+from rollart.settings.providers import with_plugin_prices
 from rollart.settings.rules import quotas
 from rollart.settings.run import RunSpec
 from serverless.spec import FunctionSpec
@@ -74,6 +75,7 @@ class Resolved(Specs):
     def to_dict(self) -> dict[str, Any]:
         """JSON-able, in reading order."""
         plan = self.plan
+        released = {name: release.model_dump(mode="json") for name, release in self.releases.items()}
         return {
             "run": self.run.model_dump(mode="json"),
             "cluster": self.cluster.model_dump(mode="json"),
@@ -82,6 +84,7 @@ class Resolved(Specs):
                 name: spec.model_dump(mode="json", exclude={"name", "source", "handler", "artefacts"})
                 for name, spec in self.functions.items()
             },
+            **({"releases": released} if released else {}),
             "quotas": dict(self.quotas),
             "plan": {
                 "assignments": [
@@ -136,7 +139,7 @@ def recorded_specs(
     run, saved, prices, base = saved_specs(path, {"run": for_run, "cluster": [] if cluster else for_cluster})
     if cluster is not None:
         saved, prices = _read_cluster(cluster, for_cluster)
-    return Specs(run, saved, prices, base, tuple(measured))
+    return Specs(run, saved, prices, base, tuple(measured), saved_releases(path))
 
 
 def resolve_files(
@@ -154,7 +157,8 @@ def resolve_saved(path: str | Path, overrides: Sequence[str] = (), *, measure: P
     """Back from the file that `to_yaml` filled, for a resume: validated and placed again, with overrides."""
     for_run, for_cluster = split_overrides(overrides)
     run, cluster, prices, base = saved_specs(path, {"run": for_run, "cluster": for_cluster})
-    return resolve_specs(Specs(run, cluster, prices, base, _measured_profiles(run, base, measure)))
+    measured = _measured_profiles(run, base, measure)
+    return resolve_specs(Specs(run, cluster, prices, base, measured, saved_releases(path)))
 
 
 def resolve_specs(specs: Specs) -> Resolved:
@@ -169,8 +173,8 @@ def resolve_specs(specs: Specs) -> Resolved:
     pools = pools_of(cluster, listed)
     hourly = {pool.name: pool.usd_per_device_hour for pool in pools}
     plan, problem, notes = _fixed_plan(specs, pools) if cluster.engines.fixed else _computed_plan(specs, pools)
-    notes += _plan_independent_notes(run, cluster)
-    functions = {entry.name: effective_spec(entry, base) for entry in run.functions}
+    functions = {entry.name: effective_spec(entry, base, specs.releases.get(entry.name)) for entry in run.functions}
+    notes += _plan_independent_notes(run, cluster, functions)
     if run.training.stream and cluster.trainer.sharded:
         raise SpecError(
             "training.stream is true, and the trainer has several ranks or bfloat16 (rule: one rank in float32)",
@@ -181,6 +185,7 @@ def resolve_specs(specs: Specs) -> Resolved:
         cluster,
         listed,
         base,
+        releases=specs.releases,
         plan=plan,
         quotas=quotas(run),
         usd_per_device_hour=hourly,
@@ -193,7 +198,7 @@ def resolve_specs(specs: Specs) -> Resolved:
 def forecast(specs: Specs) -> Resolved:
     """Resolve, and predict the rate of given engines even where the work has to be assumed."""
     resolved = resolve_specs(specs)
-    played = _plan_independent_notes(specs.run, specs.cluster)
+    played = _plan_independent_notes(specs.run, specs.cluster, resolved.functions)
     if resolved.plan.placement is not None or resolved.notes != played or not specs.cluster.engines.fixed:
         return resolved
     plan, problem, notes = _predicted_plan(resolved.plan, replace(specs, prices=resolved.prices))
@@ -313,7 +318,7 @@ def _read_cluster(cluster: str | Path | None, overrides: Sequence[str]) -> tuple
         python = os.path.abspath(cluster_path.parent / environments.python)
         environments = environments.model_copy(update={"python": python})
     changed = {"calibration": measured, "runtime": runtime, "environments": environments}
-    return cluster_spec.model_copy(update=changed), prices
+    return cluster_spec.model_copy(update=changed), with_plugin_prices(prices, cluster_spec.functions.chain)
 
 
 def _measured_profiles(run: RunSpec, base: str, measure: ProfileReader | None) -> tuple[DomainProfile, ...]:
@@ -410,8 +415,11 @@ def _assigned_plan(cluster: ClusterSpec, pools: Sequence[Pool], demands: Sequenc
     return plan
 
 
-def _plan_independent_notes(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ...]:
-    """Notes that do not depend on the plan: some episodes wait for slots of others, or functions are rehearsed."""
+def _plan_independent_notes(
+    run: RunSpec, cluster: ClusterSpec, functions: Mapping[str, FunctionSpec]
+) -> tuple[str, ...]:
+    """Notes that do not depend on the plan: some episodes wait for slots of others, functions are rehearsed, or may run
+    longer than rewards are waited for."""
     spec, most, notes = cluster.environments, concurrent_episodes(run), list[str]()
     if isinstance(spec.workers, int) and 0 < spec.workers * spec.per_worker < most.most:
         ahead = f", {most.ahead} ahead of need" if most.ahead else ""
@@ -424,4 +432,10 @@ def _plan_independent_notes(run: RunSpec, cluster: ClusterSpec) -> tuple[str, ..
         notes.append(
             f"a rehearsal: functions run here with the cold starts, overheads and throttles modelled for {played}"
         )
+    notes += [
+        f"functions.{name} may run {spec.timeout_s:g} s, but rewards end after leases.reward_s = "
+        f"{run.leases.reward_s:g} s, retries included: raise leases.reward_s"
+        for name, spec in functions.items()
+        if spec.timeout_s > run.leases.reward_s
+    ]
     return tuple(notes)

@@ -278,10 +278,18 @@ def _fairness(run: RunSpec) -> Violations:
             yield _at(path, text)
 
 
+DEPLOYED_KEYS = frozenset(
+    {"batch_bytes", "batch_items", "batch_wait_ms", "cache", "concurrency", "hedge", "init_timeout_s", "keep_alive_s"}
+    | {"preload", "queue", "warm"}
+)
+"""Settings that a run may give to a deployed function: those that are no part of its version."""
+
+
 def _functions(run: RunSpec) -> Violations:
     for i, entry in enumerate(run.functions):
         if "." in entry.name:
             yield (f"functions.{i}.name is '{entry.name}' (rule: letters, digits, '_', '-': providers take no others)")
+        yield from _deployed(entry, i)
         if entry.warm is not None and entry.concurrency is not None and entry.warm > entry.concurrency:
             text = f"function '{entry.name}' has warm {entry.warm} (rule: at most its concurrency, {entry.concurrency})"
             yield _at(f"functions.{i}.warm", text)
@@ -289,6 +297,24 @@ def _functions(run: RunSpec) -> Violations:
         if len(several) > 1 and any(":" in path for path in several):
             text = f"has {len(several)} artefacts with a producer (rule: paths, or one producer)"
             yield _at(f"functions.{i}.artefact", f"function '{entry.name}' {text}")
+
+
+def _deployed(entry: FunctionEntry, i: int) -> Violations:
+    """A function has a source with a handler, or is a deployed one under its name."""
+    path, what = f"functions.{i}", f"function '{entry.name}'"
+    if entry.function is None:
+        for key in ("source", "handler"):
+            if not getattr(entry, key):
+                yield _at(f"{path}.{key}", f"{what} has no {key} (rule: source and handler, or function)")
+        return
+    if entry.name != entry.function.partition("@")[0]:
+        text = f"{what} names the deployed {entry.function} (rule: the same name, which is part of the version)"
+        yield _at(f"{path}.name", text)
+    given = entry.model_dump(exclude_defaults=True, exclude={"name", "function"})
+    for key in sorted(given.keys() - DEPLOYED_KEYS):
+        rule = f"the deployed version has its own; only {', '.join(sorted(DEPLOYED_KEYS))} may be given"
+        text = f"{what} names the deployed {entry.function}, and has {key} (rule: {rule})"
+        yield _at(f"{path}.{key}", text)
 
 
 def _rewards(run: RunSpec) -> Violations:

@@ -8,6 +8,7 @@ draining and starting. Units: engine-seconds, of engines of the current size.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
@@ -21,8 +22,8 @@ from rollart.model import EngineId, Group
 from rollart.policy.workload import WorkloadMeter
 from rollart.ports import Fleet, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
-from rollart.supervise.rebalance import UNDO_ATTEMPTS, adopted_plan, order_moves, reverse_drain
-from rollart.supervise.supervisor import back_off_s
+from rollart.supervise.rebalance import adopted_plan, order_moves, reverse_drain
+from serverless.retries import DRAINED_ENGINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,17 +337,16 @@ class Resharder(RolloutStrategy):
         for move in drained:
             if move.tp > self._fleet.free().get(move.pool, 0):
                 continue
-            for attempt in range(1, UNDO_ATTEMPTS + 1):
-                try:
-                    await self._step(reverse_drain(move))
-                    break
-                except RollartError as error:
-                    if self.gateway.stable():
-                        self._event("rebalance_failed", "undo", move=str(reverse_drain(move)), cause=str(error))
-                        break
-                    if attempt == UNDO_ATTEMPTS:
-                        raise
-                    await asyncio.sleep(back_off_s(attempt))
+            back = reverse_drain(move)
+            try:
+                await DRAINED_ENGINE.run(
+                    functools.partial(self._step, back),
+                    lambda error: isinstance(error, RollartError) and not self.gateway.stable(),
+                )
+            except RollartError as error:
+                if not self.gateway.stable():
+                    raise
+                self._event("rebalance_failed", "undo", move=str(back), cause=str(error))
 
     async def _step(self, move: FleetMove) -> None:
         assert self._fleet is not None

@@ -22,7 +22,8 @@ from rollart.model import EngineId, EngineStats, WeightsRef
 from rollart.ports import Engine, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
 from rollart.settings.run import BudgetSpec
-from rollart.supervise.supervisor import SupervisedPart, Supervisor, back_off_s, loop_time
+from rollart.supervise.supervisor import SupervisedPart, Supervisor, loop_time
+from serverless.retries import ENGINE_FIRST_START, PART_START
 
 HEALTH_S = 5.0
 """Limit of a health check. An engine answers from its event loop even while it computes: seconds of silence mean that
@@ -36,9 +37,6 @@ MAX_RESTARTS = 5
 
 RESTARTS_FORGIVEN_AFTER_S = 600.0
 """Serving time since its last start that resets an engine's restart count: the bound is against crash loops."""
-
-FIRST_STARTS = 3
-"""Attempts at the first start of an engine: one failure may be chance, three are a misconfiguration."""
 
 ENGINE_RESTART = "engine_restart"
 """The cause of the start of an engine that was lost."""
@@ -107,21 +105,29 @@ class EngineSupervisor(Supervisor[SupervisedEngine]):
     _tasks: asyncio.TaskGroup | None = field(default=None, init=False)
 
     async def begin(self, parts: Sequence[EnginePart]) -> None:
-        """Start all parts concurrently, each with up to `FIRST_STARTS` attempts. A part whose attempts all fail is
-        given up if another one serves; otherwise `PartDied` with its last cause."""
+        """Start all parts concurrently, each with the attempts of `ENGINE_FIRST_START`. A part whose attempts all fail
+        is given up if another one serves; otherwise `PartDied` with its last cause."""
         failed: dict[EngineId, PartDied] = {}
+        starts = ENGINE_FIRST_START.attempts
 
         async def first_start(part: EnginePart) -> None:
-            for tries in range(1, FIRST_STARTS + 1):
+            tries = 0
+
+            async def start() -> None:
+                nonlocal tries
+                tries += 1
                 try:
                     await self.bring_up(part)
-                    return
                 except self.failures as error:
-                    cause, remedy = error.message.removeprefix(f"{part.id}: "), error.remedy or "see its log"
-                self._event("engine_lost", part.id, cause=f"{cause} (start {tries} of {FIRST_STARTS})")
-                if tries < FIRST_STARTS:
-                    await asyncio.sleep(back_off_s(tries))
-            failed[part.id] = PartDied(part.id, f"{cause}, {FIRST_STARTS} starts in a row", remedy=remedy)
+                    cause = error.message.removeprefix(f"{part.id}: ")
+                    self._event("engine_lost", part.id, cause=f"{cause} (start {tries} of {starts})")
+                    raise
+
+            try:
+                await ENGINE_FIRST_START.run(start, self.failures)
+            except self.failures as error:
+                cause, remedy = error.message.removeprefix(f"{part.id}: "), error.remedy or "see its log"
+                failed[part.id] = PartDied(part.id, f"{cause}, {starts} starts in a row", remedy=remedy)
 
         async with asyncio.TaskGroup() as tasks:
             for part in parts:
@@ -130,7 +136,7 @@ class EngineSupervisor(Supervisor[SupervisedEngine]):
             if (error := failed.get(part.id)) is not None:
                 if not self.gateway.spare(part.id):
                     raise error
-                self._give_up(part.id, error.message, FIRST_STARTS)
+                self._give_up(part.id, error.message, starts)
 
     async def run(self, parts: Sequence[EnginePart]) -> None:
         """Supervise these engines and added ones forever. The first engine that cannot be kept alive ends the run."""
@@ -212,7 +218,7 @@ class EngineSupervisor(Supervisor[SupervisedEngine]):
 
     async def lose(self, part: SupervisedEngine, cause: str) -> None:
         if part.client is None:
-            await asyncio.sleep(back_off_s(part.restarts))
+            await asyncio.sleep(PART_START.pause_s(part.restarts))
             return
         part.client = None
         self.gateway.lose(part.id)

@@ -34,7 +34,8 @@ from rollart.ports import Fleet, Planner, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
 from rollart.settings.placement import RebalanceSpec
 from rollart.supervise.nodes import NodeTracker
-from rollart.supervise.supervisor import back_off_s, loop_time
+from rollart.supervise.supervisor import loop_time
+from serverless.retries import DRAINED_ENGINE
 
 MIN_GAIN = 0.02
 """Relative gain below which a plan is kept, however cheap the moves: a smaller gain is measurement noise, and a plan
@@ -126,9 +127,6 @@ def notable_change(before: Routes, after: Routes) -> str:
             return f"price of {kind.role} tp {kind.tp} on {kind.pool}: {p:.3g} → {q:.3g}"
     return ""
 
-
-UNDO_ATTEMPTS = 5
-"""As many attempts as supervision makes to restart an engine before it gives the engine up."""
 
 T = TypeVar("T")
 
@@ -368,11 +366,7 @@ class Rebalancer:
 
     async def _undo(self, drained: FleetMove) -> None:
         """Restore a drained engine, which the run waits for because no other serves. The last error ends the run."""
-        for attempt in range(1, UNDO_ATTEMPTS):
-            with contextlib.suppress(RollartError):
-                return await self._step(reverse_drain(drained))
-            await asyncio.sleep(back_off_s(attempt))
-        await self._step(reverse_drain(drained))
+        await DRAINED_ENGINE.run(lambda: self._step(reverse_drain(drained)), RollartError)
 
     async def _there(self) -> FleetObservation:
         """The observation, with the devices of the present nodes."""

@@ -22,9 +22,7 @@ from rollart.leases import Expiry, Leases
 from rollart.ledger.intervals import ResourceClock, ResourceState
 from rollart.policy.hosts import MemoryRules
 from rollart.ports import Recorder, RunEvent
-
-BACK_OFF_S, LONGEST_BACK_OFF_S = 0.25, 5.0
-"""Delay before the second attempt at a start: twice `BACK_OFF_S`. It doubles with each attempt, up to the longest."""
+from serverless.retries import PART_START
 
 HOST_DOWN, HOST_RESTART = "host_down", "host_restart"
 """Causes of a host's lost time: it is down, or it restarts."""
@@ -38,11 +36,6 @@ files and sockets."""
 
 HEALTH_CHECKS_PER_LIMIT = 4
 """Number of health checks within the silence that counts as the end of a host."""
-
-
-def back_off_s(tries: int) -> float:
-    """Seconds to wait after `tries` starts in a row that failed."""
-    return min(BACK_OFF_S * float(2 ** min(tries, 8)), LONGEST_BACK_OFF_S)
 
 
 @dataclass(slots=True)
@@ -356,7 +349,7 @@ class HostSupervisor(Supervisor[H], Generic[H, Q]):
 
     async def start(self, part: H, *, restart: bool) -> None:
         if part.restarts > 1:
-            await asyncio.sleep(back_off_s(part.restarts))
+            await asyncio.sleep(PART_START.pause_s(part.restarts))
         part.part.clock.enter(ResourceState.STARTUP, HOST_RESTART if restart else "")
         async with self.leases.hold(part.id, "its start", self.limits.start_s, Expiry.RESTART_PART):
             part.link = part.life = await self.connect(part)

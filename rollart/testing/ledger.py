@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from rollart.errors import RunFailed
 from rollart.model import AbortReason, Group, TrainSample, TrajectoryId
 from rollart.ports import FINISHED, Charge, Interval, Recovered, RunEvent
-from serverless.meter import Saving, WorkerSpan
+from serverless.meter import Saving, TokenBill, WorkerSpan
 from serverless.types import Invocation
 
 
@@ -30,6 +30,7 @@ class MemoryRecorder:
     invocations: list[Invocation] = field(default_factory=list)
     savings: list[Saving] = field(default_factory=list)
     spans: list[WorkerSpan] = field(default_factory=list)
+    token_bills: list[TokenBill] = field(default_factory=list)
     versions: list[tuple[int, int, Mapping[str, float]]] = field(default_factory=list)
     stamps: dict[int, str] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
@@ -48,6 +49,9 @@ class MemoryRecorder:
 
     def saving(self, saving: Saving) -> None:
         self.savings.append(saving)
+
+    def tokens(self, bill: TokenBill) -> None:
+        self.token_bills.append(bill)
 
     def worker(self, span: WorkerSpan) -> None:
         self.spans.append(span)

@@ -15,11 +15,12 @@ from rollart.errors import SpecError, UsageError, did_you_mean
 from rollart.infra.aws import aws_functions, cloudformation, sam, terraform
 from rollart.infra.files import RenderedFiles
 from rollart.infra.hosts import host_groups, hosts_engines
+from rollart.infra.knative import knative
 from rollart.infra.kuberay import RUNS_AT, SPECS_AT, kuberay
 from rollart.infra.modal_file import modal
 from rollart.infra.needs import PodSettings, cluster_needs, spec_files
 from rollart.infra.ray import ray
-from rollart.launch.functions import function_settings, translated_errors
+from rollart.launch.functions import function_secrets, function_settings, secret_variables, translated_errors
 from rollart.launch.prepare import produce_artefacts
 from rollart.launch.rewards import function_packages
 from rollart.settings.cluster import PYTHON_VARIABLE, ClusterSpec
@@ -33,7 +34,7 @@ NODE_TARGETS = ("kuberay", "ray")
 """Targets that render pools; the others render reward functions."""
 
 PROVIDER_OF_TARGET = {"cfn": "aws_lambda", "sam": "aws_lambda", "terraform": "aws_lambda", "modal": "modal"}
-TARGETS = (*NODE_TARGETS, "cfn", "sam", "modal", "terraform")
+TARGETS = (*NODE_TARGETS, "cfn", "sam", "modal", "terraform", "knative")
 NAMESPACE = "default"
 
 ENGINE_IMAGES = {"embedded": "rollart", "vllm": "rollart-vllm"}
@@ -62,6 +63,8 @@ def render(
     specs = read_specs(run, cluster, overrides)
     if target in NODE_TARGETS:
         return _render_nodes(target, specs, run, cluster, overrides, images, namespace)
+    if target == "knative":
+        return _render_knative(specs, images, namespace)
     provider = PROVIDER_OF_TARGET[target]
     chain = specs.cluster.functions.chain
     store, bucket = specs.run.weights.store, ""  # for the run's weights
@@ -75,9 +78,7 @@ def render(
         )
     packages: tuple[Package, ...] = ()
     if provider in chain:
-        with tempfile.TemporaryDirectory(prefix="rollart-infra-") as directory:
-            # Producers make their artefacts here, as for a run.
-            packages = function_packages(specs, asyncio.run(produce_artefacts(specs, Path(directory))))
+        packages = _packages(specs)
         if not packages and not bucket:
             raise SpecError(
                 f"run '{specs.run.name}' has no reward function that leaves for functions: nothing to render for "
@@ -85,15 +86,36 @@ def render(
                 remedy="give it `functions`, or render kuberay or ray",
             )
     name, given = specs.cluster.name, specs.cluster.functions
+    secrets = function_secrets(given, cluster.parent)
     with translated_errors():
         if target == "modal":
-            return modal(name, packages, function_settings("modal", given))
+            return modal(name, packages, function_settings("modal", given), secrets)
         settings: AwsSettings = function_settings("aws_lambda", given)
-        found = aws_functions(packages, settings)
+        found = aws_functions(packages, settings, secrets)
         if target == "terraform":
             return terraform(name, found, region=settings.region, role_arn=settings.role_arn, bucket=bucket)
         template = {"cfn": cloudformation, "sam": sam}[target]
         return template(name, found, role_arn=settings.role_arn, bucket=bucket)
+
+
+def _packages(specs: Specs) -> tuple[Package, ...]:
+    with tempfile.TemporaryDirectory(prefix="rollart-infra-") as directory:
+        # Producers make their artefacts here, as for a run.
+        return function_packages(specs, asyncio.run(produce_artefacts(specs, Path(directory))))
+
+
+def _render_knative(specs: Specs, images: Sequence[str], namespace: str) -> RenderedFiles:
+    """Any backend will do: runs then call the Services by their URLs."""
+    packages = _packages(specs)
+    if not packages:
+        raise SpecError(
+            f"run '{specs.run.name}' has no reward function that leaves for functions: nothing to render for knative",
+            remedy="give it `functions`",
+        )
+    image = f"{HOST_IMAGE}:{metadata.version('rollart')}"
+    given = {"": image} | _given_images(images, [package.spec.name for package in packages], "function")
+    with translated_errors():
+        return knative(specs.cluster.name, packages, images=given, namespace=namespace)
 
 
 def _render_nodes(
@@ -106,8 +128,10 @@ def _render_nodes(
     namespace: str,
 ) -> RenderedFiles:
     name, runtime = specs.cluster.name, specs.cluster.runtime
-    found = host_groups(specs.cluster, specs.prices, None if run is None else resolve_specs(specs).plan)
-    given, version = _given_images(images, [g.name for g in found]), metadata.version("rollart")
+    resolved = None if run is None else resolve_specs(specs)
+    found = host_groups(specs.cluster, specs.prices, None if resolved is None else resolved.plan)
+    functions = () if resolved is None else resolved.functions.values()
+    given, version = _given_images(images, [*(g.name for g in found), "head"]), metadata.version("rollart")
     without_engines = [g for g in found if not hosts_engines(g, found)]
     others = {"head": f"{HOST_IMAGE}:{version}", **{g.name: f"{HOST_IMAGE}:{version}" for g in without_engines}}
     if (specs.cluster.environments.python or "").startswith(ENVIRONMENT_PYTHON_PREFIX):
@@ -115,7 +139,11 @@ def _render_nodes(
     pods = PodSettings(
         given.get("", f"{ENGINE_IMAGES[specs.cluster.engines.kind]}:{version}"),
         ({} if "" in given else others) | given,
-        cluster_needs(specs.run if run is not None else None, specs.cluster),
+        cluster_needs(
+            specs.run if run is not None else None,
+            specs.cluster,
+            secret_variables(specs.cluster.functions, functions, cluster.parent),
+        ),
         env={PYTHON_VARIABLE: VLLM_PYTHON} if specs.cluster.engines.kind == "vllm" else {},
     )
     if target == "ray":
@@ -156,15 +184,16 @@ def _head_command(cluster: ClusterSpec, overrides: Sequence[str], *, ours: bool)
     return [*launch, "--runs-dir", RUNS_AT, *overrides, *here]
 
 
-def _given_images(given: Sequence[str], pools: Sequence[str]) -> dict[str, str]:
-    """Images by pool, `head`, or '' for all others."""
+def _given_images(given: Sequence[str], names: Sequence[str], noun: str = "pool") -> dict[str, str]:
+    """Images by name, or '' for all others."""
     found: dict[str, str] = {}
     for one in given:
         where, separator, image = one.rpartition("=")
-        if separator and where not in (*pools, "head"):
+        if separator and where not in names:
+            kinds = "POOL=IMAGE, head=IMAGE" if noun == "pool" else f"{noun.upper()}=IMAGE"
             raise UsageError(
-                f"--image {one}: there is no pool '{where}'{did_you_mean(where, [*pools, 'head'])}",
-                remedy="give POOL=IMAGE, head=IMAGE, or an image for all others",
+                f"--image {one}: there is no {noun} '{where}'{did_you_mean(where, list(names))}",
+                remedy=f"give {kinds}, or an image for all others",
             )
         found[where] = image
     return found

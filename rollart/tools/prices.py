@@ -25,6 +25,7 @@ from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.load import builtin, load_cluster, load_prices, price_list
 from rollart.settings.planning import merged_prices
 from rollart.settings.prices import PriceEntry, PriceList
+from rollart.settings.providers import with_plugin_prices
 
 COLUMNS = ("name", "unit", "usd", "source", "date")
 
@@ -64,7 +65,7 @@ def effective_prices(cluster: Path | None) -> list[PriceEntry]:
         for pool in spec.pools
         if pool.price is not None
     ]
-    return merged_prices(listed, [*spec.price_list, *own]).prices
+    return merged_prices(with_plugin_prices(listed, spec.functions.chain), [*spec.price_list, *own]).prices
 
 
 def base_list(cluster: Path | None) -> PriceList:
@@ -392,15 +393,16 @@ SECONDS_PER_UNIT = {"second": 1, "seconds": 1, "sec": 1, "hour": 3600, "hours": 
 def modal_prices(rates: Mapping[str, Decimal], known: PriceList, day: dt.date) -> tuple[list[PriceEntry], list[str]]:
     """Entries from a workspace's rates, and the unused names.
 
-    Core and memory prices are those of `modal`, busy and idle alike, since a container is billed until it scales down.
-    A device-hour price is replaced only if the price in `known` is Modal's: a rented GPU is another offer. Names with
-    unknown words (a region, a surcharge) are unused.
+    Core and memory prices are those of `modal`, those of a GPU `modal-TYPE`, busy and idle alike, since a container is
+    billed until it scales down. A device-hour price is replaced only if the price in `known` is Modal's: a rented
+    GPU is another offer. Names with unknown words (a region, a surcharge) are unused.
     """
     listed = {
         _normalised_name(p.name): p.name
         for p in known.prices
         if p.unit == "device-hour" and p.source.startswith("Modal")
     }
+    types = {_normalised_name(p.name.partition("-")[2]): p.name for p in known.prices if p.unit == "gpu-second"}
     found: list[PriceEntry] = []
     unused: list[str] = []
     for name, rate in sorted(rates.items()):
@@ -415,16 +417,20 @@ def modal_prices(rates: Mapping[str, Decimal], known: PriceList, day: dt.date) -
                 found.append(_entry("cpu", "device-hour", rate / per * 3600, day, f"Modal billing rates, {name}"))
         elif resource and set(resource) <= MEMORY_WORDS and "gib" in resource:
             found += _busy_and_idle("GiB-second", rate / per, day, name)
-        elif resource[:1] == ["gpu"] and _normalised_name("".join(resource[1:])) in listed:
-            device = listed[_normalised_name("".join(resource[1:]))]
-            found.append(_entry(device, "device-hour", rate / per * 3600, day, f"Modal billing rates, {name}"))
+        elif resource[:1] == ["gpu"] and (device := _normalised_name("".join(resource[1:]))) in listed | types:
+            if device in listed:
+                found.append(
+                    _entry(listed[device], "device-hour", rate / per * 3600, day, f"Modal billing rates, {name}")
+                )
+            if device in types:
+                found += _busy_and_idle("gpu-second", rate / per, day, name, price=types[device])
         else:
             unused.append(name)
     return found, unused
 
 
-def _busy_and_idle(unit: str, usd: Decimal, day: dt.date, name: str) -> list[PriceEntry]:
-    return [_entry("modal", prefix + unit, usd, day, f"Modal billing rates, {name}") for prefix in ("", "idle-")]
+def _busy_and_idle(unit: str, usd: Decimal, day: dt.date, name: str, *, price: str = "modal") -> list[PriceEntry]:
+    return [_entry(price, prefix + unit, usd, day, f"Modal billing rates, {name}") for prefix in ("", "idle-")]
 
 
 def _normalised_name(name: str) -> str:

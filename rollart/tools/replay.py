@@ -31,6 +31,7 @@ from rollart.settings.resolve import (
 )
 from rollart.tools.recording import RecordedRun, loop_figures, read_recording
 from rollart.tools.simulate import ReplayPlan, simulate
+from serverless.providers.simulated import Profile
 
 RESOLVED_FILE = "resolved.yaml"
 """A run's resolved specs at its start."""
@@ -115,13 +116,7 @@ def _same_hardware(resolved: Resolved, recorded: Resolved) -> bool:
 def check_replay(prepared: PreparedReplay) -> SimulationCheck:
     """Simulate a recorded run unchanged, and compare the figures. UsageError for a resumed run."""
     resolved, replay = prepared.resolved, prepared.replay
-    recording = replay.recording
-    if recording.starts > 1:
-        raise UsageError(
-            f"{recording.name} was started {recording.starts} times (rule: --check of a run that was never resumed, as "
-            "its wall time has gaps)",
-            remedy="simulate it without --check",
-        )
+    recording = _never_resumed(replay.recording)
     with tempfile.TemporaryDirectory(prefix="rollart-check-") as scratch:
         steps = recording.totals.steps
         done = simulate(resolved, Path(scratch), seed=resolved.run.seed, steps=steps, replay=replay)
@@ -138,6 +133,36 @@ def check_replay(prepared: PreparedReplay) -> SimulationCheck:
         usd=usd,
     )
     return SimulationCheck(recording.totals, figures)
+
+
+def seconds_saved_without(prepared: PreparedReplay, functions: Sequence[str]) -> dict[str, float]:
+    """By function the virtual seconds that the replayed run is shorter if this function takes no time; others are as
+    recorded. UsageError for a resumed run."""
+    resolved, recording = prepared.resolved, _never_resumed(prepared.replay.recording)
+
+    def seconds(recording: RecordedRun) -> float:
+        replay = replace(prepared.replay, recording=recording)
+        with tempfile.TemporaryDirectory(prefix="rollart-without-") as scratch:
+            return simulate(
+                resolved, Path(scratch), seed=resolved.run.seed, steps=recording.totals.steps, replay=replay
+            ).seconds
+
+    as_recorded, instant = seconds(recording), Profile(0.0, call_s=0.0, item_s=0.0)
+    return {
+        name: as_recorded - seconds(replace(recording, functions={**recording.functions, name: instant}))
+        for name in functions
+        if name in recording.functions
+    }
+
+
+def _never_resumed(recording: RecordedRun) -> RecordedRun:
+    if recording.starts > 1:
+        raise UsageError(
+            f"{recording.name} was started {recording.starts} times (rule: --check of a run that was never resumed, as "
+            "its wall time has gaps)",
+            remedy="leave --check out",
+        )
+    return recording
 
 
 def _with_problem(resolved: Resolved, directory: Path) -> Resolved:

@@ -17,7 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from placement.architecture import DecoderShape as ModelShape
-from placement.problem import DomainProfile, Quantity, log_normal
+from placement.problem import DomainProfile, Quantity, RewardCost, log_normal
 from placement.roofline import Roofline
 from placement.training import mfu as training_mfu
 from placement.types import ROLLOUT_ROLES, Assignment, Role
@@ -72,6 +72,9 @@ from serverless.pipeline.offload import Offload
 from serverless.providers.simulated import Profile, SimulatedBackend, SimulatedMachines
 from serverless.spec import FunctionBatchSpec, FunctionSpec
 from serverless.types import FaultKind
+
+_BILLED = {"gpu", "keep_alive_s", "memory_mb", "concurrency"}
+"""Settings of a simulated function that reports read."""
 
 INSTANT_GB_PER_S = 1e9
 """Bandwidth of instantaneous transfers: a broadcast leaves nothing to pull."""
@@ -140,10 +143,15 @@ def simulate(
         machines = simulation_faults.machines
         present = wanted if machines is None else fit_to_devices(wanted, machines.there())
         world = _ModelledCluster(present, replay)
-        config = {**present.to_dict(), SIMULATED_KEY: {"schedule": name, "seed": seed}}
+        functions = function_behaviours(present, None if replay is None else replay.recording)
+        functions = with_function_faults(functions, simulation_faults.plan)
+        rewarded = {one.spec.name: one.domains for one in functions}
+        config = {**present.to_dict(), SIMULATED_KEY: {"schedule": name, "seed": seed, "functions": rewarded}}
+        on_gpus = [one.spec for one in functions if one.spec.gpu]
+        if on_gpus:  # the price of a GPU is that of its type
+            simulated = {one.name: one.model_dump(mode="json", include=_BILLED) for one in on_gpus}
+            config["functions"] = {**config["functions"], **simulated}
         with TracedLedger(directory, clock=loop.time, config=config, on_time=on_time) as ledger:
-            functions = function_behaviours(present, None if replay is None else replay.recording)
-            functions = with_function_faults(functions, simulation_faults.plan)
             names = simulated_function_hosts(present)
             workers = SimulatedMachines(names) if names else None
             async with simulated_functions(functions, present, ledger, seed, workers) as rewarder:
@@ -466,6 +474,11 @@ COLD_START_S = 0.5
 Python."""
 
 
+GPU_START_S, WEIGHTS_GB_PER_S = 10.0, 1.0
+"""A container with a GPU starts in this time, and reads its weights at this speed. Guesses, for an image with torch of
+3 GB and a network volume; `cold_start_s` of a profile replaces them."""
+
+
 SCORE_SOURCE = "rollart.sim.scoring:score"
 
 
@@ -485,7 +498,7 @@ def function_behaviours(resolved: Resolved, recording: RecordedRun | None) -> li
     if recording is None:
         assert resolved.problem is not None
         for domain in resolved.problem.domains:
-            if (cost := domain.reward) is None or cost.on_gpu:
+            if (cost := domain.reward) is None or (cost.on_gpu and not _on_functions(resolved, domain.name)):
                 continue
             spec = FunctionSpec(
                 name=f"reward-{domain.name}"[:64],
@@ -496,10 +509,11 @@ def function_behaviours(resolved: Resolved, recording: RecordedRun | None) -> li
                 queue=1_000_000,
                 timeout_s=900.0,
                 deterministic=False,
-                batch=FunctionBatchSpec(max_items=1),
+                batch=FunctionBatchSpec(max_items=cost.batch),
             )
-            profile = Profile(COLD_START_S, call_s=cost.seconds, item_s=0.0)
-            found.append(FunctionBehaviour(spec, profile, (domain.name,)))
+            if cost.on_gpu:
+                spec = _scaled_as_declared(resolved, domain.name, spec, cost)
+            found.append(FunctionBehaviour(spec, _profile(cost), (domain.name,)))
         return found
     for name, spec in resolved.functions.items():
         seen = recording.functions.get(name)
@@ -519,6 +533,43 @@ def function_behaviours(resolved: Resolved, recording: RecordedRun | None) -> li
         }
         found.append(FunctionBehaviour(spec.model_copy(update=changed), seen, domains))
     return found
+
+
+IMAGE_START_S, LONGEST_START_S = 60.0, 600.0
+"""Seconds that Modal's containers are given beyond a function's `init_timeout_s` to load their image, as
+`serverless.deploy.modal_app` does, and the limit of both."""
+
+
+def _on_functions(resolved: Resolved, domain: str) -> bool:
+    """True if the plan scores a domain in functions. A reward model on GPUs of a pool is not run by rollart."""
+    plan = resolved.plan.placement
+    return plan is not None and any(choice.domain == domain and choice.where == "functions" for choice in plan.rewards)
+
+
+def _scaled_as_declared(resolved: Resolved, domain: str, spec: FunctionSpec, cost: RewardCost) -> FunctionSpec:
+    """The settings of the domain's own function that decide what its containers cost: their number, their idle time,
+    and how long an item waits for a batch."""
+    used = [use.function for use in resolved.run.domain(domain).rewards]
+    own = next((one for name in used if (one := resolved.functions.get(name)) is not None and one.gpu), None)
+    gpu = f"{cost.gpu}:{cost.gpus}"
+    if own is None:
+        return spec.model_copy(
+            update={"gpu": gpu, "keep_alive_s": cost.keep_alive_s, "init_timeout_s": LONGEST_START_S}
+        )
+    batch = own.batch.model_copy(update={"max_items": min(own.batch.max_items, cost.batch)})
+    kept = {key: getattr(own, key) for key in ("concurrency", "keep_alive_s", "warm")}
+    start_s = min(LONGEST_START_S, own.init_timeout_s + IMAGE_START_S)
+    return spec.model_copy(update={"gpu": gpu, "batch": batch, "init_timeout_s": start_s, **kept})
+
+
+def _profile(cost: RewardCost) -> Profile:
+    """The times of a reward's calls: between one item and a full batch they grow evenly."""
+    single_s = cost.seconds if cost.single_s is None else cost.single_s
+    item_s = (cost.call_s - single_s) / (cost.batch - 1) if cost.batch > 1 else 0.0
+    cold_s = cost.cold_start_s
+    if cold_s is None:
+        cold_s = GPU_START_S + cost.memory_gb / WEIGHTS_GB_PER_S if cost.on_gpu else COLD_START_S
+    return Profile(cold_s, call_s=single_s - item_s, item_s=item_s)
 
 
 def with_function_faults(known: list[FunctionBehaviour], plan: FaultPlanSpec) -> list[FunctionBehaviour]:
@@ -563,5 +614,6 @@ async def simulated_functions(
     for domain in resolved.run.domains:
         uses = [RewardUse(function=b.spec.name) for b in known if domain.name in b.domains]
         domains.append(domain.model_copy(update={"rewards": uses, "env_reward_weight": 0.0 if uses else 1.0}))
-    async with backend, Offload([build(b.spec) for b in known], backend, meter=ledger, seed=seed) as offload:
+    packages, quota = [build(b.spec) for b in known], resolved.cluster.functions.quota
+    async with backend, Offload(packages, backend, meter=ledger, seed=seed, quota=quota) as offload:
         yield OffloadRewarder(offload, domains)

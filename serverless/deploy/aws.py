@@ -1,7 +1,8 @@
 """Deploys functions to AWS Lambda: `Deployer` over boto3.
 
 A function is `<prefix><name>`. Each package is a published version whose description holds the package's digest, and
-the alias `live` names the current one. Versions are immutable, so a rollback only moves the alias.
+the alias `live` names the current one, and a canary with the share of calls that Lambda routes to it. Versions are
+immutable, so a rollback or a promotion only moves the alias.
 
 A run calls its own alias, `run-<id>`, which names the version of its package regardless of the current version. The
 alias's description holds a lease that the run renews. An alias with an expired lease is removed by the next deployment
@@ -16,20 +17,40 @@ import datetime
 import functools
 import hashlib
 import math
-import random
 import re
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from serverless.deploy.aws_control import DeploymentOvertaken, LambdaControl, LambdaVersion, SmokeFailed
+from serverless.deploy.aws_control import (
+    DeploymentOvertaken,
+    LambdaAlias,
+    LambdaControl,
+    LambdaVersion,
+    SmokeFailed,
+    engine_for,
+)
 from serverless.deploy.aws_function import ALIAS, AwsFunction, AwsSettings, aws_function
 from serverless.deploy.aws_session import library
-from serverless.deploy.package import Package
-from serverless.errors import BackendFailed, ServerlessError, SpecInvalid, UnknownFunction
+from serverless.deploy.changes import spec_lines, weight_lines
+from serverless.deploy.package import Package, restore_archive
+from serverless.errors import BackendFailed, PackageError, ServerlessError, SpecInvalid, UnknownFunction
 from serverless.meter import MeterSink, NullMeter, billed_seconds
-from serverless.providers.base import DeployedFunction, DeploymentChange, LogLine, rollback_number
+from serverless.output import LineReader
+from serverless.providers.base import (
+    DeployedFunction,
+    DeploymentChange,
+    LiveVersions,
+    LogLine,
+    check_canary,
+    find_version,
+    log_line,
+    no_canary,
+    previous_version,
+)
 from serverless.providers.faults import LambdaReport
+from serverless.retries import AWS_DEPLOYMENT
+from serverless.secrets import Secrets
 from serverless.types import Cause, Invocation
 
 P = ParamSpec("P")
@@ -45,12 +66,12 @@ _RUN = "run-"
 _LEASE = re.compile(r"^rollart: lease until (\S+)$")
 _ALIAS_NAME = 128
 
-_ATTEMPTS = 10
-"""Attempts of a deployment that conflicts with others."""
+_FOLLOW_S, _LATE_S = 1.0, 30.0
+"""Seconds between two requests for new log events (an account has 5 to 10 a second), and the longest delay of an event.
+"""
 
-_BACKOFF_S, _MAX_BACKOFF_S = 0.25, 8.0
-"""Upper bounds of the random pause before the second attempt, which doubles with each, and before any. Without pauses,
-conflicting deployments go on in step, each uploading its code between the upload and the publish of another."""
+_OF_SPEC = ("MemorySize", "Timeout")
+"""Lambda's configuration that follows from the settings of a function."""
 
 _SHOWN = {"Runtime": "runtime", "Handler": "handler", "MemorySize": "memory (MB)", "Timeout": "time limit (s)"}
 
@@ -59,7 +80,7 @@ _SHOWN = {"Runtime": "runtime", "Handler": "handler", "MemorySize": "memory (MB)
 class PinnedVersion:
     """A pinned version. `alias` names it. Calls go to `qualifier`: that alias, or another alias of the same version if
     that one has the provisioned environments, which Lambda grants to one alias per version. Only version `number` may
-    answer."""
+    answer, or `canary` where the alias has one."""
 
     function: str
     alias: str
@@ -67,6 +88,7 @@ class PinnedVersion:
     number: str
     timeout_s: float
     memory_mb: int
+    canary: str = ""
 
 
 def _step(
@@ -91,8 +113,11 @@ class AwsDeployer:
 
     provider = PROVIDER
 
-    def __init__(self, settings: AwsSettings | None = None, *, meter: MeterSink | None = None) -> None:
+    def __init__(
+        self, settings: AwsSettings | None = None, *, meter: MeterSink | None = None, secrets: Secrets | None = None
+    ) -> None:
         self.settings = settings or AwsSettings()
+        self._secrets = secrets or Secrets()
         self._meter = meter or NullMeter()
         self._control = LambdaControl(self.settings)
         self._open = False
@@ -101,11 +126,13 @@ class AwsDeployer:
         """The function and the bill of each trial of the current step."""
 
     @_step
-    def plan(self, package: Package) -> DeploymentChange:
+    def plan(self, package: Package, *, canary: float = 0.0) -> DeploymentChange:
         """The changes that a deployment would make, without building the archive."""
-        wanted, settings = aws_function(package, self.settings), self.settings
+        wanted, settings = self._wanted(package), self.settings
         name, spec, configuration = wanted.name, wanted.package.spec, wanted.configuration
+        check_canary(spec.name, canary)
         lines: list[str] = []
+        before, problem = None, ""
         exists, live = self._control.ours(name), self._control.live(name)
         if live is None:
             made = "publish the first version of" if exists else "create"
@@ -113,37 +140,57 @@ class AwsDeployer:
                 f"{made} the Lambda function {name}: {settings.runtime} on {settings.architecture}, "
                 f"{configuration['MemorySize']} MB, {configuration['Timeout']} s, digest {wanted.package.version[:12]}"
             )
-            if spec.requirements:
-                lines.append(f"install {', '.join(spec.requirements)} into its archive")
+            lines += self._code_lines(wanted)
             lines.append(f"keep its logs for {settings.log_retention_days} days")
-        elif not live.runs(wanted):
+            lines += [f"variable {name}: none -> set" for name in _variables(configuration)]
+        else:
+            lines += weight_lines(self._weighted(name), wanted.package.version, canary)
             if live.digest != wanted.package.version:
-                lines.append(f"digest: {live.digest[:12]} -> {wanted.package.version[:12]}")
-            changed = (key for key in _SHOWN if live.settings[key] != configuration[key])
+                try:
+                    before = self._package(spec.name, live)
+                    lines += spec_lines(before.spec, spec)
+                except PackageError as error:
+                    problem = error.message
+            if not live.runs(wanted):
+                lines += self._code_lines(wanted)
+            shown = (key for key in _SHOWN if key in configuration and (before is None or key not in _OF_SPEC))
+            changed = (key for key in shown if live.settings[key] != configuration[key])
             lines += [f"{_SHOWN[key]}: {live.settings[key]} -> {configuration[key]}" for key in changed]
+            lines += _changed_variables(live.settings, configuration)
             if live.architecture != settings.architecture:
                 lines.append(f"architecture: {live.architecture} -> {settings.architecture}")
             if settings.role_arn not in ("", live.role):
                 lines.append(f"role: {live.role} -> {settings.role_arn}")
+        if lines:
+            lines += [
+                f"secret {one}: in Lambda's encrypted environment; a new value takes another deployment, and versions "
+                "before it keep theirs"
+                for one in wanted.stored
+            ]
         warm = self._control.warm(name) if exists and spec.warm else 0
         if spec.warm != warm and spec.warm:
             lines.append(f"warm environments (provisioned concurrency, billed while idle): {warm} -> {spec.warm}")
         reserved = self._control.reserved(name) if exists and settings.reserve_concurrency else 0
         if reserved != wanted.reserved:
             lines.append(f"reserved concurrency: {reserved or 'none'} -> {wanted.reserved}")
-        return DeploymentChange(spec.name, self.provider, tuple(lines))
+        return DeploymentChange(spec.name, self.provider, tuple(lines), before, problem)
 
     @_step
-    def deploy(self, package: Package) -> DeployedFunction:
+    def deploy(self, package: Package, *, canary: float = 0.0) -> DeployedFunction:
         """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call."""
-        wanted = aws_function(package, self.settings)
+        wanted = self._wanted(package)
         name, spec = wanted.name, wanted.package.spec
+        check_canary(spec.name, canary)
         exists, live = self._control.ours(name), self._control.live(name)
         if exists:
             self._remove_expired(name)
-        unchanged = live is not None and live.runs(wanted)
+        if canary and live is not None:
+            return self._deploy_canary(wanted, live, canary)
+        released = self._control.released(name) if live is not None else None
+        unchanged = live is not None and live.runs(wanted) and not (released and released.canary)
         if live is None or not unchanged:
-            live = self._published(wanted, exists=exists)
+            if live is None or not live.runs(wanted):
+                live = self._published(wanted, exists=exists)
             self._control.point(name, live)
             self._prune(name)
         try:
@@ -158,21 +205,51 @@ class AwsDeployer:
                 f"{spec.name}: version {live.number} is current, but not scaled as it says: {error.message}",
                 remedy=error.remedy or "deploy it again",
             ) from None
-        return replace(self._deployed(name, live, live), unchanged=unchanged)
+        return replace(self._deployed(name, live), unchanged=unchanged)
+
+    def _deploy_canary(self, wanted: AwsFunction, live: LambdaVersion, weight: float) -> DeployedFunction:
+        """Publish a version, and give it a share of the calls of `live`."""
+        name, function = wanted.name, wanted.package.spec.name
+        if live.runs(wanted):
+            return replace(self._deployed(name, live), unchanged=True)
+        if self._control.warm(name):
+            raise BackendFailed(
+                f"{function}: Lambda has no canary on an alias with warm environments (provisioned concurrency)",
+                remedy=f"release them: rollart rewards scale {function} --warm 0",
+            )
+        if wanted.settings.role_arn not in ("", live.role):
+            raise BackendFailed(
+                f"{function}: Lambda gives both versions one role, and the current one has {live.role}",
+                remedy="deploy without --canary to change the role",
+            )
+        seen = self._control.released(name)
+        if seen is None:
+            raise DeploymentOvertaken(name)
+        version = next((v for v in self._control.versions(name) if v.number == seen.canary and v.runs(wanted)), None)
+        if version is not None and math.isclose(seen.weight, weight):
+            return replace(self._deployed(name, version), unchanged=True)
+        number = (version := version or self._published(wanted, exists=True)).number
+        AWS_DEPLOYMENT.run_blocking(
+            lambda: self._control.split(name, self._control.released(name) or seen, number, weight),
+            DeploymentOvertaken,
+            pause=self._control.pause,
+        )
+        self._prune(name)
+        return self._deployed(name, version)
 
     @_step
     def pin(self, package: Package, run: str, *, existing: bool = False) -> PinnedVersion:
         """Set the alias of a run to the package's version, with a lease of `LEASE_S`. The version is published and
         tried if it is missing; it becomes current only if no version is. The alias holds the package's `warm`
         environments. With `existing`, raises `UnknownFunction` if the function does not exist."""
-        wanted, alias = aws_function(package, self.settings), _run_alias(run)
+        wanted, alias = self._wanted(package), _run_alias(run)
         name = wanted.name
         exists = self._control.ours(name)
         if existing and not exists:
             raise UnknownFunction(f"{wanted.package.spec.name} is gone from AWS", remedy="deploy it again")
         if exists:
             self._remove_expired(name)
-        named = {one.number for one in self._control.aliases(name)}
+        named = {number for one in self._control.aliases(name) for number in (one.number, one.canary)}
         version = self._published(wanted, exists=exists, tried=named)
         until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=LEASE_S)
         self._control.name(name, alias, version.number, f"rollart: lease until {until.isoformat(timespec='seconds')}")
@@ -194,9 +271,13 @@ class AwsDeployer:
         return _pinned(wanted.package.spec.name, alias, qualifier, version)
 
     @_step
-    def current(self, function: str) -> PinnedVersion:
-        """The current version."""
-        return _pinned(function, ALIAS, ALIAS, self._live(function))
+    def current(self, function: str, version: str = "") -> PinnedVersion:
+        """The version with this number, or the alias `live`, whose weights Lambda follows."""
+        if version:
+            return _pinned(function, version, version, self._numbered(function, version))
+        released = self._control.released(self.settings.function_name(function))
+        canary = released.canary if released is not None else ""
+        return replace(_pinned(function, ALIAS, ALIAS, self._live(function)), canary=canary)
 
     @_step
     def unpin(self, pin: PinnedVersion) -> None:
@@ -214,27 +295,40 @@ class AwsDeployer:
 
     @_step
     def functions(self) -> Sequence[DeployedFunction]:
-        found = [(name, self._control.live(name)) for name in self._control.names()]
-        return [self._deployed(name, v, v) for name, v in found if v is not None and v.digest]
+        return [one for name in self._control.names() for one in self._weighted(name) if one.version]
 
     @_step
     def versions(self, function: str) -> Sequence[DeployedFunction]:
+        return self._all(function)
+
+    @_step
+    def package(self, function: str, version: str = "") -> Package:
+        chosen = self._numbered(function, version) if version else self._live(function)
+        return self._package(function, chosen)
+
+    @_step
+    def promote(self, function: str) -> DeployedFunction:
         name = self.settings.function_name(function)
-        live = self._control.live(name)
-        return [self._deployed(name, version, live) for version in self._versions(function)]
+        self._live(function)
+        seen = self._control.released(name)
+        if seen is None or not seen.canary:
+            raise no_canary(function)
+        return self._point(function, self._numbered(function, seen.canary), seen)
 
     @_step
     def rollback(self, function: str, version: str = "") -> DeployedFunction:
         """See `Deployer`. The previous version is the newest former current one that is older than the current one."""
         name = self.settings.function_name(function)
-        kept, live, deployed = self._versions(function), self._control.live(name), self._control.deployed(name)
-        newest = int(live.number) if live is not None else math.inf
-        former = [int(v.number) for v in kept if v.number in deployed and int(v.number) < newest]
-        digests = {int(v.number): v.digest for v in kept}
-        number = rollback_number(function, digests, former, version, noun="version")
-        chosen = next(v for v in kept if int(v.number) == number)
-        self._control.point(name, chosen)
-        return self._deployed(name, chosen, chosen)
+        kept, seen = self._all(function), self._control.released(name)
+        if version:
+            number = find_version(function, kept, version, draw=0.0).provider_version
+        elif seen is not None and seen.canary:
+            number = seen.number
+        else:
+            newest = int(seen.number) if seen is not None else math.inf
+            former = {number for number in self._control.deployed(name) if int(number) < newest}
+            number = previous_version(function, kept, former).provider_version
+        return self._point(function, self._numbered(function, number), seen)
 
     @_step
     def scale(self, function: str, *, warm: int | None = None, concurrency: int | None = None) -> DeployedFunction:
@@ -243,19 +337,41 @@ class AwsDeployer:
             if value is not None and value < 0:
                 raise SpecInvalid(f"{function}: {value} environments: not less than 0")
         name, live = self.settings.function_name(function), self._live(function)
+        released = self._control.released(name)
+        if warm and released is not None and released.canary:
+            raise BackendFailed(
+                f"{function}: Lambda has no warm environments (provisioned concurrency) on an alias with a canary",
+                remedy=f"end it first: rollart rewards promote {function}, or rollback {function}",
+            )
         if concurrency is not None:
             self._control.reserve(name, concurrency)
         if warm is not None:
             self._control.set_warm(name, warm)
-        return self._deployed(name, live, live)
+        return self._deployed(name, live)
 
     @_step
     def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
         since_ms = (datetime.datetime.now(datetime.UTC).timestamp() - since_s) * 1000.0
         self._live(function)
         events = self._control.log_events(self.settings.function_name(function), max(0, round(since_ms)))
-        events.sort(key=lambda event: int(event["timestamp"]))
-        return [_line(event) for event in events[-limit:]] if limit > 0 else []
+        return _lines(LineReader(), events)[-limit:] if limit > 0 else []
+
+    async def follow(self, function: str, *, since_s: float = 0.0) -> AsyncIterator[LogLine]:
+        """See `Deployer`. Asks once a second; events that CloudWatch ingests up to `_LATE_S` late are found, and each
+        is returned once."""
+        since_ms = round((datetime.datetime.now(datetime.UTC).timestamp() - since_s) * 1000.0)
+        reader, seen, from_ms = LineReader(), dict[str, int](), max(0, since_ms)
+        await self.run_step(lambda: self._live(function))
+        name = self.settings.function_name(function)
+        while True:
+            events = await self.run_step(functools.partial(self._control.log_events, name, from_ms))
+            fresh = [event for event in events if event["eventId"] not in seen]
+            seen |= {event["eventId"]: int(event["timestamp"]) for event in fresh}
+            for line in _lines(reader, fresh):
+                yield line
+            from_ms = max(from_ms, max(seen.values(), default=0) - round(_LATE_S * 1000.0))
+            seen = {event: t for event, t in seen.items() if t >= from_ms}
+            await asyncio.sleep(_FOLLOW_S)
 
     @_step
     def delete(self, function: str) -> None:
@@ -301,18 +417,35 @@ class AwsDeployer:
                     self._meter.invocation(bill)
                 self._trials.clear()
 
+    def _code_lines(self, wanted: AwsFunction) -> list[str]:
+        """The code that would be built, and its size. Raises the errors of a deployment that are known beforehand."""
+        self._control.check_package_type(wanted)
+        if wanted.image is None:
+            return wanted.build_lines() if wanted.package.spec.requirements else []
+        lines = wanted.build_lines()
+        if self._control.image_digest(wanted):
+            return [f"use the image {self.settings.repository}:{wanted.image.tag}, which is there"]
+        return [f"{lines[0]} with {engine_for(wanted).name}, and push it", *lines[1:]]
+
+    def _wanted(self, package: Package) -> AwsFunction:
+        """The package as a Lambda function whose secrets exist. Raises `SecretMissing`."""
+        wanted = aws_function(package, self.settings, self._secrets)
+        self._control.require_secrets(wanted)
+        return wanted
+
     def _published(self, wanted: AwsFunction, *, exists: bool, tried: Collection[str] = ()) -> LambdaVersion:
         """The package's version, kept or newly published. It is tried unless its number is in `tried`."""
         name = wanted.name
-        for attempt in range(_ATTEMPTS):
+
+        def upload() -> tuple[LambdaVersion, bool]:
+            nonlocal exists
             try:
-                version, new = self._uploaded(wanted, exists=exists)
-                break
+                return self._uploaded(wanted, exists=exists)
             except DeploymentOvertaken:
-                if attempt == _ATTEMPTS - 1:
-                    raise
                 exists = True
-                self._control.pause(random.uniform(0.0, min(_BACKOFF_S * 2**attempt, _MAX_BACKOFF_S)))
+                raise
+
+        version, new = AWS_DEPLOYMENT.run_blocking(upload, DeploymentOvertaken, pause=self._control.pause)
         if not new and version.number in tried:
             return version
         try:
@@ -339,6 +472,7 @@ class AwsDeployer:
         known = next((v for v in kept if v.runs(wanted)), None)
         if known is not None:
             return known, False
+        self._control.check_package_type(wanted)
         self._control.upload(wanted, create=not exists)
         self._control.retain_logs(wanted.name)
         number = self._control.publish(wanted)
@@ -352,7 +486,7 @@ class AwsDeployer:
         only runs called, and each version named by an alias. A version that cannot be removed (a run's role may lack
         the permission) is left to the next deployment."""
         with contextlib.suppress(ServerlessError):
-            named = {alias.number for alias in self._control.aliases(name)}
+            named = {number for alias in self._control.aliases(name) for number in (alias.number, alias.canary)}
             deployed = set(self._control.deployed(name))
             versions = self._control.versions(name)
             called = [v for v in versions if v.number not in deployed]
@@ -385,17 +519,58 @@ class AwsDeployer:
             raise UnknownFunction(f"{function} is not deployed on AWS", remedy="deploy it first")
         return live
 
-    def _deployed(self, name: str, version: LambdaVersion, live: LambdaVersion | None) -> DeployedFunction:
-        current = live is not None and version.number == live.number
+    def _numbered(self, function: str, number: str) -> LambdaVersion:
+        versions = self._versions(function)
+        found = next((version for version in versions if version.number == number), None)
+        if found is None:
+            known = ", ".join(version.number for version in versions)
+            raise UnknownFunction(f"{function} has no version {number} on AWS", remedy=f"it has {known}")
+        return found
+
+    def _point(self, function: str, version: LambdaVersion, seen: LambdaAlias | None) -> DeployedFunction:
+        """Make a version the only current one, unless the alias was moved since it was `seen`."""
+        name = self.settings.function_name(function)
+        self._control.point(name, version, seen)
+        return self._deployed(name, version)
+
+    def _package(self, function: str, version: LambdaVersion) -> Package:
+        """Raises `PackageError` if it cannot be read back."""
+        archive = self._control.archive(self.settings.function_name(function), version.number)
+        return restore_archive(function, version.digest, archive)
+
+    def _all(self, function: str) -> list[DeployedFunction]:
+        """The versions of a function, newest first."""
+        versions, name = self._versions(function), self.settings.function_name(function)
+        aliases = self._control.aliases(name)
+        return [self._deployed(name, version, aliases) for version in versions]
+
+    def _weighted(self, name: str) -> list[DeployedFunction]:
+        """The current version and the canary; none if the function has no current version."""
+        live = self._control.live(name)
+        if live is None:
+            return []
+        aliases = self._control.aliases(name)
+        canary = next((alias.canary for alias in aliases if alias.name == ALIAS), "")
+        canaries = [v for v in self._control.versions(name) if v.number == canary] if canary else []
+        return [self._deployed(name, version, aliases) for version in (live, *canaries)]
+
+    def _deployed(
+        self, name: str, version: LambdaVersion, aliases: Sequence[LambdaAlias] | None = None
+    ) -> DeployedFunction:
         warm: int | None = 0
         reserved: int | None = 0
         problem = ""
+        aliases = self._control.aliases(name) if aliases is None else aliases
+        released = next((alias for alias in aliases if alias.name == ALIAS), None)
+        live = LiveVersions(released.number, released.canary, released.weight) if released else LiveVersions("")
+        current = version.number == live.current
         if current:
             try:
                 warm, reserved = None, None
                 warm, reserved = self._control.warm(name), self._control.reserved(name)
             except ServerlessError as error:  # only the displayed details are missing
                 problem = error.message
+        runs = (alias.name for alias in aliases if alias.number == version.number and alias.name != ALIAS)
         return DeployedFunction(
             function=name.removeprefix(self.settings.prefix),
             provider=self.provider,
@@ -407,8 +582,25 @@ class AwsDeployer:
             endpoint=f"{version.unqualified}:{ALIAS if current else version.number}",
             warm=warm,
             concurrency=reserved,
+            weight=live.of(version.number),
+            aliases=(*live.aliases(version.number), *runs),
             problem=problem,
         )
+
+
+def _variables(settings: Mapping[str, Any]) -> Mapping[str, str]:
+    found: Mapping[str, str] = settings.get("Environment", {}).get("Variables", {})
+    return found
+
+
+def _changed_variables(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """The variables that differ, without their values, which may be secrets."""
+    old, new = _variables(before), _variables(after)
+    changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    words = {(True, False): "set -> none", (False, True): "none -> set", (True, True): "set -> another value"}
+    lines = [f"variable {name}: {words[name in old, name in new]}" for name in changed]
+    keys = before.get("KMSKeyArn"), after.get("KMSKeyArn")
+    return lines if keys[0] == keys[1] else [*lines, f"key of the variables: {keys[0]} -> {keys[1]}"]
 
 
 def _run_alias(run: str) -> str:
@@ -427,9 +619,15 @@ def _pinned(function: str, alias: str, qualifier: str, version: LambdaVersion) -
     )
 
 
-def _line(event: dict[str, Any]) -> LogLine:
-    t = datetime.datetime.fromtimestamp(event["timestamp"] / 1000.0, datetime.UTC)
-    return LogLine(t.isoformat(timespec="milliseconds"), str(event.get("logStreamName", "")), event["message"].rstrip())
+def _lines(reader: LineReader, events: list[dict[str, Any]]) -> list[LogLine]:
+    """The lines of log events, oldest first."""
+    found = []
+    for event in sorted(events, key=lambda event: int(event["timestamp"])):
+        t = datetime.datetime.fromtimestamp(event["timestamp"] / 1000.0, datetime.UTC).isoformat(
+            timespec="milliseconds"
+        )
+        found.append(log_line(reader, t, str(event.get("logStreamName", "")), event["message"].rstrip()))
+    return [line for line in found if line is not None]
 
 
 def lambda_bill(

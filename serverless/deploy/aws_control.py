@@ -7,8 +7,9 @@ import contextlib
 import hashlib
 import json
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from serverless.deploy.aws_function import (
@@ -21,10 +22,14 @@ from serverless.deploy.aws_function import (
     AwsSettings,
     log_group,
     log_permission,
+    secret_permissions,
 )
 from serverless.deploy.aws_session import Boto3Clients, error_code, translate_errors
+from serverless.deploy.images import ContainerEngine, find_engine
 from serverless.errors import BackendFailed, PackageError, UnknownFunction
 from serverless.providers.faults import LambdaReport, function_fault, function_log_tail, parse_report
+from serverless.retries import AWS_CONFLICT, AWS_REMOVAL, AWS_ROLE, AWS_TRIAL, RetryPolicy
+from serverless.secrets import SecretMissing
 
 T = TypeVar("T")
 
@@ -34,13 +39,10 @@ _CURRENT_MOST = 30
 """Numbers in that description, which has at most 256 characters."""
 
 _COMPARED = ("Runtime", "Handler", "MemorySize", "Timeout")
-_CONFLICTS = 30
-"""Attempts while another change of the function is in progress: with the waits about a minute."""
 _POLL_S = 0.5
 _WAIT_POLLS = 360
-_ROLE_S = 60.0
-"""Seconds until a new role is known everywhere (IAM is eventually consistent, usually within seconds)."""
-_SMOKE_THROTTLES = 20
+_DOWNLOAD_S = 120.0
+_ROLE_NAME = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,8 @@ class LambdaVersion:
 
     number: str
     digest: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(repr=False)
+    package_type: str
     architecture: str
     role: str
     arn: str
@@ -59,9 +62,9 @@ class LambdaVersion:
         """True if this is a version of the function's package with its configuration."""
         settings = function.settings
         placed = self.architecture == settings.architecture and settings.role_arn in ("", self.role)
-        return (
-            placed and self.digest == function.package.version and dict(self.settings) == dict(function.configuration)
-        )
+        configured = all(self.settings.get(key) == value for key, value in function.configuration.items())
+        same = self.package_type == function.package_type and self.digest == function.package.version
+        return placed and same and configured
 
     @property
     def unqualified(self) -> str:
@@ -71,11 +74,15 @@ class LambdaVersion:
 
 @dataclass(frozen=True, slots=True)
 class LambdaAlias:
-    """An alias of a version. `number` is Lambda's number of the version."""
+    """An alias of a version. `number` is Lambda's number of the version, `canary` that of a second version, which gets
+    the share `weight` of the calls ('' and 0 if there is none). `revision` changes with each update."""
 
     name: str
     number: str
     description: str
+    canary: str = ""
+    weight: float = 0.0
+    revision: str = ""
 
 
 class LambdaControl:
@@ -106,7 +113,11 @@ class LambdaControl:
     def aliases(self, name: str) -> list[LambdaAlias]:
         """The aliases of a function, none if it does not exist."""
         found = self._listed(f"listing aliases of {name}", "lambda", "list_aliases", "Aliases", FunctionName=name)
-        return [LambdaAlias(one["Name"], str(one["FunctionVersion"]), str(one.get("Description", ""))) for one in found]
+        return [_alias(one) for one in found]
+
+    def released(self, name: str) -> LambdaAlias | None:
+        """The alias `live`, None if there is no function or no alias."""
+        return next((alias for alias in self.aliases(name) if alias.name == ALIAS), None)
 
     def deployed(self, name: str) -> list[str]:
         """Numbers of the versions that have been current, oldest first; of all versions if the alias does not record
@@ -132,11 +143,46 @@ class LambdaControl:
             )
         return True
 
-    def role(self) -> str:
-        """The execution role's ARN; the role is created if it is missing and none was given."""
+    def role(self, wanted: AwsFunction) -> str:
+        """The execution role's ARN; the role is created if it is missing and none was given. A function with secrets on
+        AWS has a role of its own, which may read these."""
         if self._settings.role_arn:
             return self._settings.role_arn
-        name = self._settings.role_name
+        if not wanted.references:
+            return self._role(self._settings.role_name)
+        name = f"{self._settings.role_name}-{wanted.package.spec.name}"[:_ROLE_NAME]
+        arn = self._role(name)
+        _, partition, _, _, account, _ = arn.split(":", 5)
+        region = self._clients.of("lambda").meta.region_name
+        statements = secret_permissions(wanted, f"arn:{partition}:{{}}:{region}:{account}")
+        policy = json.dumps({"Version": "2012-10-17", "Statement": statements})
+        with translate_errors(f"granting secrets to the role {name}"):
+            self._clients.of("iam").put_role_policy(RoleName=name, PolicyName="own-secrets", PolicyDocument=policy)
+        return arn
+
+    def require_secrets(self, wanted: AwsFunction) -> None:
+        """Raise `SecretMissing` for a secret that AWS does not have. A secret that this user may not look for is left
+        to the function's role."""
+        for name, reference in wanted.references.items():
+            try:
+                if "ssm" in reference:
+                    self._clients.of("ssm").get_parameter(Name=reference["ssm"], WithDecryption=False)
+                else:
+                    self._clients.of("secretsmanager").describe_secret(SecretId=reference["aws_secret"])
+            except Exception as error:
+                if error_code(error) in ("ResourceNotFoundException", "ParameterNotFound"):
+                    place = "Parameter Store" if "ssm" in reference else "Secrets Manager"
+                    found = reference.get("ssm") or reference["aws_secret"]
+                    raise SecretMissing(
+                        f"function {wanted.package.spec.name} has no value of the secret {name}: "
+                        f"{found} is not in {place} of {self._clients.of('lambda').meta.region_name}",
+                        remedy=f"create it there, or set functions.secrets.{name}",
+                    ) from None
+                if not error_code(error).startswith("AccessDenied"):
+                    with translate_errors(f"looking for the secret {name}"):
+                        raise
+
+    def _role(self, name: str) -> str:
         with translate_errors(f"looking for the role {name}"):
             iam = self._clients.of("iam")
             try:
@@ -148,7 +194,7 @@ class LambdaControl:
                 made = iam.create_role(
                     RoleName=name,
                     AssumeRolePolicyDocument=json.dumps(ASSUME_ROLE),
-                    Description="Functions deployed by rollart: they may write their own logs, and nothing else.",
+                    Description="Functions deployed by rollart: they may write their own logs, and read their secrets.",
                 )
             except iam.exceptions.EntityAlreadyExistsException:  # created by a concurrent deployment
                 made = iam.get_role(RoleName=name)
@@ -164,9 +210,10 @@ class LambdaControl:
         """Upload code and configuration, with the waits that Lambda requires in between. Raises `DeploymentOvertaken`
         if another deployment has created the function meanwhile."""
         function, name = self._lambda, wanted.name
-        role = self.role()
-        configuration = {"FunctionName": name, "Description": wanted.description, **wanted.configuration, "Role": role}
-        with self._located(name, wanted.archive) as code, translate_errors(f"uploading {name}"):
+        role = self.role(wanted)
+        configuration = {"FunctionName": name, "Description": wanted.description, "Environment": {"Variables": {}}}
+        configuration |= {**wanted.configuration, "Role": role}
+        with self._located(wanted) as code, translate_errors(f"uploading {name}"):
             if create:
                 try:
                     self._assumable(lambda: function.create_function(**wanted.properties({"Code": code}, role)))
@@ -185,7 +232,7 @@ class LambdaControl:
         """Publish a new version and return its number. Raises `DeploymentOvertaken` if the code is another
         deployment's."""
         name, description = wanted.name, wanted.description
-        sha = base64.b64encode(hashlib.sha256(wanted.archive).digest()).decode()
+        sha = self._code_sha(wanted)
         with translate_errors(f"publishing {name}"):
             try:
                 made = self._unconflicted(
@@ -204,11 +251,10 @@ class LambdaControl:
         list."""
         client = self._clients.of("lambda", once_s=timeout_s + 20.0)
         with translate_errors(f"trying {name}:{number}"):
-            answer = self._again(  # a throttled call is not executed
+            answer = AWS_TRIAL.run_blocking(  # a throttled call is not executed
                 lambda: client.invoke(FunctionName=name, Qualifier=number, Payload=b"[]", LogType="Tail"),
-                lambda e: error_code(e) == "TooManyRequestsException",
-                _SMOKE_THROTTLES,
-                _POLL_S,
+                lambda error: error_code(error) == "TooManyRequestsException",
+                pause=self.pause,
             )
             payload = answer["Payload"].read()
         bill = parse_report(answer.get("LogResult", ""))
@@ -224,22 +270,54 @@ class LambdaControl:
             raise SmokeFailed(f"it answered an empty list with {body!r:.200}, not with a list", bill)
         return bill
 
-    def point(self, name: str, version: LambdaVersion) -> None:
-        """Make a version current. The alias moves last, so that a failure has moved nothing."""
+    def point(self, name: str, version: LambdaVersion, seen: LambdaAlias | None = None) -> None:
+        """Make a version the only current one. The alias moves last, so that a failure has moved nothing. Raises
+        `DeploymentOvertaken` if the alias was moved since it was `seen`."""
         numbers = [n for n in self.deployed(name) if n != version.number][1 - _CURRENT_MOST :]
         with translate_errors(f"tagging {name}"):
             self._lambda.tag_resource(Resource=version.unqualified, Tags={DIGEST_TAG: version.digest})
-        self.name(name, ALIAS, version.number, _CURRENT + " ".join([*numbers, version.number]))
+        described = _CURRENT + " ".join([*numbers, version.number])
+        self.name(name, ALIAS, version.number, described, revision=seen.revision if seen is not None else "")
 
-    def name(self, name: str, alias: str, number: str, description: str) -> None:
-        """Point an alias to a version; the alias is created if it is missing."""
-        function = self._lambda
-        target = {"FunctionName": name, "Name": alias, "FunctionVersion": number, "Description": description}
+    def split(self, name: str, seen: LambdaAlias, canary: str, weight: float) -> None:
+        """Give a share of the calls of `live` to a canary. Raises `DeploymentOvertaken` if the alias was moved since it
+        was `seen`."""
+        routing = {"AdditionalVersionWeights": {canary: weight}}
+        with translate_errors(f"giving {weight:g} of the calls of {name} to version {canary}"):
+            self._update_alias(name, ALIAS, seen.revision, RoutingConfig=routing)
+
+    def name(self, name: str, alias: str, number: str, description: str, *, revision: str = "") -> None:
+        """Point an alias to a version alone; the alias is created if it is missing."""
+        target = {"FunctionVersion": number, "Description": description}
         with translate_errors(f"moving {name}:{alias} to {number}"):
             try:
-                self._unconflicted(lambda: function.update_alias(**target, RoutingConfig={}))
-            except function.exceptions.ResourceNotFoundException:
-                function.create_alias(**target)
+                self._update_alias(name, alias, revision, **target, RoutingConfig={"AdditionalVersionWeights": {}})
+            except self._lambda.exceptions.ResourceNotFoundException:
+                self._lambda.create_alias(FunctionName=name, Name=alias, **target)
+
+    def _update_alias(self, name: str, alias: str, revision: str, **changes: Any) -> None:
+        """Raises `DeploymentOvertaken` if the alias has another revision, unless none is given."""
+        chosen = {"FunctionName": name, "Name": alias, **({"RevisionId": revision} if revision else {})}
+        try:
+            self._unconflicted(lambda: self._lambda.update_alias(**chosen, **changes))
+        except self._lambda.exceptions.PreconditionFailedException:
+            raise DeploymentOvertaken(name) from None
+
+    def archive(self, name: str, number: str) -> bytes:
+        """The archive of a version. Raises `PackageError` if AWS does not give one, as for a container image."""
+        found = self._read(
+            f"looking for {name}:{number}", lambda: self._lambda.get_function(FunctionName=name, Qualifier=number)
+        )
+        location = str((found or {}).get("Code", {}).get("Location", ""))
+        if not location.startswith(("https://", "http://")):
+            raise PackageError(f"AWS gives no archive of {name}:{number}")
+        with translate_errors(f"downloading {name}:{number}"):
+            try:
+                with urllib.request.urlopen(location, timeout=_DOWNLOAD_S) as response:  # a presigned URL of AWS
+                    data: bytes = response.read()
+            except OSError as error:
+                raise PackageError(f"the archive of {name}:{number} cannot be downloaded: {error}") from None
+        return data
 
     def remove_alias(self, name: str, alias: str) -> None:
         """Remove an alias with its provisioned environments. No effect if it is gone."""
@@ -257,7 +335,8 @@ class LambdaControl:
         chosen = {"Qualifier": number} if number else {}
         with translate_errors(f"deleting {name} {number}".rstrip()):
             try:
-                self._unconflicted(lambda: function.delete_function(FunctionName=name, **chosen), 3 if number else 30)
+                policy = AWS_REMOVAL if number else AWS_CONFLICT
+                self._unconflicted(lambda: function.delete_function(FunctionName=name, **chosen), policy)
             except function.exceptions.ResourceNotFoundException:
                 if not number:
                     raise UnknownFunction(f"there is no Lambda function {name}") from None
@@ -297,7 +376,13 @@ class LambdaControl:
             if count == 0:
                 self._lambda.delete_provisioned_concurrency_config(**chosen)
                 return
-            self._lambda.put_provisioned_concurrency_config(**chosen, ProvisionedConcurrentExecutions=count)
+            AWS_CONFLICT.run_blocking(  # while an alias moves, Lambda gives it weights of its own
+                lambda: self._lambda.put_provisioned_concurrency_config(
+                    **chosen, ProvisionedConcurrentExecutions=count
+                ),
+                lambda e: "alias with weights" in str(e).lower(),
+                pause=self.pause,
+            )
             for _ in range(_WAIT_POLLS if wait else 0):
                 state = self._lambda.get_provisioned_concurrency_config(**chosen)
                 if state["Status"] == "READY":
@@ -344,9 +429,69 @@ class LambdaControl:
                     raise
                 return None
 
+    def check_package_type(self, wanted: AwsFunction) -> None:
+        """Raise `BackendFailed` if the function exists with code of the other kind, which Lambda never changes."""
+        live = self._read(
+            f"looking for {wanted.name}", lambda: self._lambda.get_function_configuration(FunctionName=wanted.name)
+        )
+        kind = wanted.package_type if live is None else str(live.get("PackageType", "Zip"))
+        if kind != wanted.package_type:
+            raise BackendFailed(
+                f"{wanted.name} exists with code of type {kind}; Lambda never changes it to {wanted.package_type}",
+                remedy="give the function another name, or delete the deployed one",
+            )
+
+    def image_digest(self, wanted: AwsFunction) -> str:
+        """The digest of the function's image in its repository, '' if it is not there."""
+        assert wanted.image is not None, "an archive has no image"
+        chosen = {"repositoryName": self._settings.repository, "imageIds": [{"imageTag": wanted.image.tag}]}
+        ecr = self._clients.of("ecr")
+        with translate_errors(f"looking for the image of {wanted.name}"):
+            try:
+                return str(ecr.describe_images(**chosen)["imageDetails"][0]["imageDigest"])
+            except (ecr.exceptions.ImageNotFoundException, ecr.exceptions.RepositoryNotFoundException):
+                return ""
+
+    def repository(self) -> str:
+        """The URI of the repository of images, which is created if it is missing."""
+        ecr, name = self._clients.of("ecr"), self._settings.repository
+        with translate_errors(f"looking for the repository {name}"):
+            try:
+                found = ecr.describe_repositories(repositoryNames=[name])["repositories"][0]
+            except ecr.exceptions.RepositoryNotFoundException:
+                found = ecr.create_repository(repositoryName=name)["repository"]
+        return str(found["repositoryUri"])
+
+    def _pushed(self, wanted: AwsFunction) -> str:
+        """The function's image by its digest; it is built and pushed unless it is in its repository."""
+        image, uri = wanted.image, self.repository()
+        assert image is not None, "an archive has no image"
+        digest = self.image_digest(wanted)
+        if not digest:
+            engine, target = engine_for(wanted), f"{uri}:{image.tag}"
+            engine.build(image, target)
+            with translate_errors("asking ECR for a password"):
+                granted = self._clients.of("ecr").get_authorization_token()["authorizationData"][0]
+            user, _, password = base64.b64decode(granted["authorizationToken"]).decode().partition(":")
+            engine.push(target, user=user, password=password)
+            digest = self.image_digest(wanted)
+        if not digest:
+            raise BackendFailed(f"{uri} has no image {image.tag} after its push", remedy="see the registry's log")
+        return f"{uri}@{digest}"
+
+    def _code_sha(self, wanted: AwsFunction) -> str:
+        """Lambda's `CodeSha256`: of an archive in base64, of an image its digest."""
+        if wanted.image is not None:
+            return self.image_digest(wanted).removeprefix("sha256:")
+        return base64.b64encode(hashlib.sha256(wanted.archive).digest()).decode()
+
     @contextlib.contextmanager
-    def _located(self, name: str, archive: bytes) -> Iterator[dict[str, Any]]:
-        """The archive's location for Lambda, from where it is removed at the end."""
+    def _located(self, wanted: AwsFunction) -> Iterator[dict[str, Any]]:
+        """The code's location for Lambda; an archive is removed from it at the end."""
+        if wanted.image is not None:
+            yield {"ImageUri": self._pushed(wanted)}
+            return
+        name, archive = wanted.name, wanted.archive
         if len(archive) <= DIRECT_BYTES:
             yield {"ZipFile": archive}
             return
@@ -368,28 +513,34 @@ class LambdaControl:
     def _wait(self, waiter: str, **chosen: str) -> None:
         self._lambda.get_waiter(waiter).wait(**chosen, WaiterConfig={"Delay": _POLL_S, "MaxAttempts": _WAIT_POLLS})
 
-    def _unconflicted(self, call: Callable[[], T], attempts: int = _CONFLICTS) -> T:
+    def _unconflicted(self, call: Callable[[], T], policy: RetryPolicy = AWS_CONFLICT) -> T:
         """Retry while another change of the function is in progress."""
-        return self._again(call, lambda e: error_code(e) == "ResourceConflictException", attempts, 2.0)
+        return policy.run_blocking(
+            call, lambda error: error_code(error) == "ResourceConflictException", pause=self.pause
+        )
 
     def _assumable(self, call: Callable[[], T]) -> T:
-        """Retry while Lambda does not know a new role yet."""
-        return self._again(call, lambda e: "cannot be assumed" in str(e), int(_ROLE_S), 1.0)
-
-    def _again(self, call: Callable[[], T], passing: Callable[[Exception], bool], attempts: int, pause_s: float) -> T:
-        for _ in range(attempts - 1):
-            try:
-                return call()
-            except Exception as error:
-                if not passing(error):
-                    raise
-            self.pause(pause_s)
-        return call()
+        """Retry while Lambda does not know a new role yet (IAM is eventually consistent, usually within seconds)."""
+        return AWS_ROLE.run_blocking(call, lambda error: "cannot be assumed" in str(error), pause=self.pause)
 
     def pause(self, seconds: float) -> None:
         """Block for `seconds`. Raises `BackendFailed` if the deployer is closed meanwhile."""
         if self.stopped.wait(seconds):
             raise BackendFailed("the deployer was closed while it waited for AWS")
+
+
+def engine_for(wanted: AwsFunction) -> ContainerEngine:
+    """The container engine of this machine. Raises `BackendFailed` if none answers."""
+    engine, reason = find_engine()
+    if engine is None:
+        assert wanted.image is not None, "an archive needs no engine"
+        raise BackendFailed(
+            f"the image of {wanted.name} has to be built, and no container engine answers here ({reason})",
+            remedy="write its build context with `rollart rewards deploy --render DIR`, build it elsewhere and push it "
+            f"to the repository {wanted.settings.repository} with the tag {wanted.image.tag}: the next deployment "
+            "uses it",
+        )
+    return engine
 
 
 class DeploymentOvertaken(BackendFailed):
@@ -407,12 +558,37 @@ class SmokeFailed(BackendFailed):
         self.report = bill
 
 
+def _alias(found: Mapping[str, Any]) -> LambdaAlias:
+    """An alias. While an alias with provisioned concurrency moves, Lambda gives it a second version with weight 1
+    (terraform-provider-aws#48116), which is no canary."""
+    weights = (found.get("RoutingConfig") or {}).get("AdditionalVersionWeights") or {}
+    canary = next((str(n) for n, weight in weights.items() if 0.0 < float(weight) < 1.0), "")
+    return LambdaAlias(
+        name=str(found["Name"]),
+        number=str(found["FunctionVersion"]),
+        description=str(found.get("Description", "")),
+        canary=canary,
+        weight=float(weights[canary]) if canary else 0.0,
+        revision=str(found.get("RevisionId", "")),
+    )
+
+
+def _variables(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a function with variables; none of another one."""
+    variables = (found.get("Environment") or {}).get("Variables")
+    if not variables:
+        return {}
+    key = {"KMSKeyArn": found["KMSKeyArn"]} if found.get("KMSKeyArn") else {}
+    return {"Environment": {"Variables": dict(variables)}, **key}
+
+
 def _version(found: Mapping[str, Any]) -> LambdaVersion:
     described = str(found.get("Description", ""))
     return LambdaVersion(
         number=str(found["Version"]),
         digest=described.removeprefix(DESCRIPTION_PREFIX) if described.startswith(DESCRIPTION_PREFIX) else "",
-        settings={key: found.get(key) for key in _COMPARED},
+        settings={key: found.get(key) for key in _COMPARED} | _variables(found),
+        package_type=str(found.get("PackageType", "Zip")),
         architecture=str(next(iter(found.get("Architectures", ())), "x86_64")),
         role=str(found["Role"]),
         arn=str(found["FunctionArn"]),

@@ -1,7 +1,8 @@
 """A function on AWS Lambda, described once: its name, configuration, tags, permissions and archive.
 
 `AwsDeployer` applies the description with boto3; `rollart.infra.aws` renders it as CloudFormation, SAM or Terraform.
-The archive is the package with its requirements as wheels for Lambda's Linux and interpreter.
+The code is an archive, the package with its requirements as wheels for Lambda's Linux and interpreter, or a container
+image (`serverless.deploy.images`) if the function asks for one.
 """
 
 from __future__ import annotations
@@ -11,21 +12,32 @@ import json
 import os
 import pathlib
 import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from serverless.deploy.package import Package, zip_archive
+from serverless.analysis.imports import check_declared
+from serverless.deploy.dockerfile import IMAGE
+from serverless.deploy.images import (
+    BuildContext,
+    SizeEstimate,
+    build_context,
+    check_image_size,
+    image_lines,
+    wheel_target,
+)
+from serverless.deploy.package import HANDLER, Package, with_record, zip_archive
+from serverless.deploy.requirements import WheelTarget, index_urls, install, resolve
 from serverless.errors import PackageError, SpecInvalid
+from serverless.providers.base import LIVE
+from serverless.secrets import Secrets
 from serverless.spec import FunctionSpec, Settings
 
-ALIAS = "live"
+ALIAS = LIVE
 """The alias of the current version: deployments and rollbacks move it. A run calls its own alias."""
 
 DIGEST_TAG = "rollart:digest"
@@ -48,7 +60,11 @@ _RETENTIONS = (1, 3, 5, 7, 14, 30, 60, 90, 120, 150, 180, 365, 400, 545, 731, 10
 
 _MAX_MEMORY_MB = 10_240
 _MAX_TIMEOUT_S = 900
+PAYLOAD_BYTES = 6_291_456
+"""Lambda's limit of a synchronous request, 6 MiB."""
 _MAX_NAME = 64
+_ENVIRONMENT_BYTES = 4_096
+"""Lambda's limit of all environment variables."""
 _MB_PER_CORE = 1_769
 """Memory per core of Lambda."""
 
@@ -66,7 +82,9 @@ class AwsSettings(Settings):
     prefix: str = Field(default="rollart-", pattern=r"^[A-Za-z0-9_-]{0,48}$")
     """Prefix of the functions' names. Amazon Nova only calls reward functions named `SageMaker-...`."""
     bucket: str = ""
-    """S3 bucket, in the same region, for archives above 50 MB."""
+    """S3 bucket, in the same region, for archives above 50 MB, and for calls above 6 MB while they run."""
+    repository: str = Field(default="rollart-functions", pattern=r"^[a-z0-9][a-z0-9._/-]{1,254}$")
+    """ECR repository of container images, created if missing."""
     endpoint_url: str | None = None
     """Another endpoint of all services: for tests and for clouds with the same API."""
     architecture: Literal["x86_64", "arm64"] = "x86_64"
@@ -81,6 +99,10 @@ class AwsSettings(Settings):
     """Maximum number of calls in flight of this process."""
     read_timeout_s: float | None = Field(default=None, gt=0.0)
     """Seconds to wait for an answer; None: the function's own limit plus 10 s."""
+    kms_key_arn: str = Field(default="", pattern=r"^(arn:[\w-]+:kms:[\w-]+:\d{12}:(key|alias)/.+)?$")
+    """The key that encrypts the functions' environment and secrets; empty: AWS's own keys."""
+    secrets_ttl_s: float = Field(default=300.0, ge=0.0, le=86_400.0)
+    """Seconds after which a function fetches its secrets again; 0: with each call."""
     drain_s: float = Field(default=10.0, ge=0.0, le=900.0)
     """Seconds to wait at the end for the bills of abandoned calls."""
 
@@ -97,6 +119,11 @@ class AwsSettings(Settings):
             raise ValueError(f"CloudWatch Logs keeps {', '.join(map(str, _RETENTIONS))} days, not {days}")
         return days
 
+    @property
+    def python(self) -> str:
+        """The minor version of the interpreter."""
+        return self.runtime.removeprefix("python")
+
     def function_name(self, function: str) -> str:
         """Lambda's name of a function. Raises `SpecInvalid` if it is too long."""
         name = self.prefix + function
@@ -110,13 +137,17 @@ class AwsSettings(Settings):
 
 @dataclass(frozen=True)
 class AwsFunction:
-    """A package as a Lambda function. `name` is Lambda's; `configuration` holds Runtime, Handler, MemorySize and
-    Timeout by Lambda's names."""
+    """A package as a Lambda function. `name` is Lambda's; `configuration` holds MemorySize and Timeout by Lambda's
+    names, Runtime and Handler of an archive, and, where there are variables, Environment and KMSKeyArn. `references`
+    are those of secrets (`serverless.secret_runtime`), by variable; `stored` are secrets whose values are in the
+    environment."""
 
     package: Package
     settings: AwsSettings
     name: str
-    configuration: Mapping[str, Any]
+    configuration: Mapping[str, Any] = field(repr=False)
+    references: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    stored: tuple[str, ...] = ()
 
     @property
     def description(self) -> str:
@@ -135,13 +166,60 @@ class AwsFunction:
     def archive(self) -> bytes:
         return bundle(self.package, self.settings)
 
+    @functools.cached_property
+    def image(self) -> BuildContext | None:
+        """The build context of the container image, None for a function whose code is an archive."""
+        if self.package.spec.image is None:
+            return None
+        further = {_VERSION: self.package.version.encode()}
+        architecture = self.settings.architecture
+        return build_context(self.package, python=self.settings.python, architecture=architecture, further=further)
+
+    @property
+    def package_type(self) -> str:
+        """Lambda's `PackageType`, which a function keeps for its life."""
+        return "Zip" if self.package.spec.image is None else "Image"
+
+    def build_lines(self) -> list[str]:
+        """The archive or image that would be built, and its size. Raises as `size` does."""
+        estimate = self.size()
+        if self.image is None:
+            pins = ", ".join(self.package.spec.requirements)
+            return [f"install {pins} into its archive", *archive_lines(estimate, self.settings)]
+        return [
+            f"build the image {self.settings.repository}:{self.image.tag}",
+            *image_lines(self.package, self.settings.python, estimate),
+        ]
+
+    def size(self) -> SizeEstimate:
+        """The size of the code, from the metadata of its wheels. Raises `PackageError` for requirements without wheels
+        for Lambda, and for code that cannot fit there."""
+        package = self.package
+        image = package.spec.image is not None
+        target = (
+            wheel_target(package, self.settings.python, self.settings.architecture)
+            if image
+            else _archive_target(package, self.settings)
+        )
+        package.check_pinned()
+        estimate = SizeEstimate.of(package, resolve(package.spec, target))
+        if image:
+            check_image_size(package, estimate)
+        elif estimate.least > _UNZIPPED_BYTES:
+            raise PackageError(
+                f"function {package.spec.name} is at least {estimate.least / 1e6:.0f} MB unpacked ({estimate}), Lambda "
+                f"takes archives of {_UNZIPPED_BYTES / 1e6:.0f} MB",
+                remedy=_TOO_LARGE,
+            )
+        return estimate
+
     def properties(self, code: Mapping[str, Any], role: Any, **further: Any) -> dict[str, Any]:
         """Arguments of Lambda's `CreateFunction`, which templates share: `code` is its location, `further` come before
         the tags."""
         return {
             "FunctionName": self.name,
             "Description": self.description,
-            "PackageType": "Zip",
+            "PackageType": self.package_type,
             **code,
             **self.configuration,
             "Architectures": [self.settings.architecture],
@@ -151,10 +229,24 @@ class AwsFunction:
         }
 
 
-def aws_function(package: Package, settings: AwsSettings) -> AwsFunction:
-    """Describe a package as a Lambda function. Raises `SpecInvalid` for settings that Lambda does not support."""
-    name = settings.function_name(package.spec.name)
-    return AwsFunction(package, settings, name, function_configuration(package.spec, settings))
+def aws_function(package: Package, settings: AwsSettings, secrets: Secrets | None = None) -> AwsFunction:
+    """Describe a package as a Lambda function. Raises `SpecInvalid` for settings that Lambda does not support,
+    `PackageError` for imports that fail there, and `SecretMissing`."""
+    check_declared(package.spec, package.files, "aws_lambda")
+    spec, secrets = package.spec, secrets or Secrets()
+    name, configuration = settings.function_name(spec.name), function_configuration(spec, settings)
+    if variables := secrets.lambda_variables(spec, settings.secrets_ttl_s):
+        if (size := len(json.dumps(variables).encode())) > _ENVIRONMENT_BYTES:
+            raise SpecInvalid(
+                f"function {spec.name} has variables of {size} bytes; Lambda takes {_ENVIRONMENT_BYTES}",
+                remedy="shorten env, or pack a file as an artefact",
+            )
+        configuration |= {"Environment": {"Variables": variables}}
+        if settings.kms_key_arn:
+            configuration |= {"KMSKeyArn": settings.kms_key_arn}
+    stored = secrets.stored_in_lambda(spec)
+    references = {one: secrets.reference(one) for one in spec.secrets if one not in stored}
+    return AwsFunction(package, settings, name, configuration, references, stored)
 
 
 def log_group(name: str) -> str:
@@ -179,12 +271,48 @@ def function_configuration(spec: FunctionSpec, settings: AwsSettings) -> dict[st
             f"function {spec.name} may run {spec.timeout_s:g} s; Lambda ends a call after {_MAX_TIMEOUT_S} s",
             remedy="lower timeout_s or the items of a batch, or deploy it on Modal",
         )
-    return {
-        "Runtime": settings.runtime,
-        "Handler": "rollart_handler.handler",
-        "MemorySize": memory,
-        "Timeout": max(1, -int(-spec.timeout_s // 1)),
-    }
+    if spec.batch.max_bytes > PAYLOAD_BYTES and not settings.bucket:
+        raise SpecInvalid(
+            f"function {spec.name} has batches of up to {spec.batch.max_bytes:,} bytes; Lambda takes {PAYLOAD_BYTES:,}",
+            remedy="name an S3 bucket as functions.aws_lambda.bucket, which larger calls go through, or lower "
+            "batch.max_bytes",
+        )
+    code = {"Runtime": settings.runtime, "Handler": HANDLER} if spec.image is None else {}
+    return {**code, "MemorySize": memory, "Timeout": max(1, -int(-spec.timeout_s // 1))}
+
+
+def secret_permissions(function: AwsFunction, arn_prefix: str) -> list[dict[str, Any]]:
+    """Permits a function to read its own secrets. `arn_prefix` is `arn:PARTITION:SERVICE:REGION:ACCOUNT` with the
+    service as `{}`, for references by name."""
+
+    def arn(service: str, kind: str, reference: str) -> str:
+        if reference.startswith("arn:"):
+            return reference
+        return f"{arn_prefix.format(service)}:{kind}{reference}"
+
+    statements = []
+    found = function.references.values()
+    names = {one["aws_secret"] for one in found if "aws_secret" in one}
+    if names:
+        # The ARN of a secret ends with six random characters that its name does not have.
+        arns = sorted(
+            arn("secretsmanager", "secret:", f"{n}" if n.startswith("arn:") else f"{n}-??????") for n in names
+        )
+        statements.append(_allowed("OwnSecrets", "secretsmanager:GetSecretValue", arns))
+    if parameters := {one["ssm"] for one in found if "ssm" in one}:
+        arns = sorted(arn("ssm", "parameter", p if p.startswith(("arn:", "/")) else f"/{p}") for p in parameters)
+        statements.append(_allowed("OwnParameters", "ssm:GetParameter", arns))
+    if (key := function.settings.kms_key_arn) and function.references:
+        keys, _, alias = key.partition(":alias/")
+        statement = _allowed("OwnKey", "kms:Decrypt", [f"{keys}:key/*" if alias else key])
+        if alias:  # which is no resource of a policy
+            statement["Condition"] = {"ForAnyValue:StringEquals": {"kms:ResourceAliases": f"alias/{alias}"}}
+        statements.append(statement)
+    return statements
+
+
+def _allowed(sid: str, action: str, resources: list[str]) -> dict[str, Any]:
+    return {"Sid": sid, "Effect": "Allow", "Action": action, "Resource": resources}
 
 
 def log_permission(log_groups: Sequence[Any]) -> dict[str, Any]:
@@ -200,9 +328,13 @@ _LOCK = "rollart_installed.lock"
 """The installed versions; the package's own lock has the requested ones."""
 
 _VERSION = "rollart_version"
-_INSTALL_S = 600.0
-_LEFT_OUT = frozenset({"RECORD", "INSTALLER", "REQUESTED", "direct_url.json"})
+_LEFT_OUT = frozenset({"RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json"})
 """Files of a wheel's metadata that depend on the machine that installed it."""
+
+_TOO_LARGE = (
+    "make it a container image (image={}), drop requirements or artefacts, load weights from object storage in load(), "
+    "or deploy it on Modal"
+)
 
 
 def bundle(package: Package, settings: AwsSettings) -> bytes:
@@ -213,7 +345,7 @@ def bundle(package: Package, settings: AwsSettings) -> bytes:
     enough for a direct upload. The package's version is one of the entries, so that versions never share a
     `CodeSha256`.
     """
-    files = dict(package.files)
+    files = {path: data for path, data in with_record(package).items() if not path.startswith(IMAGE)}
     if package.spec.requirements:
         for path, data in _wheels(package, settings).items():
             files.setdefault(path, data)
@@ -224,32 +356,38 @@ def bundle(package: Package, settings: AwsSettings) -> bytes:
         raise PackageError(
             f"function {package.spec.name} is {unzipped / 1e6:.0f} MB unpacked, Lambda takes "
             f"{_UNZIPPED_BYTES / 1e6:.0f} MB (largest: {largest}, {len(files[largest]) / 1e6:.0f} MB)",
-            remedy="drop requirements or artefacts, load weights from object storage in load(), or deploy it on Modal",
+            remedy=_TOO_LARGE,
         )
     stored = zip_archive(files)
     return stored if len(stored) <= DIRECT_BYTES else zip_archive(files, deflated=True)
 
 
+def archive_lines(estimate: SizeEstimate, settings: AwsSettings) -> list[str]:
+    """The size of an archive and its route, for a dry run."""
+    lines = [str(estimate)]
+    if estimate.likely > _UNZIPPED_BYTES:
+        lines.append(
+            f"it may not fit: Lambda takes archives of {_UNZIPPED_BYTES / 1e6:.0f} MB unpacked; image={{}} takes 10 GB"
+        )
+    elif estimate.download > DIRECT_BYTES:
+        route = f"goes through s3://{settings.bucket}" if settings.bucket else "needs `bucket`, an S3 bucket"
+        lines.append(f"its archive {route}: it may be above {DIRECT_BYTES / 1e6:.0f} MB")
+    return lines
+
+
+def _archive_target(package: Package, settings: AwsSettings) -> WheelTarget:
+    """Lambda's own runtimes: Amazon Linux 2023 (glibc 2.34) from Python 3.12 on, before it 2 (glibc 2.26, of which uv
+    knows the wheels for 2.17)."""
+    modern = int(settings.python.rpartition(".")[2]) >= 12
+    return WheelTarget(settings.python, "2_34" if modern else "2_17", settings.architecture, index_urls(package.spec))
+
+
 def _wheels(package: Package, settings: AwsSettings) -> dict[str, bytes]:
     """The requirements, installed for Lambda's interpreter and machine, with a lock of their exact versions."""
-    unpinned = json.loads(package.files["rollart_manifest.json"]).get("unpinned")
-    if unpinned:
-        raise PackageError(
-            f"function {package.spec.name}: not pinned: {', '.join(unpinned)}",
-            remedy="write name==version, or install it here: its version is then the pin",
-        )
     with tempfile.TemporaryDirectory(prefix="rollart-wheels-") as directory:
         root = pathlib.Path(directory)
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
-        command += ["--no-compile", "--only-binary=:all:", "--implementation", "cp"]
-        command += ["--python-version", settings.runtime.removeprefix("python"), "--target", str(root)]
-        # Amazon Linux 2023 (glibc 2.34) from Python 3.12 on, before it 2 (glibc 2.26).
-        modern = int(settings.runtime.rpartition(".")[2]) >= 12
-        machine = "aarch64" if settings.architecture == "arm64" else "x86_64"
-        minors = (34, 31, 28, 27, 26, 24, 17) if modern else (26, 24, 17)
-        for tag in (*(f"manylinux_2_{minor}" for minor in minors), "manylinux2014"):
-            command += ["--platform", f"{tag}_{machine}"]
-        _run([*command, "--", *package.spec.requirements], package.spec.name)
+        package.check_pinned()
+        install(package.spec, _archive_target(package, settings), root)
         found = {(d.metadata["Name"], d.version) for d in metadata.distributions(path=[directory])}
         files = {path.relative_to(root).as_posix(): path for path in root.rglob("*") if path.is_file()}
         wheels = {name: path.read_bytes() for name, path in files.items() if _wanted(name)}
@@ -260,18 +398,5 @@ def _wheels(package: Package, settings: AwsSettings) -> dict[str, bytes]:
 def _wanted(path: str) -> bool:
     """True for files to ship. Scripts contain this machine's interpreter path, and Lambda compiles its own bytecode."""
     head, _, _ = path.partition("/")
-    dropped = head == "bin" or "__pycache__" in path
+    dropped = head in ("bin", ".lock") or "__pycache__" in path
     return not dropped and not (head.endswith(".dist-info") and path.rpartition("/")[2] in _LEFT_OUT)
-
-
-def _run(command: list[str], name: str) -> None:
-    remedy = "use packages with wheels for Lambda's Linux, or pure Python ones; pin versions that exist"
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_INSTALL_S, env={**os.environ, "PIP_USER": "0"}
-        )
-    except subprocess.TimeoutExpired:
-        raise PackageError(f"function {name}: requirements took over {_INSTALL_S:g} s", remedy=remedy) from None
-    if done.returncode:
-        last = [line for line in done.stderr.splitlines() if line.strip()][-1:] or ["pip failed"]
-        raise PackageError(f"function {name}: requirements: {last[0][:300]}", remedy=remedy)

@@ -24,30 +24,51 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from serverless import output
 from serverless.calling import CALLS, ConventionAdapter
 from serverless.errors import PolicyFault, SpecInvalid
 from serverless.signatures import ACCEPTED, OPTIONS, CallableSignature, Convention, Unknown, of_object, recognise
-from serverless.types import InfraFault, Item, ModelFault, Scored
+from serverless.types import InfraFault, Item, ModelFault, Scored, TokenUsage
+from serverless.usage import encoded, recording
+
+REFERENCE = "rollart_reference"
+"""The key of an event, and of an answer, that is stored elsewhere (`serverless.providers.payloads`)."""
+
+_ANSWER_BYTES = 6_000_000
+"""Larger answers to such an event are stored too: Lambda's limit of an answer is 6 MB."""
+
+_FETCH_S = 60.0
+"""Time limit to read a stored event or write an answer."""
 
 ListHandler = Callable[[list[dict[str, Any]], Any], Any]
 
 
-def adapt(target: Any, *, takes: str = "auto", artefacts: pathlib.Path | None = None) -> ListHandler:
-    """Adapt a user's callable to a list handler. A class is instantiated, and `load(artefacts)` called, once.
+def adapt(
+    target: Any,
+    *,
+    takes: str = "auto",
+    artefacts: pathlib.Path | None = None,
+    arguments: Mapping[str, Any] | None = None,
+) -> ListHandler:
+    """Adapt a user's callable to a list handler. A class is instantiated with `arguments`, and `load(artefacts)`
+    called, once; a function gets them with each call.
 
     The handler of an async callable runs it to its end, or returns an awaitable if called inside a running event loop.
     A process that the callable forks ends where the callable returns: it must not answer in its parent's place. Raises
     `SpecInvalid` for parameters of no known convention (`serverless.signatures`).
     """
-    convention = convention_of(target, takes)
-    shape = of_object(target)
+    bound = () if inspect.isclass(target) else tuple(arguments or ())
+    convention = convention_of(target, takes, bound)
+    shape = of_object(target).without(bound)
     if inspect.isclass(target):
-        target = target()
+        target = target(**arguments or {})
         if hasattr(target, "load"):
             target.load(artefacts)
+    elif arguments:
+        target = functools.partial(target, **arguments)
     call, asynchronous = CALLS.get(convention), is_async(target)
     target = _ending_children(target, asynchronous)
     if call is None:
@@ -57,7 +78,7 @@ def adapt(target: Any, *, takes: str = "auto", artefacts: pathlib.Path | None = 
         return _finished(lambda event, _: _score_all(target, call, shape, event))
     if call.batch:
         return lambda event, _: _score_batch(target, call, shape, event)
-    return lambda event, _: [_score(target, call, shape, raw) for raw in event]
+    return lambda event, _: _score_each(target, call, shape, event)
 
 
 def end_if_child(process: int, error: BaseException | None = None) -> None:
@@ -98,13 +119,14 @@ def _ending_children(target: Callable[..., Any], asynchronous: bool) -> Callable
     return awaited if asynchronous else called
 
 
-def convention_of(target: Any, takes: str = "auto") -> Convention:
-    """The convention of a callable: `takes`, else that of `@reward(takes=)`, else by its parameters."""
+def convention_of(target: Any, takes: str = "auto", arguments: Collection[str] = ()) -> Convention:
+    """The convention of a callable: `takes`, else that of `@reward(takes=)`, else by its parameters beside those of a
+    function that get `arguments`."""
     if takes == "auto":
         takes = getattr(getattr(target, OPTIONS, None), "settings", {}).get("takes", "auto")
     if takes != "auto":
         return Convention(takes)
-    found = recognise(of_object(target))
+    found = recognise(of_object(target).without(arguments))
     if isinstance(found, Unknown):
         name = getattr(target, "__name__", type(target).__name__)
         raise SpecInvalid(f"{name}: {found.reason}", remedy=f"write it as one of: {'; '.join(ACCEPTED)}")
@@ -143,10 +165,22 @@ async def score_concurrently(target: Callable[..., Awaitable[Any]], event: list[
     return answers
 
 
+def _score_each(
+    target: Callable[..., Any], call: ConventionAdapter, shape: CallableSignature, event: list[dict[str, Any]]
+) -> list[Any]:
+    used = recording()
+    answers = []
+    for raw in event:
+        answer = _score(target, call, shape, raw)
+        answers.append(_with_usage(answer, used) if used else answer)
+    return answers
+
+
 def _score(
     target: Callable[..., Any], call: ConventionAdapter, shape: CallableSignature, raw: dict[str, Any]
 ) -> dict[str, Any]:
     try:
+        output.current.item = raw["id"]
         args, kwargs = call.arguments([_item(raw)], shape)
         return _answer(raw["id"], call.results(target(*args, **kwargs), 1)[0])
     except Exception as error:
@@ -160,11 +194,13 @@ def _score_batch(
     item it is the item's."""
     if not event:
         return []
+    used = recording()
     try:
         args, kwargs = call.arguments([_item(raw) for raw in event], shape)
-        return _answers(event, call.results(target(*args, **kwargs), len(event)))
+        answers = _answers(event, call.results(target(*args, **kwargs), len(event)))
     except Exception as error:
-        return _failed(event, error)
+        answers = _failed(event, error)
+    return [_with_usage(answers[0], used), *answers[1:]] if used else answers
 
 
 async def _score_all(
@@ -173,15 +209,27 @@ async def _score_all(
     import asyncio
 
     async def some(raws: list[dict[str, Any]]) -> list[Any]:
+        used = recording()
         try:
+            if not call.batch:
+                output.concurrent_item.set(raws[0]["id"])
             args, kwargs = call.arguments([_item(raw) for raw in raws], shape)
-            return _answers(raws, call.results(await target(*args, **kwargs), len(raws)))
+            answers = _answers(raws, call.results(await target(*args, **kwargs), len(raws)))
         except Exception as error:
-            return _failed(raws, error)
+            answers = _failed(raws, error)
+        return [_with_usage(answers[0], used), *answers[1:]] if used else answers
 
     if call.batch or len(event) <= 1:  # a single item runs in the caller's task, which a SystemExit then reaches
         return await some(event) if event else []
     return [answers[0] for answers in await asyncio.gather(*(some([raw]) for raw in event))]
+
+
+def _with_usage(answer: dict[str, Any], used: list[TokenUsage]) -> dict[str, Any]:
+    """The answer with the tokens of its item, which are removed from `used`; those of a batch are in its first
+    answer."""
+    answer = {**answer, "usage": encoded(used)}
+    used.clear()
+    return answer
 
 
 def _answers(event: list[dict[str, Any]], results: list[Any]) -> list[Any]:
@@ -205,7 +253,11 @@ def _item(raw: dict[str, Any]) -> Item:
 def _answer(key: str, result: Any) -> dict[str, Any]:
     """The wire form of an item's return value. An invalid value is passed on for the caller to check."""
     if isinstance(result, InfraFault):
-        fault = {"type": "InfraFault", "message": result.detail, "kind": str(result.kind)}
+        fault: dict[str, Any] = {"type": "InfraFault", "message": result.detail, "kind": str(result.kind)}
+        if result.throttle is not None:
+            fault["throttle"] = str(result.throttle)
+        if result.retry_after_s is not None:
+            fault["retry_after_s"] = result.retry_after_s
         return {"id": key, "error": {**fault, "retryable": result.retryable}}
     if isinstance(result, ModelFault):
         return _model_fault(key, result.reason, result.floor)
@@ -251,6 +303,37 @@ def _failure(key: str, error: Exception) -> dict[str, Any]:
     return {"id": key, "error": {"type": type(error).__name__, "message": str(error), "retryable": False}}
 
 
+class PayloadUnavailable(Exception):
+    """A stored event could not be read, or an answer not be stored. The caller treats it as a fault of the platform."""
+
+
+def by_reference(handler: ListHandler, urls: dict[str, str], context: Any) -> Any:
+    """Call a handler with the event at `urls["get"]`. A large answer is written to `urls["put"]`."""
+    event = json.loads(_transfer(urls["get"]))
+    answer = handler(event, context)
+    body = json.dumps(answer).encode()
+    if len(body) <= _ANSWER_BYTES:
+        return answer
+    _transfer(urls["put"], body)
+    return {REFERENCE: True}
+
+
+def _transfer(url: str, body: bytes | None = None) -> bytes:
+    """GET, or PUT a body. The URL is a credential, so no error shows it."""
+    import urllib.request
+
+    request = urllib.request.Request(url, data=body, method="GET" if body is None else "PUT")
+    request.add_header("Content-Type", "application/json")  # urllib declares a form otherwise
+    try:
+        with urllib.request.urlopen(request, timeout=_FETCH_S) as response:
+            data: bytes = response.read()
+            return data
+    except OSError as error:  # urllib's errors are
+        raise PayloadUnavailable(
+            f"{request.method}: {type(error).__name__}: {getattr(error, 'reason', error)}"
+        ) from None
+
+
 def load(root: pathlib.Path) -> ListHandler:
     """The packed function of a directory: import its source and adapt the attribute of the manifest."""
     manifest = json.loads((root / "rollart_manifest.json").read_text())
@@ -259,7 +342,8 @@ def load(root: pathlib.Path) -> ListHandler:
             sys.path.insert(0, str(path))
     with children_end_here():
         module = _module(root / "function", manifest)
-        return adapt(getattr(module, manifest["attribute"]), takes=manifest["takes"], artefacts=root / "artefacts")
+        target, arguments = getattr(module, manifest["attribute"]), manifest.get("arguments")
+        return adapt(target, takes=manifest["takes"], artefacts=root / "artefacts", arguments=arguments)
 
 
 def _module(directory: pathlib.Path, manifest: dict[str, Any]) -> Any:
@@ -280,8 +364,24 @@ def _module(directory: pathlib.Path, manifest: dict[str, Any]) -> Any:
     return module
 
 
-if __name__ == "rollart_handler":
-    _loaded = load(pathlib.Path(__file__).parent)
+def _loaded_function(root: pathlib.Path) -> ListHandler:
+    secrets = json.loads((root / "rollart_manifest.json").read_text()).get("secrets")
+    if not secrets:
+        return load(root)
+    from serverless.secret_runtime import GuardedFunction
 
-    def handler(event: list[dict[str, Any]], context: Any) -> Any:
-        return _loaded(event, context)
+    return GuardedFunction(secrets, root / "function", lambda: load(root))
+
+
+if __name__ == "rollart_handler":
+    output.attribute()
+    _loaded = _loaded_function(pathlib.Path(__file__).parent)
+
+    def handler(event: Any, context: Any) -> Any:
+        if isinstance(event, dict) and REFERENCE in event:
+            return by_reference(handler, event[REFERENCE], context)
+        output.current.begin(event, context)
+        try:
+            return _loaded(event, context)
+        finally:
+            output.current.end()

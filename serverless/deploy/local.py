@@ -1,6 +1,6 @@
 """The control plane of this machine: functions kept under a directory, with versions, a current one, and rollback.
 
-    <root>/deployed/<function>/state.json            the current version and all kept ones, newest first
+    <root>/deployed/<function>/state.json            the current version, a canary, and all kept ones, newest first
     <root>/deployed/<function>/<digest>/             a version's files
     <root>/logs/<function>/<slot>.log                the output of its workers (`LocalBackend(root=root)`)
 
@@ -15,17 +15,27 @@ import fcntl
 import os
 import pathlib
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel
 
-from serverless import keys
-from serverless.deploy.package import Package
+from serverless.deploy.changes import spec_lines, weight_lines
+from serverless.deploy.package import Package, check_digest
 from serverless.errors import BackendFailed, PackageError, SpecInvalid, UnknownFunction
 from serverless.meter import MeterSink
-from serverless.providers.base import DeployedFunction, DeploymentChange, LogLine
+from serverless.providers.base import (
+    DeployedFunction,
+    DeploymentChange,
+    LiveVersions,
+    LogLine,
+    check_canary,
+    find_version,
+    no_canary,
+    previous_version,
+)
+from serverless.secrets import Secrets
 from serverless.spec import FunctionSpec
 from serverless.types import Cause
 from serverless.workers import logs
@@ -45,20 +55,21 @@ class _Version(BaseModel):
 
 
 class _State(BaseModel):
+    """`current` and `canary` are digests; the canary gets the share `weight` of the calls, the current version the
+    rest."""
+
     current: str = ""
+    canary: str = ""
+    weight: float = 0.0
     versions: tuple[_Version, ...] = ()
     warm: int | None = None
     concurrency: int | None = None
 
-    def find(self, function: str, version: str) -> _Version:
-        """The version of this number, else the only one with this digest prefix."""
-        numbered = [one for one in self.versions if str(one.number) == version]
-        found = numbered or [one for one in self.versions if one.version.startswith(version)]
-        if len(found) == 1:
-            return found[0]
-        what = "no version" if not found else "more than one version"
-        known = ", ".join(f"{one.version[:12]} ({one.number})" for one in self.versions) or "none"
-        raise UnknownFunction(f"function {function} has {what} {version}", remedy=f"it has {known}")
+    def find(self, digest: str) -> _Version:
+        return next(one for one in self.versions if one.version == digest)
+
+    def pointed(self, current: str, canary: str = "", weight: float = 0.0) -> _State:
+        return self.model_copy(update={"current": current, "canary": canary, "weight": weight})
 
 
 class LocalDeployer:
@@ -69,75 +80,101 @@ class LocalDeployer:
 
     provider = "local"
 
-    def __init__(self, root: pathlib.Path, *, meter: MeterSink | None = None, allow_unsafe: bool = False) -> None:
+    def __init__(
+        self,
+        root: pathlib.Path,
+        *,
+        meter: MeterSink | None = None,
+        allow_unsafe: bool = False,
+        secrets: Secrets | None = None,
+    ) -> None:
         """The trial of a new version is billed to the meter as a SMOKE call. `allow_unsafe`: also try untrusted
-        functions that never use the sandbox."""
+        functions that never use the sandbox. `secrets`: see `PooledBackend`."""
+        self._secrets = secrets or Secrets()
         self._root = root.resolve()
         self._meter = meter
         self._allow_unsafe = allow_unsafe
 
-    async def plan(self, package: Package) -> DeploymentChange:
+    async def plan(self, package: Package, *, canary: float = 0.0) -> DeploymentChange:
         name = package.spec.name
+        check_canary(name, canary)
+        self._secrets.require(package.spec)
         state = self._read(name)
         if not state.current:
             return DeploymentChange(name, self.provider, (f"create {name} at version {package.version[:12]}",))
+        lines = weight_lines(self._all(name, state), package.version, canary)
         if state.current == package.version:
-            return DeploymentChange(name, self.provider, ())
-        lines = [f"version {state.current[:12]} becomes {package.version[:12]}"]
-        before = FunctionSpec.model_validate(state.find(name, state.current).spec).identity()
-        after = package.spec.identity()
-        lines += [f"{key}: {before[key]} becomes {after[key]}" for key in after if before[key] != after[key]]
-        return DeploymentChange(name, self.provider, tuple(lines))
+            return DeploymentChange(name, self.provider, lines)
+        try:
+            before = await self.package(name)
+        except PackageError as error:
+            return DeploymentChange(name, self.provider, lines, problem=error.message)
+        return DeploymentChange(name, self.provider, (*lines, *spec_lines(before.spec, package.spec)), before)
 
-    async def deploy(self, package: Package) -> DeployedFunction:
+    async def deploy(self, package: Package, *, canary: float = 0.0) -> DeployedFunction:
         name = package.spec.name
+        check_canary(name, canary)
+        self._secrets.require(package.spec)
         with self._locked():
             state = self._read(name)
-            if state.current == package.version:
-                return replace(self._deployed(name, state, state.find(name, state.current)), unchanged=True)
-            await _try(package, self._meter, allow_unsafe=self._allow_unsafe)
-            package.install(self._directory(name) / package.version)
-            made = _Version(
-                version=package.version,
-                number=1 + max((one.number for one in state.versions), default=0),
-                created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                spec=package.spec.model_dump(mode="json"),
-            )
-            others = tuple(one for one in state.versions if one.version != package.version)
-            kept = (made, *others)[:KEPT]
-            state = state.model_copy(update={"current": package.version, "versions": kept})
+            found = {one.version: one for one in state.versions}
+            split = canary > 0.0 and state.current not in ("", package.version)
+            wanted = state.pointed(package.version)
+            if split:
+                wanted = state.pointed(state.current, package.version, canary)
+            elif canary and state.current == package.version:
+                wanted = state
+            if wanted == state:
+                return replace(self._deployed(name, state, found[package.version]), unchanged=True)
+            if package.version not in (state.current, state.canary):
+                await _try(package, self._meter, self._secrets, allow_unsafe=self._allow_unsafe)
+                package.install(self._directory(name) / package.version)
+                found[package.version] = _Version(
+                    version=package.version,
+                    number=1 + max((one.number for one in state.versions), default=0),
+                    created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                    spec=package.spec.model_dump(mode="json"),
+                )
+            newest = sorted(found.values(), key=lambda one: -one.number)
+            named = (wanted.current, wanted.canary)
+            kept = tuple(one for n, one in enumerate(newest) if n < KEPT or one.version in named)
+            state = wanted.model_copy(update={"versions": kept})
             self._write(name, state)
             for old in self._directory(name).glob("*/"):
                 if old.name not in {one.version for one in kept}:
                     shutil.rmtree(old, ignore_errors=True)
-            return self._deployed(name, state, made)
+            return self._deployed(name, state, found[package.version])
 
     async def functions(self) -> Sequence[DeployedFunction]:
-        found = []
+        found: list[DeployedFunction] = []
         for directory in sorted((self._root / "deployed").glob("*/")):
-            state = self._read(directory.name)
-            if state.current:
-                found.append(self._deployed(directory.name, state, state.find(directory.name, state.current)))
+            versions = self._all(directory.name, self._read(directory.name))
+            found += sorted((one for one in versions if one.weight), key=lambda one: not one.current)
         return found
 
     async def versions(self, function: str) -> Sequence[DeployedFunction]:
-        state = self._known(function)
-        return [self._deployed(function, state, one) for one in state.versions]
+        return self.kept(function)
+
+    async def promote(self, function: str) -> DeployedFunction:
+        with self._locked():
+            state = self._known(function)
+            if not state.canary:
+                raise no_canary(function)
+            return self._point(function, state, state.canary)
 
     async def rollback(self, function: str, version: str = "") -> DeployedFunction:
         with self._locked():
             state = self._known(function)
+            versions = self._all(function, state)
             if version:
-                chosen = state.find(function, version)
+                chosen = find_version(function, versions, version, draw=0.0).version
+            elif state.canary:
+                chosen = state.current
             else:
-                order = [one.version for one in state.versions]
-                older = state.versions[order.index(state.current) + 1 :]
-                if not older:
-                    raise UnknownFunction(f"function {function} has no version before its current one")
-                chosen = older[0]
-            state = state.model_copy(update={"current": chosen.version})
-            self._write(function, state)
-            return self._deployed(function, state, chosen)
+                number = state.find(state.current).number
+                former = {one.provider_version for one in versions if int(one.provider_version) < number}
+                chosen = previous_version(function, versions, former).version
+            return self._point(function, state, chosen)
 
     async def scale(
         self, function: str, *, warm: int | None = None, concurrency: int | None = None
@@ -145,7 +182,7 @@ class LocalDeployer:
         with self._locked():
             given = {"warm": warm, "concurrency": concurrency}
             state = self._known(function).model_copy(update={k: v for k, v in given.items() if v is not None})
-            deployed = self._deployed(function, state, state.find(function, state.current))
+            deployed = self._deployed(function, state, state.find(state.current))
             least, most = deployed.warm or 0, deployed.concurrency or 0
             if not 0 <= least <= most or most < 1:
                 raise SpecInvalid(
@@ -161,34 +198,37 @@ class LocalDeployer:
             self._known(function)
         return logs.read(self._root / "logs", function, since_s=since_s, limit=limit)
 
+    async def follow(self, function: str, *, since_s: float = 0.0) -> AsyncIterator[LogLine]:
+        if not (self._root / "logs" / function).is_dir():
+            self._known(function)
+        async for line in logs.follow(self._root / "logs" / function, since_s=since_s):
+            yield line
+
     async def delete(self, function: str) -> None:
         with self._locked():
             self._known(function)
             shutil.rmtree(self._directory(function))
             shutil.rmtree(self._root / "logs" / function, ignore_errors=True)
 
-    def package(self, function: str) -> Package:
-        """The current version as it was packed, with its current scaling settings.
+    def kept(self, function: str) -> list[DeployedFunction]:
+        """See `versions`."""
+        return self._all(function, self._known(function))
 
-        Raises `PackageError` if its files differ from the deployed ones.
-        """
+    async def package(self, function: str, version: str = "") -> Package:
+        """See `Deployer`. The package has the current scaling settings."""
         state = self._known(function)
-        chosen = state.find(function, state.current)
+        known = find_version(function, self._all(function, state), version, draw=0.0) if version else None
+        chosen = state.find(known.version if known else state.current)
         directory = self._directory(function) / chosen.version
         files = {
             path.relative_to(directory).as_posix(): path.read_bytes()
             for path in sorted(directory.rglob("*"))
             if path.is_file() and "__pycache__" not in path.parts
         }
-        spec = FunctionSpec.model_validate(chosen.spec)
-        if keys.content_digest(spec.identity(), files) != chosen.version:
-            raise PackageError(
-                f"the files of {function} {chosen.version[:12]} were changed after it was deployed",
-                remedy="deploy it again",
-            )
         deployed = self._deployed(function, state, chosen)
         scaled = {"warm": deployed.warm, "concurrency": deployed.concurrency}
-        return Package(spec.model_copy(update=scaled), chosen.version, files)
+        spec = FunctionSpec.model_validate(chosen.spec).model_copy(update=scaled)
+        return check_digest(Package(spec, chosen.version, files))
 
     async def __aenter__(self) -> LocalDeployer:
         self._root.mkdir(parents=True, exist_ok=True)
@@ -219,6 +259,17 @@ class LocalDeployer:
             raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}")
         return state
 
+    def _all(self, function: str, state: _State) -> list[DeployedFunction]:
+        """The versions, newest first."""
+        newest = sorted(state.versions, key=lambda one: -one.number)
+        return [self._deployed(function, state, one) for one in newest]
+
+    def _point(self, function: str, state: _State, version: str) -> DeployedFunction:
+        """Make a version the only current one."""
+        state = state.pointed(version)
+        self._write(function, state)
+        return self._deployed(function, state, state.find(version))
+
     def _read(self, function: str) -> _State:
         try:
             return _State.model_validate_json((self._directory(function) / "state.json").read_text())
@@ -235,6 +286,7 @@ class LocalDeployer:
         partial.replace(path)
 
     def _deployed(self, function: str, state: _State, one: _Version) -> DeployedFunction:
+        live = LiveVersions(state.current, state.canary, state.weight)
         return DeployedFunction(
             function=function,
             provider=self.provider,
@@ -246,12 +298,14 @@ class LocalDeployer:
             endpoint=str(self._directory(function) / one.version),
             warm=one.spec["warm"] if state.warm is None else state.warm,
             concurrency=one.spec["concurrency"] if state.concurrency is None else state.concurrency,
+            weight=live.of(one.version),
+            aliases=live.aliases(one.version),
         )
 
 
-async def _try(package: Package, meter: MeterSink | None, *, allow_unsafe: bool) -> None:
+async def _try(package: Package, meter: MeterSink | None, secrets: Secrets, *, allow_unsafe: bool) -> None:
     """Load the function and call it with an empty list; the answer must be a list."""
-    async with LocalBackend(meter=meter, allow_unsafe=allow_unsafe) as backend:
+    async with LocalBackend(meter=meter, allow_unsafe=allow_unsafe, secrets=secrets) as backend:
         await backend.deploy(package)
         deadline_s = package.spec.init_timeout_s + package.spec.timeout_s
         reply = await backend.invoke(package.spec.name, [], deadline_s=deadline_s, cause=Cause.SMOKE)

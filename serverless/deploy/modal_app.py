@@ -12,22 +12,38 @@ import contextlib
 import datetime
 import decimal
 import importlib
-import json
 import math
 import pathlib
-import sys
+import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from serverless.analysis.imports import check_declared
+from serverless.deploy.changes import spec_lines, weight_lines
+from serverless.deploy.dockerfile import IMAGE
+from serverless.deploy.images import modal_lines, python_version
 from serverless.deploy.modal_entry import VERSION
-from serverless.deploy.package import Package
-from serverless.errors import BackendFailed, PackageError, ServerlessError, SpecInvalid
+from serverless.deploy.package import Package, restore_archive, with_record
+from serverless.deploy.requirements import index_urls
+from serverless.errors import BackendFailed, PackageError, ServerlessError, SpecInvalid, UnknownFunction
 from serverless.meter import MeterSink, NullMeter
+from serverless.output import LineReader
 from serverless.providers import modal_client
-from serverless.providers.base import DeployedFunction, DeploymentChange, LogLine, rollback_number
+from serverless.providers.base import (
+    DeployedFunction,
+    DeploymentChange,
+    LiveVersions,
+    LogLine,
+    check_canary,
+    find_version,
+    log_line,
+    no_canary,
+    previous_version,
+)
 from serverless.providers.modal_client import (
+    PACKAGE,
     PROVIDER,
     DeploymentTags,
     ModalNamespace,
@@ -37,16 +53,32 @@ from serverless.providers.modal_client import (
     call_pinned,
     pin,
 )
+from serverless.secrets import SecretMissing, Secrets
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault
 
 _ENTRY = "serverless.deploy.modal_entry"
+_FILES = "serverless.deploy.modal_files"
 
 _SHIPPED = ("deploy/__init__.py", "deploy/modal_entry.py")
 """Files of `serverless` in the container beyond those of every package."""
 
+_BEST_MATCH = "--index-strategy unsafe-best-match"
+"""uv compares the versions of all indexes, as pip does: an index of builds has old versions of other packages."""
+
 _START_S = 60.0
 """Start-up allowance of a container beyond the function's own `init_timeout_s`: Modal loads its image first."""
+
+_READING = {
+    "memory": 128,
+    "timeout": 300,
+    "scaledown_window": 2,
+    "block_network": True,
+    "restrict_modal_access": True,
+    "include_source": False,
+    "_experimental_restrict_output": True,
+}
+"""The arguments of `app.function` for the function that gives the package back."""
 
 _WINDOW_S = (2, 3600)
 """Modal's bounds of `scaledown_window`, in seconds."""
@@ -63,81 +95,144 @@ class ModalDeployer:
 
     provider = PROVIDER
 
-    def __init__(self, settings: ModalSettings | None = None, *, meter: MeterSink | None = None) -> None:
+    def __init__(
+        self, settings: ModalSettings | None = None, *, meter: MeterSink | None = None, secrets: Secrets | None = None
+    ) -> None:
         self.settings = settings or ModalSettings()
+        self._secrets = secrets or Secrets()
         self._meter = meter or NullMeter()
         self._stack = contextlib.AsyncExitStack()
         self._at: ModalNamespace | None = None
         self._turn = asyncio.Lock()
 
-    async def plan(self, package: Package) -> DeploymentChange:
+    async def plan(self, package: Package, *, canary: float = 0.0) -> DeploymentChange:
+        """See `Deployer`. The deployed package is read from a container of its own, which is billed for a second."""
+        check_declared(package.spec, package.files, PROVIDER)
         name = package.spec.name
+        check_canary(name, canary)
         namespace = self.namespace
+        before, problem = None, ""
         with modal_client.translate_errors():
+            await self._require_secrets(package.spec)
             _, deployments = await namespace.find(name)
             if not deployments.live:
                 lines = [f"create app {namespace.app(name)} at version {package.version[:12]}"]
-            elif deployments.versions[deployments.live] != package.version:
-                lines = [f"version {deployments.versions[deployments.live][:12]} -> {package.version[:12]}"]
-                if package.version in deployments.versions.values():
-                    lines = [f"{lines[0]} (kept, no upload)"]
             else:
-                changes = await self._scaling(name, deployments.live, package.spec)
-                lines = [f"{key} -> {value}" for key, value in changes.items()]
-        return DeploymentChange(name, self.provider, tuple(lines))
+                weighted = [await self._deployed(name, deployments, n) for n in deployments.weighted]
+                lines = [*weight_lines(weighted, package.version, canary)]
+                if deployments.versions[deployments.live] == package.version:
+                    changes = await self._scaling(name, deployments.live, package.spec)
+                    lines += [f"{key} -> {value}" for key, value in changes.items()]
+                else:
+                    if lines and package.version in deployments.versions.values():
+                        lines[0] = f"{lines[0]} (kept, no upload)"
+                    try:
+                        before = await self.package(name)
+                        lines += spec_lines(before.spec, package.spec)
+                    except PackageError as error:
+                        problem = error.message
+        builds = package.spec.requirements or package.spec.image is not None
+        if builds and package.version not in deployments.versions.values():
+            lines += await asyncio.to_thread(modal_lines, package, self._python)
+        return DeploymentChange(name, self.provider, tuple(lines), before, problem)
 
-    async def deploy(self, package: Package, *, current: bool = True) -> DeployedFunction:
+    async def deploy(self, package: Package, *, canary: float = 0.0, current: bool | None = True) -> DeployedFunction:
         """See `Deployer`. The trial of a new version is billed to the meter as a SMOKE call. With `current` False an
-        existing live version stays live, and the new one is not kept for a rollback."""
-        check_pinned(package)
+        existing live version stays live, and the new one is not kept for a rollback; with None likewise while there is
+        a canary."""
+        package.check_pinned()
+        check_declared(package.spec, package.files, PROVIDER)
+        check_canary(package.spec.name, canary)
         name, namespace = package.spec.name, self.namespace
         async with self._turn:
             with modal_client.translate_errors():
+                await self._require_secrets(package.spec)
                 app, deployments = await namespace.find(name)
+                current = not deployments.canary if current is None else current
                 kept = [n for n, digest in deployments.versions.items() if digest == package.version]
                 if kept:
-                    number = deployments.live if deployments.live in kept else max(kept)
-                    if not current and deployments.live:
-                        return await self._deployed(name, deployments, number)
-                    before, deployments = deployments, await self._point(name, app, deployments, number)
+                    number = next((n for n in deployments.weighted if n in kept), max(kept))
+                    if deployments.live and (not current or (canary and number == deployments.live)):
+                        return replace(await self._deployed(name, deployments, number), unchanged=current)
+                    before = deployments
+                    wanted = before.pointed(number, canary if before.live else 0.0)
+                    deployments = await self._release(name, app, before, wanted)
                     changes = await self._scaling(name, number, package.spec)
                     if changes:
                         await namespace.function(name, number).autoscaler.update.aio(**changes)
-                    unchanged = before.live == number and not changes
+                    unchanged = before == deployments and not changes
                     return replace(await self._deployed(name, deployments, number), unchanged=unchanged)
-            return await self._new(package, deployments, current=current or not deployments.live)
+            return await self._new(package, deployments, canary=canary, current=current or not deployments.live)
 
     async def functions(self) -> Sequence[DeployedFunction]:
         namespace = self.namespace
         with modal_client.translate_errors():
-            found = [(name, await namespace.get(name)) for name in await namespace.functions()]
-            return [await self._deployed(name, deployments, deployments.live) for name, (_, deployments) in found]
+            found = [(name, (await namespace.get(name))[1]) for name in await namespace.functions()]
+            return [await self._deployed(name, tags, number) for name, tags in found for number in tags.weighted]
 
     async def versions(self, function: str) -> Sequence[DeployedFunction]:
         with modal_client.translate_errors():
             _, deployments = await self.namespace.get(function)
-            return [await self._deployed(function, deployments, n) for n in sorted(deployments.versions, reverse=True)]
+            return await self._all(function, deployments)
+
+    async def package(self, function: str, version: str = "") -> Package:
+        namespace = self.namespace
+        with modal_client.translate_errors():
+            _, deployments = await namespace.get(function)
+            number = int(version) if version else deployments.live
+            if number not in deployments.versions:
+                known = ", ".join(map(str, deployments.versions))
+                raise UnknownFunction(f"{function} has no deployment {version} on Modal", remedy=f"it has {known}")
+            digest = deployments.versions[number]
+            try:
+                archive = await namespace.function(function, number, PACKAGE).remote.aio()
+            except modal_client.modal_library().exception.NotFoundError:
+                raise PackageError(
+                    f"{function} {digest[:12]} was deployed without a record of its package", remedy="deploy it again"
+                ) from None
+        if not isinstance(archive, bytes):
+            raise PackageError(f"deployment {number} of {function} answered {archive!r:.60}, not with its package")
+        return restore_archive(function, digest, archive)
+
+    async def promote(self, function: str) -> DeployedFunction:
+        async with self._turn:
+            with modal_client.translate_errors():
+                app, deployments = await self.namespace.get(function)
+                if not deployments.canary:
+                    raise no_canary(function)
+                return await self._point(function, app, deployments, deployments.canary)
 
     async def rollback(self, function: str, version: str = "") -> DeployedFunction:
         async with self._turn:
             with modal_client.translate_errors():
                 app, deployments = await self.namespace.get(function)
-                former = [n for n in deployments.versions if n < deployments.live]
-                number = rollback_number(function, deployments.versions, former, version, noun="deployment")
-                return await self._deployed(function, await self._point(function, app, deployments, number), number)
+                if version:
+                    versions = await self._all(function, deployments)
+                    number = int(find_version(function, versions, version, draw=0.0).provider_version)
+                elif deployments.canary:
+                    number = deployments.live
+                else:
+                    versions = await self._all(function, deployments)
+                    former = {str(n) for n in deployments.versions if n < deployments.live}
+                    number = int(previous_version(function, versions, former).provider_version)
+                return await self._point(function, app, deployments, number)
 
     async def scale(
         self, function: str, *, warm: int | None = None, concurrency: int | None = None
     ) -> DeployedFunction:
-        """Scale the live version, until the next deployment of a package that sets these values."""
+        """Scale the live version, until the next deployment of a package that sets these values. A canary gets its
+        share of the warm containers, rounded up."""
         if (warm or 0) < 0 or (concurrency is not None and concurrency < 1):
             raise SpecInvalid(f"{function}: warm={warm}, concurrency={concurrency}: not less than 0 and 1")
         wanted = {"min_containers": warm, "max_containers": concurrency}
         async with self._turn:
             with modal_client.translate_errors():
                 _, deployments = await self.namespace.get(function)
-                handle = self.namespace.function(function, deployments.live)
-                await handle.autoscaler.update.aio(**{k: v for k, v in wanted.items() if v is not None})
+                for number in deployments.weighted:
+                    if warm is not None and number == deployments.canary:
+                        wanted["min_containers"] = math.ceil(warm * deployments.weight)
+                    handle = self.namespace.function(function, number)
+                    await handle.autoscaler.update.aio(**{k: v for k, v in wanted.items() if v is not None})
                 return await self._deployed(function, deployments, deployments.live)
 
     async def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
@@ -145,11 +240,22 @@ class ModalDeployer:
         with modal_client.translate_errors():
             app, _ = await self.namespace.get(function)
             entries = [entry async for entry in app.logs.fetch.aio(since=since)]
-        entries.sort(key=lambda entry: entry.timestamp)
-        return [
-            LogLine(entry.timestamp.isoformat(timespec="milliseconds"), str(entry.source), entry.message.rstrip("\n"))
-            for entry in entries[-limit:]
-        ]
+        return _lines(LineReader(), entries)[-limit:]
+
+    async def follow(self, function: str, *, since_s: float = 0.0) -> AsyncIterator[LogLine]:
+        since = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=since_s)
+        reader = LineReader()
+        with modal_client.translate_errors():
+            app, _ = await self.namespace.get(function)
+            past = [entry async for entry in app.logs.fetch.aio(since=since)]
+            for line in _lines(reader, past):
+                yield line
+            known = {(entry.timestamp, entry.message) for entry in past}
+            async for entry in app.logs.stream.aio():
+                # The stream may begin with lines that were fetched, or with older ones.
+                if entry.timestamp >= since and (entry.timestamp, entry.message) not in known:
+                    for line in _lines(reader, [entry]):
+                        yield line
 
     async def delete(self, function: str) -> None:
         async with self._turn:
@@ -179,9 +285,11 @@ class ModalDeployer:
             raise BackendFailed("the modal deployer is not open", remedy="use `async with`")
         return self._at
 
-    async def _new(self, package: Package, deployments: DeploymentTags, *, current: bool) -> DeployedFunction:
-        """Deploy a version, try it and make it live. On failure the live version stays, and an app without one is
-        stopped."""
+    async def _new(
+        self, package: Package, deployments: DeploymentTags, *, canary: float, current: bool
+    ) -> DeployedFunction:
+        """Deploy a version, try it and make it live, or a canary. On failure the weights stay, and an app without a
+        live version is stopped."""
         name, namespace = package.spec.name, self.namespace
         with modal_client.translate_errors():
             app = await self._publish(package, deployments)
@@ -192,17 +300,21 @@ class ModalDeployer:
             with modal_client.translate_errors():
                 target = await pin(namespace, name, number, package.version)
                 await self._try(target, package)
+                _, before = await namespace.find(name)  # others may have moved it during the trial
                 now = datetime.datetime.now(datetime.UTC).timestamp()
-                fresh = deployments.added(number, package.version, now, keep=self.settings.keep)
+                fresh = before.added(number, package.version, now, keep=self.settings.keep, canary=canary)
                 if not current:
-                    return await self._deployed(name, replace(fresh, live=deployments.live), number)
-                bounds = await self._set(name, deployments.live)
+                    known = replace(before, versions={**before.versions, number: package.version})
+                    return await self._deployed(name, known, number)
+                bounds = await self._set(name, before.live)
+                if canary and "min_containers" in bounds:
+                    bounds["min_containers"] = math.ceil(bounds["min_containers"] * canary)
                 for option, key in (("warm", "min_containers"), ("concurrency", "max_containers")):
                     if option in package.spec.model_fields_set:
                         bounds[key] = getattr(package.spec, option)
                 if bounds:
                     await target.handle.autoscaler.update.aio(**bounds)
-                await self._cool(name, deployments.live)
+                await self._cool(name, before, fresh)
                 await app.set_tags.aio(fresh.tags(), client=namespace.client)
                 return await self._deployed(name, fresh, number)
         except BaseException:
@@ -215,19 +327,69 @@ class ModalDeployer:
         """Upload and build. The app keeps its tags, so the new deployment receives no calls yet."""
         modal = modal_client.modal_library()
         name, namespace = package.spec.name, self.namespace
-        entry = importlib.import_module(_ENTRY)
+        entry, files = importlib.import_module(_ENTRY), importlib.import_module(_FILES)
         with tempfile.TemporaryDirectory(prefix="rollart-modal-") as directory:
-            replace(package, files=container_files(package)).write(pathlib.Path(directory))
+            root, build, source = (pathlib.Path(directory, name) for name in ("root", "build", "source"))
+            replace(package, files=container_files(package)).write(root)
+            replace(package, files=build_files(package)).write(build)
+            replace(package, files=source_files(package)).write(source)
             app = modal.App(namespace.app(name), tags=deployments.tags(), include_source=False)
-            image = modal.Image.debian_slim(python_version=self.settings.python or python_version())
-            if package.spec.requirements:
-                image = image.uv_pip_install(*package.spec.requirements)
+            reader = modal.Image.debian_slim(python_version=self.settings.python or python_version())
+            app.function(image=reader.add_local_dir(source, "/root"), **_READING)(files.package)
+            image = self._image(modal, package.spec, build)
             options = container_options(package.spec)
-            app.function(image=image.add_local_dir(directory, "/root"), **options)(entry.call)
+            if package.spec.env:
+                options["env"] = dict(package.spec.env)
+            if package.spec.secrets:
+                options["secrets"] = self._secret_handles(package.spec)
+            app.function(image=image.add_local_dir(root, "/root"), **options)(entry.call)
             await app.deploy.aio(
                 client=namespace.client, environment_name=namespace.environment or None, tag=package.version[:12]
             )
         return app
+
+    def _image(self, modal: Any, spec: FunctionSpec, build: pathlib.Path) -> Any:
+        """The image of a function: its base, or the Dockerfile in `build`, then its requirements."""
+        if (build / "Dockerfile").exists():
+            (build / "context").mkdir(exist_ok=True)
+            image = modal.Image.from_dockerfile(build / "Dockerfile", context_dir=build / "context")
+        elif spec.image is not None and spec.image.base:
+            image = modal.Image.from_registry(spec.image.base)
+        else:
+            image = modal.Image.debian_slim(python_version=self._python)
+        if spec.image is not None and spec.image.system:
+            image = image.apt_install(*sorted(spec.image.system))
+        if spec.requirements:
+            image = image.uv_pip_install(*spec.requirements, **install_options(spec))
+        return image
+
+    @property
+    def _python(self) -> str:
+        """The minor version of the containers' interpreter."""
+        return self.settings.python or python_version()
+
+    def _secret_handles(self, spec: FunctionSpec) -> list[Any]:
+        """The `modal.Secret` of each secret. New containers get their present values."""
+        kind, namespace = modal_client.modal_library().Secret, self.namespace
+        environment = namespace.environment or None
+        return [
+            kind.from_name(secret, environment_name=environment, required_keys=names, client=namespace.client)
+            for secret, names in self._secrets.in_modal(spec).items()
+        ]
+
+    async def _require_secrets(self, spec: FunctionSpec) -> None:
+        """Raise `SecretMissing` for a secret that Modal does not have."""
+        kinds = modal_client.modal_library().exception
+        for name in spec.secrets:
+            [secret] = self._secret_handles(spec.model_copy(update={"secrets": (name,)}))
+            try:
+                await secret.hydrate.aio()
+            except (kinds.NotFoundError, kinds.InvalidError, kinds.ConflictError):
+                source = self._secrets.source(name).modal or name
+                raise SecretMissing(
+                    f"function {spec.name} has no value of the secret {name}: Modal has no secret {source} with it",
+                    remedy=f"modal secret create {source} {name}=…, or set functions.secrets.{name}.modal",
+                ) from None
 
     async def _try(self, target: PinnedFunction, package: Package) -> None:
         """Invoke with an empty list; the answer must be a list."""
@@ -250,16 +412,27 @@ class ModalDeployer:
                 remedy="the version before it stays; `rollart rewards test` runs it here",
             )
 
-    async def _point(self, name: str, app: Any, deployments: DeploymentTags, number: int) -> DeploymentTags:
-        """Make a kept version live, with the container bounds of the previous one."""
-        if number == deployments.live:
-            return deployments
-        warm = (await self._set(name, deployments.live)).get("min_containers", 0)
-        await self.namespace.function(name, number).autoscaler.update.aio(min_containers=warm)
-        await self._cool(name, deployments.live)
-        pointed = replace(deployments, live=number)
-        await app.set_tags.aio(pointed.tags(), client=self.namespace.client)
-        return pointed
+    async def _all(self, name: str, deployments: DeploymentTags) -> list[DeployedFunction]:
+        """The versions of a function, newest first."""
+        return [await self._deployed(name, deployments, n) for n in sorted(deployments.versions, reverse=True)]
+
+    async def _point(self, name: str, app: Any, deployments: DeploymentTags, number: int) -> DeployedFunction:
+        """Make a kept version the only live one."""
+        released = await self._release(name, app, deployments, deployments.pointed(number))
+        return await self._deployed(name, released, number)
+
+    async def _release(self, name: str, app: Any, before: DeploymentTags, wanted: DeploymentTags) -> DeploymentTags:
+        """Set the weights of kept versions, with the container bounds of the previous live one."""
+        if wanted == before:
+            return before
+        warm = (await self._set(name, before.live)).get("min_containers", 0)
+        changed = {wanted.live: warm, wanted.canary: math.ceil(warm * wanted.weight)}
+        for number in wanted.weighted:
+            if number != before.live:
+                await self.namespace.function(name, number).autoscaler.update.aio(min_containers=changed[number])
+        await self._cool(name, before, wanted)
+        await app.set_tags.aio(wanted.tags(), client=self.namespace.client)
+        return wanted
 
     async def _set(self, name: str, number: int) -> dict[str, int]:
         """The current container bounds of a version."""
@@ -269,12 +442,13 @@ class ModalDeployer:
         bounds = {"min_containers": now.min_containers, "max_containers": now.max_containers}
         return {key: value for key, value in bounds.items() if value}
 
-    async def _cool(self, name: str, number: int) -> None:
-        """Keep no containers warm for a version that is no longer live. Called first, so that a failure has changed
-        nothing else."""
-        if number:
-            with contextlib.suppress(modal_client.modal_library().exception.NotFoundError):
-                await self.namespace.function(name, number).autoscaler.update.aio(min_containers=0)
+    async def _cool(self, name: str, before: DeploymentTags, after: DeploymentTags) -> None:
+        """Keep no containers warm for versions that lose their calls. Called before the tags are set, so that a failure
+        has changed nothing else."""
+        for number in before.weighted:
+            if number not in after.weighted:
+                with contextlib.suppress(modal_client.modal_library().exception.NotFoundError):
+                    await self.namespace.function(name, number).autoscaler.update.aio(min_containers=0)
 
     async def _scaling(self, name: str, number: int, spec: FunctionSpec) -> dict[str, int]:
         """The autoscaler settings that differ from the explicit settings of a spec."""
@@ -292,6 +466,8 @@ class ModalDeployer:
 
     async def _deployed(self, name: str, deployments: DeploymentTags, number: int) -> DeployedFunction:
         namespace, version, problem = self.namespace, deployments.versions[number], ""
+        canary = str(deployments.canary) if deployments.canary else ""
+        live = LiveVersions(str(deployments.live), canary, deployments.weight)
         memory_mb: int = 0
         warm: int | None = None
         concurrency: int | None = None
@@ -314,6 +490,8 @@ class ModalDeployer:
             endpoint=f"{namespace.app(name)}@{number}",
             warm=warm,
             concurrency=concurrency,
+            weight=live.of(str(number)),
+            aliases=live.aliases(str(number)),
             problem=problem,
         )
 
@@ -322,7 +500,27 @@ def container_files(package: Package) -> dict[str, bytes]:
     """The files under a container's root, by relative path: the package, its version and the entry module for calls."""
     ours = pathlib.Path(__file__).parents[1]
     version = {VERSION: package.version.encode()}
-    return {**package.files, **version, **{f"serverless/{name}": (ours / name).read_bytes() for name in _SHIPPED}}
+    files = {path: data for path, data in package.files.items() if not path.startswith(IMAGE)}
+    return {**files, **version, **{f"serverless/{name}": (ours / name).read_bytes() for name in _SHIPPED}}
+
+
+def source_files(package: Package) -> dict[str, bytes]:
+    """The files under the root of the container that gives the package back."""
+    ours = pathlib.Path(__file__).parents[1]
+    shipped = ("__init__.py", "deploy/__init__.py", "deploy/modal_files.py")
+    own = {f"serverless/{name}": (ours / name).read_bytes() for name in shipped}
+    return {**own, **with_record(package)}
+
+
+def build_files(package: Package) -> dict[str, bytes]:
+    """The user's Dockerfile and its context, by relative path; none without a Dockerfile."""
+    return {path.removeprefix(IMAGE): data for path, data in package.files.items() if path.startswith(IMAGE)}
+
+
+def install_options(spec: FunctionSpec) -> dict[str, str]:
+    """The arguments of `Image.uv_pip_install` beside the requirements."""
+    further = [f"--extra-index-url {shlex.quote(url)}" for url in index_urls(spec)]
+    return {"extra_options": " ".join([*further, _BEST_MATCH])} if further else {}
 
 
 def container_options(spec: FunctionSpec) -> dict[str, Any]:
@@ -351,16 +549,10 @@ def _window(spec: FunctionSpec) -> int:
     return min(high, max(low, math.ceil(spec.keep_alive_s)))
 
 
-def python_version() -> str:
-    """The minor version of this interpreter, as Modal names it."""
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-def check_pinned(package: Package) -> None:
-    """Raise `PackageError` unless every requirement is pinned: otherwise two builds of an image would differ."""
-    unpinned = json.loads(package.files["rollart_manifest.json"]).get("unpinned", [])
-    if unpinned:
-        raise PackageError(
-            f"function {package.spec.name} requires {', '.join(unpinned)}, in no exact version",
-            remedy="install it here before packing, or pin it with ==",
-        )
+def _lines(reader: LineReader, entries: Sequence[Any]) -> list[LogLine]:
+    """The lines of Modal's log entries, oldest first."""
+    found = []
+    for entry in sorted(entries, key=lambda entry: entry.timestamp):
+        t = entry.timestamp.isoformat(timespec="milliseconds")
+        found.append(log_line(reader, t, str(entry.source), entry.message.rstrip("\n")))
+    return [line for line in found if line is not None]

@@ -3,7 +3,7 @@
 Deployed with a package under one root, from which Modal imports it as `serverless.deploy.modal_entry`. `call` takes and
 returns JSON as bytes, and raises no exception of the function's code:
 
-  in    {"id", "name", "version", "memory_mb", "timeout_s", "event": [...]}
+  in    {"id", "name", "version", "memory_mb", "timeout_s", "event": [...]}, and "run" for a call of a run
   out   {"worker", "call", "version", "init_s", "run_s"} and "body", or "fault": {"kind", "detail", "retryable"}
 
 `init_s` is the container's start-up time in its first answer, and 0 in later ones. `call` is Modal's id of the call.
@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 VERSION = "rollart_version"
@@ -39,6 +40,7 @@ class ContainerContext:
     memory_limit_in_mb: int
     aws_request_id: str
     deadline: float
+    client_context: Any
 
     @property
     def invoked_function_arn(self) -> str:
@@ -82,6 +84,7 @@ def _run(request: dict[str, Any], began: float) -> dict[str, Any]:
         memory_limit_in_mb=request["memory_mb"],
         aws_request_id=request["id"],
         deadline=began + request["timeout_s"],
+        client_context=SimpleNamespace(custom={"run": request["run"]}) if "run" in request else None,
     )
     try:
         return {"body": _container.handler(request["event"], context)}

@@ -1,22 +1,48 @@
-"""The lock of a function: exact versions of its requirements and of their dependencies.
+"""The lock of a function: exact versions of its requirements and of their dependencies, and their wheels for the
+machine that a provider runs the function on.
 
 Pins come from the installed packages, with which the function was written and tested; exact pins, also those of a
 requirements file, are kept. Names are normalised (PEP 503) and sorted, so that the same environment gives the same
-lock.
+lock. A pin is a public version: this machine's build of it (torch 2.13.0+cpu) is not that of the target, whose wheels
+`uv` resolves and installs.
 """
 
 from __future__ import annotations
 
+import ast
+import functools
+import importlib.util
+import os
 import pathlib
-from collections.abc import Iterable, Sequence
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from serverless.errors import PackageError
+from serverless.errors import ExtraMissing, PackageError
+from serverless.spec import FunctionSpec
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
+
+TORCH_CPU = "https://download.pytorch.org/whl/cpu"
+"""PyTorch's index of builds without CUDA. PyPI's for Linux is 2.7 GB with its CUDA libraries (torch 2.13.0)."""
+
+_TORCH = frozenset({"torch", "torchaudio", "torchvision"})
+
+_BUILD = re.compile(r"cpu|cu\d+|rocm[\d.]+|xpu")
+"""Local version labels of PyTorch's builds: the same source for another accelerator (PEP 440 "+label")."""
+
+_OF_BUILD = ("cuda-", "nvidia-", "pytorch-triton", "triton")
+"""Prefixes of dependencies that only CUDA builds have, and pin themselves."""
+
+_RESOLVE_S, _INSTALL_S = 120.0, 600.0
+
+_UNREACHABLE = re.compile(r"failed to fetch|error sending request|failed to lookup|connection", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +87,14 @@ def lock(requirements: Sequence[str], root: pathlib.Path) -> RequirementLock:
             installed = metadata.version(wanted.name)
         except metadata.PackageNotFoundError:
             installed = ""
-        version = _exact(wanted) or installed
-        if not version:
-            unpinned.append(str(wanted))
+        version, label = _public(_exact(wanted) or installed)
+        if not version or (label and not _BUILD.fullmatch(label)):
+            unpinned.append(f"{name}=={version}+{label}" if label else str(wanted))
+            continue
+        if origin in pins and name.startswith(_OF_BUILD):
             continue
         _pin(pins, name, version, wanted, origin)
-        if installed == version and (name, frozenset(wanted.extras)) not in seen:
+        if _public(installed)[0] == version and (name, frozenset(wanted.extras)) not in seen:
             seen.add((name, frozenset(wanted.extras)))
             pending += [(needed, name) for needed in _needs(wanted)]
     return RequirementLock(tuple(f"{n}=={v}" for n, v in sorted(pins.items())), tuple(sorted(set(unpinned))))
@@ -109,6 +137,12 @@ def _parse(text: str, origin: str) -> Requirement:
     return wanted
 
 
+def _public(version: str) -> tuple[str, str]:
+    """A version without its local label, and the label."""
+    public, _, label = version.partition("+")
+    return public, label
+
+
 def _exact(wanted: Requirement) -> str | None:
     specifiers = list(wanted.specifier)
     if len(specifiers) == 1 and specifiers[0].operator in ("==", "===") and not specifiers[0].version.endswith("*"):
@@ -128,7 +162,7 @@ def _pin(pins: dict[str, str], name: str, version: str, wanted: Requirement, ori
     if name in pins:
         version = pins[name]
     direct = origin == "requirements" or ":" in origin
-    if direct and not wanted.specifier.contains(version, prereleases=True):
+    if direct and not _exact(wanted) and not wanted.specifier.contains(version, prereleases=True):
         raise PackageError(
             f"{origin}: {wanted} is required, but {name} {version} is installed",
             remedy=f"pip install '{wanted}', or pin it",
@@ -147,3 +181,121 @@ def _needs(wanted: Requirement) -> list[Requirement]:
         if one.marker is None or any(one.marker.evaluate({"extra": extra}) for extra in extras):
             needed.append(one)
     return needed
+
+
+@dataclass(frozen=True, slots=True)
+class WheelTarget:
+    """The interpreter and machine that requirements are installed for, and the indexes that have their wheels.
+
+    `python` is a minor version ("3.12"), `glibc` that of the system ("2_34").
+    """
+
+    python: str
+    glibc: str
+    architecture: str = "x86_64"
+    index_urls: tuple[str, ...] = ()
+
+    @property
+    def platform(self) -> str:
+        """The platform, as uv names it."""
+        return f"{'aarch64' if self.architecture == 'arm64' else 'x86_64'}-manylinux_{self.glibc}"
+
+    def __str__(self) -> str:
+        return f"Python {self.python} on {self.architecture}, glibc {self.glibc.replace('_', '.')}"
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A wheel of the target. `size` is that of the download in bytes, 0 if the index does not give it."""
+
+    name: str
+    version: str
+    size: int = 0
+
+    @property
+    def unpacked(self) -> int:
+        """Bytes of its files, as the same build has them here; 0 if it is not installed here."""
+        try:
+            if metadata.version(self.name) != self.version:
+                return 0
+            return sum(file.size or 0 for file in metadata.files(self.name) or ())
+        except metadata.PackageNotFoundError:
+            return 0
+
+
+def index_urls(spec: FunctionSpec) -> tuple[str, ...]:
+    """The indexes beside PyPI: those of the function, else PyTorch's CPU builds for torch without a GPU."""
+    needs_torch = _TORCH.intersection(one.partition("==")[0] for one in spec.requirements)
+    return spec.index_urls or ((TORCH_CPU,) if needs_torch and not spec.gpu else ())
+
+
+def resolve(spec: FunctionSpec, target: WheelTarget) -> tuple[Wheel, ...]:
+    """The wheels of a function's pins and of their dependencies for a target, from the indexes' metadata: none
+    is downloaded. Raises `PackageError` for one that has no wheel there, and if an index cannot be reached."""
+    if not spec.requirements:
+        return ()
+    found = _uv(spec, target, ["compile", "--format", "pylock.toml", "--no-header", "-"], _RESOLVE_S)
+    return tuple(
+        Wheel(one["name"], one["version"], one["wheels"][0].get("size", 0))
+        for one in tomllib.loads(found)["packages"]
+        if one.get("wheels")
+    )
+
+
+def install(spec: FunctionSpec, target: WheelTarget, directory: pathlib.Path) -> None:
+    """Install the wheels of `resolve` into a directory."""
+    options = ["--requirements", "-", "--target", str(directory), "--python", sys.executable, "--link-mode", "copy"]
+    _uv(spec, target, ["install", *options], _INSTALL_S)
+
+
+def _uv(spec: FunctionSpec, target: WheelTarget, command: Sequence[str], limit_s: float) -> str:
+    """The output of a command of `uv pip` with the requirements as its standard input."""
+    if importlib.util.find_spec("uv") is None:
+        raise ExtraMissing("uv", "aws")
+    action, *options = command
+    arguments = [sys.executable, "-m", "uv", "pip", action, "--quiet", "--no-progress", "--only-binary", ":all:"]
+    arguments += ["--python-version", target.python, "--python-platform", target.platform]
+    arguments += ["--index-strategy", "unsafe-best-match"]  # as pip: an index of builds has old versions of others
+    for url in target.index_urls:
+        arguments += ["--index", url]
+    environment = {"UV_PYTHON_DOWNLOADS": "never", **_pip_indexes(), **os.environ}
+    problem = f"function {spec.name}: requirements for {target}"
+    try:
+        done = subprocess.run(
+            [*arguments, *options],
+            input="\n".join(spec.requirements),
+            capture_output=True,
+            text=True,
+            timeout=limit_s,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired:
+        raise PackageError(f"{problem}: not done in {limit_s:g} s", remedy="check the package indexes") from None
+    if done.returncode:
+        cause = " ".join(done.stderr.split())
+        remedy = "require versions with wheels for that machine; `index_urls` names further indexes"
+        if _UNREACHABLE.search(cause):
+            remedy = "check the network and the package indexes"
+        raise PackageError(f"{problem}: {cause[:500]}", remedy=remedy)
+    return done.stdout
+
+
+_PIP = {"index-url": "UV_DEFAULT_INDEX", "extra-index-url": "UV_INDEX", "find-links": "UV_FIND_LINKS"}
+"""uv's variables for pip's settings, which uv does not read."""
+
+
+@functools.cache
+def _pip_indexes() -> Mapping[str, str]:
+    """The indexes of pip's configuration, as variables of uv. A variable overrides a file, as for pip."""
+    if importlib.util.find_spec("pip") is None:
+        return {}
+    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    found: dict[str, str] = {}
+    for line in sorted(listed.stdout.splitlines(), key=lambda line: line.startswith(":env:")):
+        key, _, value = line.partition("=")
+        option = key.rpartition(".")[2]
+        if option in _PIP:
+            found[_PIP[option]] = str(ast.literal_eval(value))
+    if "UV_FIND_LINKS" in found:
+        found["UV_FIND_LINKS"] = ",".join(found["UV_FIND_LINKS"].split())
+    return found

@@ -40,6 +40,8 @@ class PendingItem:
     sent_to: int = 0
     attempts: int = 0
     throttles: int = 0
+    scored_before: int = 0
+    """Items that the function had scored when the item was last refused by an API behind it."""
     retried: bool = False
     alone: bool = False
     done: bool = False

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import pathlib
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from typing import Any
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, UnknownFunction
 from serverless.meter import MeterSink, NullMeter
+from serverless.pipeline.admission import CallQuota
 from serverless.pipeline.cache import Cache
 from serverless.pipeline.queues import FunctionQueue
 from serverless.pipeline.stages import FunctionHealth, OffloadStage, PipelineSpec, StageCounts
@@ -41,7 +43,7 @@ class Offload:
     of items; hedges <= 5 % of calls.
 
     `cache` is the file of the result cache. `meter` receives savings (the backends report calls). `warn` receives
-    warnings for the user.
+    warnings for the user. `quota` is the maximum number of calls in flight at each provider, over all functions.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Offload:
         cache: pathlib.Path | None = None,
         meter: MeterSink | None = None,
         warn: Callable[[str], None] | None = None,
+        quota: int | None = None,
     ) -> None:
         self._packages = tuple(packages)
         self._backends: tuple[Backend, ...] = tuple(backends) if isinstance(backends, Sequence) else (backends,)
@@ -64,6 +67,7 @@ class Offload:
         if cache is not None and common.cache.enabled:
             warn = warn or logging.getLogger(__name__).warning
             self._cache = Cache(cache, max_entries=common.cache.max_entries, warn=warn)
+        quotas = [CallQuota(math.inf if quota is None else quota) for _ in self._backends]
         self._queues: dict[str, FunctionQueue] = {}
         for package in self._packages:
             self._queues[package.spec.name] = FunctionQueue(
@@ -74,6 +78,7 @@ class Offload:
                 meter=meter or NullMeter(),
                 spawn=self._spawn,
                 seed=seed,
+                quotas=quotas,
             )
         self._group: asyncio.TaskGroup | None = None
 
@@ -93,6 +98,12 @@ class Offload:
     def health(self) -> dict[str, FunctionHealth]:
         """The fault rates of the functions as their callers observed them. The caller decides on the tolerated rate."""
         return {name: queue.health for name, queue in self._queues.items()}
+
+    def refusals(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Refused or delayed calls since the start, by function, provider and limit (`ProviderQueue.refusals`)."""
+        return {
+            name: {one.provider: one.refusals for one in queue.provider_queues} for name, queue in self._queues.items()
+        }
 
     def providers(self, function: str) -> dict[str, tuple[str, int]]:
         """The providers of a function in order of preference: the state of the circuit breaker ("closed" if there is

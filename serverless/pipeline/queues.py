@@ -9,15 +9,21 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
 from serverless import wire
 from serverless.deploy.package import Package
-from serverless.meter import MeterSink, Saving, billed_seconds
-from serverless.pipeline.admission import BreakerState, CircuitBreaker, ConcurrencyWindow, is_provider_failure
+from serverless.meter import NO_SCORE, MeterSink, Saving, TokenBill, billed_seconds
+from serverless.pipeline.admission import (
+    BreakerState,
+    CallQuota,
+    CircuitBreaker,
+    ConcurrencyWindow,
+    is_provider_failure,
+)
 from serverless.pipeline.answer_times import AnchorTimes, Latencies, prompt_key
 from serverless.pipeline.cache import Cache, copy_outcome, item_key
 from serverless.pipeline.items import CallAttempt, PendingItem, PipelineCall, Timers, Waiter, WaitingItems
@@ -30,7 +36,7 @@ from serverless.pipeline.retrying import (
     retry_delay,
     retryable_elsewhere,
 )
-from serverless.pipeline.stages import FunctionHealth, OffloadStage, PipelineSpec, StageCounts
+from serverless.pipeline.stages import FunctionHealth, OffloadStage, PipelineSpec, RefusingLimit, StageCounts
 from serverless.providers.base import Backend, Reply
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Item, ModelFault, Outcome, Scored, Throttle
 
@@ -57,8 +63,8 @@ class ProviderQueue:
     arrival.
     """
 
-    def __init__(self, function: FunctionQueue, index: int, backend: Backend) -> None:
-        """`index`: the position in the fallback order."""
+    def __init__(self, function: FunctionQueue, index: int, backend: Backend, quota: CallQuota) -> None:
+        """`index`: the position in the fallback order. `quota`: the run's calls at the provider."""
         self._function = function
         self.index = index
         self._spec = spec = function.spec
@@ -75,7 +81,9 @@ class ProviderQueue:
         batch = spec.batch.model_copy(update=single)
         self._queue = WaitingItems(batch, by_length=batching and settings.batch.by_length)
         self._groups: deque[list[PendingItem]] = deque()
-        self._window = ConcurrencyWindow(spec.concurrency, settings.admission)
+        self._window = ConcurrencyWindow(spec.concurrency, settings.admission, weight=settings.admission.weight)
+        self._quota = quota
+        self._refusals = Counter[str]()
         self.breaker = CircuitBreaker(settings.breaker)
         self._latencies = Latencies(settings.hedge)
         self._hedge_budget = TokenBucket(settings.hedge.budget, most=max(_SAVED, settings.hedge.budget))
@@ -93,6 +101,13 @@ class ProviderQueue:
     def window(self) -> int:
         """The number of invocations that may be in flight now."""
         return self._window.size
+
+    @property
+    def refusals(self) -> dict[str, int]:
+        """Refused or delayed calls by the limit that caused it: a `Throttle` or a `RefusingLimit`."""
+        counts = self._refusals.copy()
+        counts[RefusingLimit.COMPETED] = self._window.competed
+        return {limit: n for limit, n in counts.items() if n}
 
     def admits(self, now: float) -> bool:
         """True if items should wait here: the breaker admits a call, and the provider does not refuse every call."""
@@ -159,6 +174,13 @@ class ProviderQueue:
     def _may_begin(self, now: float, loop: asyncio.AbstractEventLoop) -> bool:
         """False if a call's end or the timer set here will pump again."""
         if len(self._attempts) >= self.window:
+            widens = self._window.widen(now)
+            if len(self._attempts) >= self.window:
+                if not math.isinf(widens):
+                    self._timer = loop.call_at(widens, self._pump)
+                return False
+        if not self._quota.admits(self._turn):
+            self._refusals[RefusingLimit.QUOTA] += self._quota.wait(self._turn)
             return False
         ready = self._window.ready
         if not self.breaker.admits(now):
@@ -220,6 +242,7 @@ class ProviderQueue:
         attempt = CallAttempt(call, cause, now, self.breaker.begin(), self._window.begin(len(self._attempts)))
         call.tries.append(attempt)
         self._attempts[attempt] = None
+        self._quota.begin(self._turn)
         attempt.task = self._function.spawn(self._run(attempt))
         # Not a `finally` of the task: a task that is cancelled before its first step runs no code.
         attempt.task.add_done_callback(lambda _: self._ended(attempt))
@@ -233,13 +256,25 @@ class ProviderQueue:
         self._answered(attempt, reply)
 
     def _ended(self, attempt: CallAttempt) -> None:
-        self._attempts.pop(attempt, None)
         now = asyncio.get_running_loop().time()
         if not attempt.reported:
+            self._remove(attempt)
             over = attempt.trial and now >= attempt.call.expires - _EPS
             self._record_end(attempt, _UNANSWERED if over else None, now, cancelled=True)
         self._hedge_late_calls()
         self._pump()
+
+    def _remove(self, attempt: CallAttempt) -> None:
+        """Remove an attempt that is no longer in flight; other functions may use its share of the quota."""
+        del self._attempts[attempt]
+        if (turn := self._quota.end()) is not None:
+            asyncio.get_running_loop().call_soon(turn)
+
+    def _turn(self) -> None:
+        """Begin a call with the share of the quota that has become free."""
+        self._pump()
+        if (turn := self._quota.taken(self._turn)) is not None:
+            asyncio.get_running_loop().call_soon(turn)
 
     def _became_late(self, call: PipelineCall) -> None:
         if self._room_to_hedge() and self._hedge_budget.take():
@@ -265,22 +300,27 @@ class ProviderQueue:
         """True if a hedge may begin: there is a free slot, the window is not in back-off and the breaker is closed."""
         if self._closed or len(self._attempts) >= self.window or self.breaker.state is not BreakerState.CLOSED:
             return False
+        if not self._quota.admits(self._turn):
+            return False
         return self._window.ready <= asyncio.get_running_loop().time() + _EPS
 
     def _answered(self, attempt: CallAttempt, reply: Reply) -> None:
         """Handle an attempt's reply. The first answer, or the last fault, becomes the call's."""
         call, fault, bill, now = attempt.call, reply.fault, reply.invocation, asyncio.get_running_loop().time()
         attempt.reported = True
-        del self._attempts[attempt]  # at once: replies that arrive together must not count each other as in flight
+        self._remove(attempt)  # at once: replies that arrive together must not count each other as in flight
         seconds, items, others = now - attempt.began, len(call.entries), len(self._attempts)
         if bill is not None:
             self._function.billed(bill)
             if call.cause in CAUSED_BY:
                 self._counts[CAUSED_BY[call.cause]].extra_billed_s += bill.billed_s
         if fault is None:
-            self._window.answered(now, seconds, items, in_flight=others, number=attempt.number)
+            self._function.tokens(self.provider, reply.body, attempt.cause)
+            waiting = len(self._queue)
+            self._window.answered(now, seconds, items, in_flight=others, number=attempt.number, waiting=waiting)
             self._latencies.add(max(0.0, seconds - (bill.cold_start_s if bill is not None else 0.0)), items)
         elif fault.kind is FaultKind.THROTTLED:
+            self._refusals[fault.throttle or RefusingLimit.UNKNOWN] += 1
             self._window.throttled(fault, now, attempt.number, self._function.rng, in_flight=others)
         self._record_end(attempt, fault, now)
         call.tries.remove(attempt)
@@ -386,13 +426,22 @@ class ProviderQueue:
             entry.since = now
             back.append(entry)
         if fault.retry_after_s:
-            asyncio.get_running_loop().call_later(fault.retry_after_s, self._put_back, back, call.cause)
+            asyncio.get_running_loop().call_later(fault.retry_after_s, self.put_back, back, call.cause)
         else:
-            self._put_back(back, call.cause)
+            self.put_back(back, call.cause)
         if self._window.exhausted(now):
             self._function.provider_unavailable(self.index)
 
-    def _put_back(self, entries: list[PendingItem], cause: Cause) -> None:
+    def hold(self, until: float) -> None:
+        """An API behind the function limits its rate. Begin no call before `until`, and few calls then."""
+        self._window.hold(until)
+        self._window.restart()
+
+    def limited_by_api(self) -> None:
+        """Count an answer that was refused by an API behind the function."""
+        self._refusals[RefusingLimit.API] += 1
+
+    def put_back(self, entries: list[PendingItem], cause: Cause) -> None:
         """Return items to the front, or route them again if this provider stopped admitting calls meanwhile."""
         if self._closed:
             return
@@ -448,18 +497,20 @@ class FunctionQueue:
         meter: MeterSink,
         spawn: Spawn,
         seed: int,
+        quotas: Sequence[CallQuota],
     ) -> None:
+        """`quotas`: one per backend, shared by all functions."""
         self.spec = package.spec
+        if not self.spec.hedge:
+            settings = settings.model_copy(update={"hedge": settings.hedge.model_copy(update={"enabled": False})})
         self.settings = settings
         self.spawn = spawn
         self.rng = random.Random(f"{seed}/{self.spec.name}")
         self._version = package.version
         self._meter = meter
         self._budget = TokenBucket(settings.retry.budget, most=settings.retry.reserve, tokens=settings.retry.reserve)
-        self._cache = cache if self.spec.deterministic else None
-        self._flights: dict[bytes, PendingItem] | None = (
-            {} if settings.dedupe.enabled and self.spec.deterministic else None
-        )
+        self._cache = cache if self.spec.reusable else None
+        self._flights: dict[bytes, PendingItem] | None = {} if settings.dedupe.enabled and self.spec.reusable else None
         scope = settings.limits.scope
         limited = scope == "all" or (scope == "declared" and self.spec.timeout_floor is not None)
         self._anchors = AnchorTimes(settings.limits) if limited else None
@@ -472,8 +523,14 @@ class FunctionQueue:
         self.health = FunctionHealth()
         self._billed_s = 0.0
         self._billed_items = 0
+        self._held_until = -math.inf
+        self._held_in_a_row = 0
+        self._scored = 0
         order = backends if settings.fallback.enabled else backends[:1]
-        self.provider_queues = [ProviderQueue(self, index, backend) for index, backend in enumerate(order)]
+        self.provider_queues = [
+            ProviderQueue(self, index, backend, quota)
+            for index, (backend, quota) in enumerate(zip(order, quotas, strict=False))
+        ]
 
     @property
     def waiting(self) -> int:
@@ -553,6 +610,13 @@ class FunctionQueue:
         self._billed_s += invocation.billed_s
         self._billed_items += invocation.items
 
+    def tokens(self, provider: str, body: object, cause: Cause) -> None:
+        """Report the tokens that a call consumed."""
+        for used, scored in wire.usage(body):
+            now = asyncio.get_running_loop().time()
+            why = NO_SCORE if not scored else Cause.HEDGE if cause is Cause.HEDGE else Cause.CALL
+            self._meter.tokens(TokenBill(self.spec.name, provider, now, why, used))
+
     def receive(self, entry: PendingItem, outcome: Outcome, *, seconds: float | None = None) -> None:
         """Deliver an item's outcome to its waiters, unless another attempt is worthwhile. `seconds` is the duration of
         its call if a worker gave the outcome, None if the pipeline made it."""
@@ -566,10 +630,13 @@ class FunctionQueue:
             if outcome.kind is FaultKind.TIMEOUT and floor is not None and seconds is not None:
                 # The handler's own time limit stopped this item.
                 outcome, seconds = ModelFault(floor, outcome.detail), None
-            elif self._schedule_retry(entry, outcome):
+            elif self._hold(entry, outcome, answered=seconds is not None) or self._schedule_retry(entry, outcome):
                 return
-        elif isinstance(outcome, Scored) and self._anchors is not None and seconds is not None:
-            self._anchors.learn(entry.prompt, outcome, seconds)
+        elif isinstance(outcome, Scored) and seconds is not None:
+            self._held_in_a_row = 0
+            self._scored += 1
+            if self._anchors is not None:
+                self._anchors.learn(entry.prompt, outcome, seconds)
         # A timeout is no property of the item: it is reported, and not cached.
         self._settle(entry, outcome, keep=seconds is not None)
 
@@ -679,6 +746,37 @@ class FunctionQueue:
         self._validated.acted += 1
         self.health.note(fault)
         return fault
+
+    def _hold(self, entry: PendingItem, fault: InfraFault, *, answered: bool) -> bool:
+        """Hold the function's queue at all providers if its answer says that an API behind it limits the rate, and
+        return the item to the front. The limit applies to every provider. False if that is not the fault, and after
+        `max_throttles` such answers for the item between which no other was scored."""
+        settings = self.settings.admission
+        limited = answered and fault.kind is FaultKind.THROTTLED and fault.throttle is Throttle.RATE
+        if not limited or not fault.retryable or not settings.enabled:
+            return False
+        if entry.scored_before != self._scored:
+            entry.scored_before, entry.throttles = self._scored, 0
+        entry.throttles += 1
+        if entry.throttles > settings.max_throttles:
+            return False
+        now, wait = asyncio.get_running_loop().time(), fault.retry_after_s
+        if wait is None and now < self._held_until:
+            wait = 0.0
+        elif wait is None:
+            longest = min(settings.max_wait_s, settings.wait_s * 2.0 ** min(self._held_in_a_row, 30))
+            wait = self.rng.uniform(longest / 2.0, longest)
+        self._held_in_a_row += now >= self._held_until
+        self._held_until = max(self._held_until, now + wait)
+        for queue in self.provider_queues:
+            queue.hold(self._held_until)
+        self.provider_queues[entry.sent_to].limited_by_api()
+        stage = self.stages[OffloadStage.ADMISSION]
+        stage.acted += 1
+        entry.attempts = max(0, entry.attempts - 1)
+        entry.cause, entry.retried, entry.call, entry.since = Cause.RETRY, True, None, now
+        self.provider_queues[entry.sent_to].put_back([entry], Cause.RETRY)
+        return True
 
     def _schedule_retry(self, entry: PendingItem, fault: InfraFault) -> bool:
         """Schedule another attempt, if the policy and the budget allow one and a provider may answer it."""

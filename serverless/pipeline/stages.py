@@ -57,6 +57,8 @@ class AdmissionSpec(StageSpec):
     """Also reduce the calls in flight when latency rises, before the provider refuses any."""
     latency_factor: float = Field(default=2.0, gt=1.0)
     """Ratio of the latency of recent calls to the usual one for their size that counts as load."""
+    weight: float = Field(default=1.0, gt=0.0)
+    """The run's share of a limit that it shares with other runs, relative to theirs."""
     max_throttles: int = Field(default=12, ge=0)
     """Maximum refusals per item at one provider. A refused call is not executed and is no attempt; after this number,
     halving has reduced any concurrency to one."""
@@ -77,7 +79,7 @@ class BatchingSpec(StageSpec):
 class HedgeSpec(StageSpec):
     """A second call for a late one; the first answer counts. A hedged item may therefore be executed twice. For a
     function that is not deterministic either answer is valid, and the function must be stateless. Switch hedging off
-    for a function whose calls are expensive or have side effects."""
+    (`hedge: false` of the function) where calls are expensive or have side effects."""
 
     quantile: float = Field(default=0.95, gt=0.0, lt=1.0)
     budget: float = Field(default=0.05, ge=0.0, le=1.0)
@@ -170,6 +172,19 @@ class StageCounts:
     extra_billed_s: float = 0.0
     saved_calls: int = 0
     saved_billed_s: float = 0.0
+
+
+class RefusingLimit(enum.StrEnum):
+    """The limit that refused or delayed a call: one of `Throttle`, or one of these."""
+
+    UNKNOWN = "unknown"
+    """The provider does not name it."""
+    QUOTA = "quota"
+    """The run's own number of concurrent calls at a provider."""
+    API = "api"
+    """The rate of an API that the function asks."""
+    COMPETED = "competed"
+    """Of those for concurrency: refusals below a level that the provider had admitted before."""
 
 
 @dataclass(slots=True)

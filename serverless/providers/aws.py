@@ -7,25 +7,25 @@ billed five times. Lambda cannot cancel a call: an abandoned call runs to its en
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from secrets import token_hex
 from typing import Any
 
 from serverless.deploy.aws import LEASE_S, PROVIDER, AwsDeployer, PinnedVersion, lambda_bill
-from serverless.deploy.aws_function import AwsSettings
+from serverless.deploy.aws_function import ALIAS, PAYLOAD_BYTES, AwsSettings
 from serverless.deploy.aws_session import error_code, library, translate_error, translate_errors
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, CredentialsMissing, ServerlessError, UnknownFunction
 from serverless.meter import MeterSink, NullMeter
 from serverless.providers.base import Reply, WorkerLoad
 from serverless.providers.faults import LambdaReport, decode_answer, function_fault, parse_report, service_fault
+from serverless.providers.payloads import MAX_BYTES, PayloadFailed, PayloadStore
+from serverless.secrets import Secrets
 from serverless.types import Cause, FaultKind, InfraFault, Throttle
-
-_MAX_BYTES = 6_291_456
-"""Lambda's limit of a synchronous request, 6 MiB."""
 
 _GRACE_S = 10.0
 """Allowance beyond the function's own time limit: the start of an environment, and the network."""
@@ -78,17 +78,27 @@ class AwsLambdaBackend:
     calls_included = False
     """Provisioned concurrency has its own price, in addition to that of the calls."""
 
-    def __init__(self, settings: AwsSettings | None = None, *, meter: MeterSink | None = None, run: str = "") -> None:
+    def __init__(
+        self,
+        settings: AwsSettings | None = None,
+        *,
+        meter: MeterSink | None = None,
+        run: str = "",
+        secrets: Secrets | None = None,
+    ) -> None:
         """`run` is the caller's id, unique in the account; '' generates one. See `AwsDeployer.pin`."""
         self.settings = settings or AwsSettings()
         self._meter = meter or NullMeter()
-        self.deployer = AwsDeployer(self.settings, meter=self._meter)
+        self.deployer = AwsDeployer(self.settings, meter=self._meter, secrets=secrets)
         self._gates: dict[str, _ConcurrencyGate] = {}
         self._group: asyncio.TaskGroup | None = None
         self._client: Any = None
+        self._payloads: PayloadStore | None = None
         self._stack = contextlib.AsyncExitStack()
         self._left: set[asyncio.Task[Reply | ServerlessError]] = set()
-        self._run = run or secrets.token_hex(8)
+        self._run = run or token_hex(8)
+        context = json.dumps({"custom": {"run": run}}).encode()
+        self._context = {"ClientContext": base64.b64encode(context).decode()} if run else {}
 
     async def deploy(self, package: Package) -> None:
         """Direct calls to this version. It becomes current (`live`) only if the function has no current version."""
@@ -101,9 +111,9 @@ class AwsLambdaBackend:
             package, pin, asyncio.Semaphore(spec.concurrency), spec.queue, spec.timeout_s, spec.memory_mb
         )
 
-    async def attach(self, function: str) -> None:
-        """Direct calls to the current version. Raises `UnknownFunction` if there is none."""
-        pin = await self.deployer.current(function)
+    async def attach(self, function: str, version: str = "") -> None:
+        """See `AttachableBackend`. Lambda itself follows the weights of the alias `live`."""
+        pin = await self.deployer.current(function, version)
         count = self.settings.connections
         slots = asyncio.Semaphore(count)
         self._gates[function] = _ConcurrencyGate(None, pin, slots, count, pin.timeout_s, pin.memory_mb)
@@ -119,8 +129,10 @@ class AwsLambdaBackend:
         except (TypeError, ValueError) as error:
             detail = f"the event has no JSON form: {error}"
             return Reply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
-        if len(payload) > _MAX_BYTES:
-            detail = f"{len(event)} items are {len(payload)} bytes, Lambda takes {_MAX_BYTES}: lower batch.max_bytes"
+        most = PAYLOAD_BYTES if self._payloads is None else MAX_BYTES
+        if len(payload) > most:
+            remedy = "lower batch.max_bytes" + ("" if self._payloads else ", or name a bucket (functions.aws_lambda)")
+            detail = f"{len(event)} items are {len(payload)} bytes, Lambda takes {most}: {remedy}"
             return Reply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
         if gate.waiting >= gate.queue:
             detail = f"{gate.queue} calls wait for {function}"
@@ -174,14 +186,19 @@ class AwsLambdaBackend:
                     tcp_keepalive=True,
                     retries={"mode": "standard", "total_max_attempts": 1},
                 )
-                context = session.AioSession(profile=settings.profile or None).create_client(
-                    "lambda", region_name=settings.region or None, endpoint_url=settings.endpoint_url, config=config
-                )
-                self._client = await stack.enter_async_context(context)
+                clients = session.AioSession(profile=settings.profile or None)
+                where = {"region_name": settings.region or None, "endpoint_url": settings.endpoint_url}
+                self._client = await stack.enter_async_context(clients.create_client("lambda", config=config, **where))
+                if settings.bucket:
+                    retried = config.merge(library("aiobotocore.config").AioConfig(signature_version="s3v4"))
+                    s3 = await stack.enter_async_context(clients.create_client("s3", config=retried, **where))
+                    self._payloads = PayloadStore(s3, settings.bucket)
             stack.push_async_callback(self._unpin)
             self._group = await stack.enter_async_context(asyncio.TaskGroup())
             stack.push_async_callback(self._drain)
             stack.callback(self._group.create_task(self._renew(), name="leases of aliases").cancel)
+            if self._payloads is not None:
+                self._group.create_task(self._payloads.sweep(), name="payloads of killed callers")
             self._stack = stack.pop_all()
         return self
 
@@ -226,7 +243,8 @@ class AwsLambdaBackend:
             if gate.pin is not seen:
                 return
             if gate.package is None:
-                gate.pin = await self.deployer.current(gate.pin.function)
+                version = "" if gate.pin.alias == ALIAS else gate.pin.number
+                gate.pin = await self.deployer.current(gate.pin.function, version)
             else:
                 gate.pin = await self.deployer.pin(gate.package, self._run, existing=True)
 
@@ -264,25 +282,21 @@ class AwsLambdaBackend:
         taken, moved = True, False
         version = ""
         try:
-            async with asyncio.timeout(gate.timeout_s + _GRACE_S):
-                answer = await self._client.invoke(
-                    FunctionName=self.settings.function_name(gate.pin.function),
-                    Qualifier=pin.qualifier,
-                    LogType="Tail",
-                    Payload=call.payload,
-                )
-                async with answer["Payload"] as stream:
-                    data = await stream.read()
+            answer, data, fault = await self._request(call, pin)
             lambda_report = parse_report(answer.get("LogResult", ""))
             version = str(answer.get("ExecutedVersion", ""))
-            failed = "FunctionError" in answer
-            body, fault = (None, function_fault(data, lambda_report)) if failed else decode_answer(data)
-            moved = version != pin.number
+            if "FunctionError" in answer:
+                fault = function_fault(data, lambda_report)
+            elif fault is None:
+                body, fault = decode_answer(data)
+            moved = version not in (pin.number, pin.canary or pin.number)
             if moved:
                 fault = _version_changed_fault(pin, version)
         except asyncio.CancelledError:
             call.left = call.left or "cancelled"
             raise
+        except PayloadFailed as error:
+            taken, fault = False, error.fault
         except Exception as error:
             taken, moved = False, error_code(error) == "ResourceNotFoundException"
             if moved:
@@ -313,6 +327,33 @@ class AwsLambdaBackend:
                 assert fault is not None
                 fault = replace(fault, detail=f"{fault.detail}, which failed: {error.message}"[:500])
         return Reply(body if fault is None else None, fault, bill)
+
+    async def _request(
+        self, call: _InFlightCall, pin: PinnedVersion
+    ) -> tuple[dict[str, Any], bytes, InfraFault | None]:
+        """Lambda's response, its body, and the fault of an answer that could not be read. A large event goes through
+        S3. Raises `PayloadFailed` if nothing was sent."""
+        limit_s = call.gate.timeout_s + _GRACE_S
+        if self._payloads is None or len(call.payload) <= PAYLOAD_BYTES:
+            return *await self._invoke(pin, call.payload, limit_s), None
+        async with self._payloads.stored(call.payload, seconds=limit_s) as stored:
+            answer, data = await self._invoke(pin, stored.payload, limit_s)
+            try:
+                return answer, await stored.answer(data), None
+            except PayloadFailed as error:
+                return answer, data, error.fault
+
+    async def _invoke(self, pin: PinnedVersion, payload: bytes, limit_s: float) -> tuple[dict[str, Any], bytes]:
+        async with asyncio.timeout(limit_s):
+            answer = await self._client.invoke(
+                FunctionName=self.settings.function_name(pin.function),
+                Qualifier=pin.qualifier,
+                LogType="Tail",
+                Payload=payload,
+                **self._context,
+            )
+            async with answer["Payload"] as stream:
+                return answer, await stream.read()
 
 
 def _version_changed_fault(pin: PinnedVersion, version: str) -> InfraFault:

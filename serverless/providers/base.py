@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from serverless.deploy.package import Package
-from serverless.errors import BackendFailed
+from serverless.errors import SpecInvalid, UnknownFunction
+from serverless.output import LineReader
 from serverless.types import Cause, InfraFault, Invocation
 
 
@@ -73,8 +74,17 @@ class WorkerLoad:
 class AttachableBackend(Protocol):
     """A backend whose provider keeps deployed functions."""
 
-    async def attach(self, function: str) -> None:
-        """Direct calls of a function to its current version. Raises `UnknownFunction` if there is none."""
+    async def attach(self, function: str, version: str = "") -> None:
+        """Direct calls of a function to a version, by the provider's number of it, or to its current one. Raises
+        `UnknownFunction` if there is none."""
+
+
+@runtime_checkable
+class SecretsBackend(Protocol):
+    """A backend that accepts secrets from callers."""
+
+    def given(self, function: str, secrets: Mapping[str, str]) -> str:
+        """The name for calls of a function in workers with these values of its secrets. Raises `UnknownFunction`."""
 
 
 @runtime_checkable
@@ -117,10 +127,17 @@ class ProvisionedBackend(Protocol):
         does."""
 
 
+LIVE = "live"
+"""The alias that deployments, promotions and rollbacks move. It has one version, or two with weights."""
+
+CANARY = "canary"
+"""The alias of the version beside the current one that gets a share of the calls."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeployedFunction:
     """A deployed function. `version` is the package's content digest, `provider_version` the provider's own name of it;
-    `current` is True if calls go to it."""
+    `current` is True for the main version of the alias `live`."""
 
     function: str
     provider: str
@@ -135,10 +152,33 @@ class DeployedFunction:
     warm: int | None = 0
     """None: not reported by the provider."""
     concurrency: int | None = 0
+    weight: float = 0.0
+    """Share of the calls of `live` that this version gets; those of all versions add up to 1."""
+    aliases: tuple[str, ...] = ()
+    """Names of this version besides its digest and its number."""
     unchanged: bool = field(default=False, compare=False)
-    """Of a deployment: this version already was current."""
+    """Of a deployment: this version already was current, or already had this weight."""
     problem: str = field(default="", compare=False)
     """An error that occurred after the version had become current."""
+
+
+@dataclass(frozen=True, slots=True)
+class LiveVersions:
+    """The versions that the alias `live` names, by the provider's numbers: the current one, and a canary with its
+    weight, the share of calls that it gets ('' and 0 without one)."""
+
+    current: str
+    canary: str = ""
+    weight: float = 0.0
+
+    def of(self, number: str) -> float:
+        """The share of calls of a version."""
+        if self.canary and number == self.canary:
+            return self.weight
+        return 1.0 - self.weight if number == self.current else 0.0
+
+    def aliases(self, number: str) -> tuple[str, ...]:
+        return (LIVE,) * (number == self.current) + (CANARY,) * bool(self.canary and number == self.canary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,42 +188,74 @@ class DeploymentChange:
     function: str
     provider: str
     lines: tuple[str, ...]
+    before: Package | None = field(default=None, compare=False)
+    """The package of the current version, where that is another version and the provider can give it back."""
+    problem: str = field(default="", compare=False)
+    """The reason why the current version cannot be read back."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of a function's log. `t` is ISO 8601, UTC, or '' if the provider does not report it."""
+    """A line of a function's log. `t` is ISO 8601, UTC, or '' if the provider does not report it.
+
+    `run` and `items` (the ids of a run's items are those of its trajectories) are the call's, empty if unknown: see
+    `serverless.output`.
+    """
 
     t: str
     source: str
     text: str
+    run: str = ""
+    items: tuple[str, ...] = ()
+
+
+def log_line(reader: LineReader, t: str, source: str, text: str) -> LogLine | None:
+    """A line as printed, without its prefix; None for a line that only names the items of a call."""
+    found = reader.read(text)
+    if found is None:
+        return None
+    run, items, text = found
+    return LogLine(t, source, text, run, items)
 
 
 class Deployer(Protocol):
     """The control plane of a provider, used by `rollart rewards`. Use `async with`.
 
     Raises `CredentialsMissing`, `ExtraMissing`, `UnknownFunction`, `PackageError` and `BackendFailed`, each with one
-    line of cause and one of remedy. After a failed deployment the previous version stays current.
+    line of cause and one of remedy. After a failed deployment the previous version stays current, and a canary keeps
+    its weight. A version with a weight is never pruned.
     """
 
     @property
     def provider(self) -> str: ...
 
-    async def plan(self, package: Package) -> DeploymentChange:
+    async def plan(self, package: Package, *, canary: float = 0.0) -> DeploymentChange:
         """The changes that a deployment would make. Has no side effects."""
 
-    async def deploy(self, package: Package) -> DeployedFunction:
-        """Upload the package, wait, try the new version with an empty list (its answer must be a list), make it current
-        and prune old versions. Does nothing if this version already is current."""
+    async def deploy(self, package: Package, *, canary: float = 0.0) -> DeployedFunction:
+        """Upload the package, wait, try the new version with an empty list (its answer must be a list), make it the
+        only current one and prune old versions. Does nothing if it already is that.
+
+        With `canary`, a share between 0 and 1, the current version stays current with the rest of the calls. A function
+        without a current version gets this one, whatever the share.
+        """
+
+    async def promote(self, function: str) -> DeployedFunction:
+        """Make the canary the only current version. Raises `UnknownFunction` if there is none."""
 
     async def functions(self) -> Sequence[DeployedFunction]:
-        """The current version of each function that rollart deployed, by name."""
+        """The versions with a weight of each function that rollart deployed, by name, the current one first."""
 
     async def versions(self, function: str) -> Sequence[DeployedFunction]:
         """Newest first."""
 
+    async def package(self, function: str, version: str = "") -> Package:
+        """A version (the current one, or the one with a number of the provider) as it was packed. Raises `PackageError`
+        if the provider cannot give it back, or if it differs from the version's digest."""
+
     async def rollback(self, function: str, version: str = "") -> DeployedFunction:
-        """Make an earlier version current: the previous one, or the one with the given digest prefix."""
+        """End a canary; without one, make the previous version current. With `version`, a number or the start of a
+        digest, make that one the only current version."""
 
     async def scale(
         self, function: str, *, warm: int | None = None, concurrency: int | None = None
@@ -191,6 +263,9 @@ class Deployer(Protocol):
 
     async def logs(self, function: str, *, since_s: float = 3600.0, limit: int = 1000) -> Sequence[LogLine]:
         """Oldest first."""
+
+    def follow(self, function: str, *, since_s: float = 0.0) -> AsyncIterator[LogLine]:
+        """The lines of the last `since_s` seconds, then new ones as they appear, until closed or cancelled."""
 
     async def delete(self, function: str) -> None:
         """Delete a function with all its versions."""
@@ -200,16 +275,56 @@ class Deployer(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
 
-def rollback_number(function: str, digests: Mapping[int, str], former: Sequence[int], wanted: str, *, noun: str) -> int:
-    """The number of the version for a rollback: the newest with the digest prefix `wanted`, else the newest of
-    `former`."""
-    known = ", ".join(f"{digests[n][:12]} ({noun} {n})" for n in sorted(digests, reverse=True))
-    if wanted:
-        found = {digest: n for n, digest in sorted(digests.items()) if digest.startswith(wanted)}
-        if len(found) != 1:
-            what = "no" if not found else "more than one"
-            raise BackendFailed(f"{function} has {what} version {wanted!r}", remedy=f"it has {known}")
-        return next(iter(found.values()))
-    if not former:
-        raise BackendFailed(f"{function} has no version before the current one", remedy=f"it has {known}")
-    return max(former)
+def split_reference(reference: str) -> tuple[str, str]:
+    """The function and the version of NAME, NAME@VERSION or NAME@ALIAS; without a version the alias `live`."""
+    function, _, version = reference.partition("@")
+    return function, version or LIVE
+
+
+def find_version(function: str, versions: Sequence[DeployedFunction], wanted: str, *, draw: float) -> DeployedFunction:
+    """The version that `wanted` names: the alias `live` by the weights, an alias, a number, or the start of a digest.
+
+    `draw` in [0, 1) chooses the current version below its weight, and the canary from there on. Raises
+    `UnknownFunction` unless exactly one version fits.
+    """
+    if wanted == LIVE:
+        weighted = sorted((v for v in versions if v.weight > 0.0), key=lambda v: not v.current)
+        for one in weighted[:-1]:
+            if draw < one.weight:
+                return one
+            draw -= one.weight
+        found = weighted[-1:]
+    else:
+        found = [v for v in versions if wanted in v.aliases or wanted == v.provider_version]
+        found = found or [v for v in versions if len(wanted) >= _DIGEST_START and v.version.startswith(wanted)]
+    if len(found) == 1:
+        return found[0]
+    problem = "more than one version" if found else "no version"
+    known = ", ".join(f"{v.version[:12]} ({', '.join((v.provider_version, *v.aliases))})" for v in versions)
+    raise UnknownFunction(f"function {function} has {problem} {wanted!r}", remedy=f"it has {known or 'none'}")
+
+
+_DIGEST_START = 4
+"""Characters of a digest that can name a version: fewer would be a mistyped number."""
+
+
+def previous_version(function: str, versions: Sequence[DeployedFunction], former: Collection[str]) -> DeployedFunction:
+    """The version of a rollback without a name: the newest of the numbers `former`. `versions` are newest first."""
+    for one in versions:
+        if one.provider_version in former:
+            return one
+    raise UnknownFunction(f"function {function} has no version before the current one", remedy="deploy another one")
+
+
+def check_canary(function: str, share: float) -> None:
+    """Raise `SpecInvalid` unless a canary's share of calls leaves some to the current version."""
+    if not 0.0 <= share < 1.0:
+        raise SpecInvalid(
+            f"a canary of {function} with {share:g} of its calls (rule: above 0 and below 1)",
+            remedy="give a share such as 0.1, or none to make the version current",
+        )
+
+
+def no_canary(function: str) -> UnknownFunction:
+    """The error of a promotion without a canary."""
+    return UnknownFunction(f"{function} has no canary", remedy="deploy one: rollart rewards deploy FILE --canary 0.1")

@@ -199,7 +199,7 @@ def function_fault(payload: bytes, used: LambdaReport | None) -> InfraFault:
         return InfraFault(FaultKind.OUT_OF_MEMORY, retryable=True, detail=detail)
     if kind in ("Runtime.MarshalError", "Function.ResponseSizeTooLarge"):
         return InfraFault(FaultKind.BAD_ANSWER, retryable=False, detail=detail)
-    if kind.startswith(("Sandbox.", "Extension.", "Runtime.Unknown")):
+    if kind.startswith(("Sandbox.", "Extension.", "Runtime.Unknown")) or kind == "PayloadUnavailable":
         return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail)
     return InfraFault(FaultKind.CRASH, retryable=ended, detail=detail)
 

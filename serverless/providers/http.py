@@ -4,10 +4,14 @@
     200                 [{id, aggregate_reward_score, metrics_list}]
 
 Request headers  Authorization (bearer, or signed: `providers.signing`), X-Rollart-Deadline-Ms: the time left for the
-                 call, Idempotency-Key: equal for a resent call
+                 call, Idempotency-Key: equal for a resent call, X-Rollart-Secrets (`serverless.secrets`): the
+                 function's secrets, for an endpoint that is to have them
 Answer headers   X-Rollart-Billed-Ms, X-Rollart-Cold-Ms, X-Rollart-Memory-Mb, X-Rollart-Worker, X-Rollart-Request-Id, or
                  Lambda's X-Amz-Log-Result with a REPORT line; without either the bill is the wall time.
                  X-Rollart-Idempotent: 1: this host executes calls of one Idempotency-Key once
+Jobs             a function with a time limit above 60 s is called with `Prefer: respond-async, wait=30` (RFC
+                 7240). A host may answer 202 with the `Location` of the job on the same host, which is then asked
+                 for the answer, and ended (DELETE) at the deadline. `providers.http_server` makes such jobs
 Errors           `providers.faults`; 429 with Retry-After throttles, 408 and 5xx are retryable, 4xx are not
 
 If the connection is lost after a call was sent, the call may have been executed. A host that honours the key gets the
@@ -23,12 +27,13 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import datetime
 import json
-import secrets
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from secrets import token_hex
 from typing import Any
 
 import aiohttp
@@ -39,6 +44,8 @@ from serverless.meter import MeterSink, NullMeter, billed_seconds
 from serverless.providers import faults, signing
 from serverless.providers.base import Reply
 from serverless.providers.faults import LambdaReport, function_fault, parse_report
+from serverless.retries import HTTP_LOST
+from serverless.secrets import HEADER, Secrets, private_url
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
@@ -47,9 +54,19 @@ _NOT_SENT_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
 
 _CONNECTIONS = 256
 
-_RESEND_S = (0.0, 0.1, 0.4)
-"""Pauses in seconds before a lost call is resent. A connection that the host closed for its age needs none, a network
-failure a moment. The host keeps a call for its returning caller about as long (`providers.http_server`)."""
+_HELD_S = 60.0
+"""Longest time limit of a function whose calls are held open: gateways cut idle connections after about a minute."""
+
+_PREFER = "respond-async, wait=30"
+
+_ASK_AGAIN_S = 0.5
+"""Least seconds between two requests for a job."""
+
+_UNREACHABLE_S = 60.0
+"""A job whose host has not answered for so long is lost: hosts end jobs that nobody asks for."""
+
+_END_S = 2.0
+"""Most seconds to end a job whose deadline has passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +85,23 @@ class Signed:
 @dataclass(frozen=True, slots=True)
 class Endpoint:
     """The endpoint of a function. `idempotent`: the host executes calls of one Idempotency-Key once; None: as its
-    answers declare."""
+    answers declare. `send_secrets`: the function's secrets go along with each call, over https or on this machine."""
 
     url: str
     auth: Bearer | Signed | None = None
     idempotent: bool | None = None
+    send_secrets: bool = False
 
     def __post_init__(self) -> None:
         parts = urllib.parse.urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"endpoint {self.url!r} is not an http or https URL")
+        if self.send_secrets and not private_url(self.url):
+            raise ValueError(f"endpoint {self.url!r} gets secrets, and is neither https nor of this machine")
+
+
+class _ConnectionLost(Exception):
+    """A call that the host recognises was lost, or not accepted after it had been lost."""
 
 
 class HttpBackend:
@@ -91,13 +115,16 @@ class HttpBackend:
 
     provider = "http"
 
-    def __init__(self, endpoints: Mapping[str, Endpoint], *, meter: MeterSink | None = None) -> None:
+    def __init__(
+        self, endpoints: Mapping[str, Endpoint], *, meter: MeterSink | None = None, secrets: Secrets | None = None
+    ) -> None:
         self._endpoints = endpoints
+        self._secrets = secrets or Secrets()
         self._meter = meter or NullMeter()
         self._packages: dict[str, Package] = {}
         self._session: aiohttp.ClientSession | None = None
         self._honour = {name for name, one in endpoints.items() if one.idempotent}
-        self._run = secrets.token_hex(12)
+        self._run = token_hex(12)
         self._calls = 0
 
     async def deploy(self, package: Package) -> None:
@@ -105,6 +132,8 @@ class HttpBackend:
         if name not in self._endpoints:
             known = ", ".join(self._endpoints) or "none"
             raise UnknownFunction(f"function {name} has no URL", remedy=f"give it one; with a URL: {known}")
+        if self._endpoints[name].send_secrets:
+            self._secrets.require(package.spec)
         self._packages[name] = package
 
     async def invoke(
@@ -155,24 +184,31 @@ class HttpBackend:
         began, deadline_s = now(), expires - now()
         limit = min(deadline_s, spec.init_timeout_s + spec.timeout_s)
         lost: _HttpReply | None = None
+
+        async def send() -> _HttpReply:
+            nonlocal lost
+            answer = await self._send(session, spec, body, key, expires - now())
+            if answer.job:
+                return await self._job_answer(session, spec, answer.job)
+            if not answer.lost and (answer.reached or lost is None):
+                return answer
+            # Lost, or (after that) not even accepted: the result of the first attempt is as unknown as before.
+            lost = lost or answer
+            if spec.name not in self._honour:
+                return lost
+            raise _ConnectionLost
+
         try:
             async with asyncio.timeout(limit):
-                for pause in (None, *_RESEND_S):
-                    if pause is not None:
-                        await asyncio.sleep(pause)
-                    answer = await self._send(session, spec, body, key, expires - now())
-                    if not answer.lost and (answer.reached or lost is None):
-                        return answer
-                    # Lost, or (after that) not even accepted: the result of the first attempt is as unknown as before.
-                    lost = lost or answer
-                    if spec.name not in self._honour:
-                        break
+                return await HTTP_LOST.run(send, _ConnectionLost)
         except TimeoutError:
             if lost is None:
                 # It may still run at the host: a second call would be a second execution.
                 kind = FaultKind.DEADLINE if limit == deadline_s else FaultKind.TIMEOUT
                 detail = f"no answer in {now() - began:.3f} s"
                 return _HttpReply(fault=InfraFault(kind, retryable=False, detail=detail))
+        except _ConnectionLost:
+            pass
         assert lost is not None
         return lost
 
@@ -184,18 +220,18 @@ class HttpBackend:
             "Content-Type": "application/json",
             "X-Rollart-Deadline-Ms": str(int(left_s * 1000.0)),
             "Idempotency-Key": key,
+            **_authorization(endpoint, "POST", endpoint.url, body),
         }
-        if isinstance(endpoint.auth, Bearer):
-            headers["Authorization"] = f"Bearer {endpoint.auth.token}"
-        elif isinstance(endpoint.auth, Signed):
-            auth, parts = endpoint.auth, urllib.parse.urlsplit(endpoint.url)
-            path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-            now = datetime.datetime.now(datetime.UTC).timestamp()
-            headers["Authorization"] = signing.sign(auth.key, auth.secret, method="POST", path=path, body=body, now=now)
+        if spec.timeout_s > _HELD_S:
+            headers["Prefer"] = _PREFER
+        if endpoint.send_secrets and spec.secrets:
+            headers[HEADER] = self._secrets.header(spec)
         try:
             async with session.post(endpoint.url, data=body, headers=headers, allow_redirects=False) as response:
                 if endpoint.idempotent is None and response.headers.get("X-Rollart-Idempotent") == "1":
                     self._honour.add(spec.name)
+                if response.status == 202 and (job := _job_url(endpoint.url, response.headers.get("Location", ""))):
+                    return _HttpReply(job=job)
                 return _read(spec, response.status, response.headers, await response.read())
         except _NOT_SENT_ERRORS as error:
             fault = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"no connection: {error}")
@@ -206,6 +242,69 @@ class HttpBackend:
             detail = f"the connection was lost, and it may have been executed: {type(error).__name__}: {error}"
             fault = InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail)
             return _HttpReply(fault=fault, lost=True)
+
+    async def _job_answer(self, session: aiohttp.ClientSession, spec: FunctionSpec, url: str) -> _HttpReply:
+        """The answer of a job. A failed request for it does no harm: the job continues, and is asked for again. At the
+        deadline and at a cancellation the job is ended."""
+        now = asyncio.get_running_loop().time
+        seen, problem = now(), ""
+        try:
+            while now() - seen < _UNREACHABLE_S:
+                try:
+                    answer = await self._ask(session, spec, url)
+                    if answer is not None:
+                        return answer
+                    seen = now()
+                except (aiohttp.ClientError, OSError, _HostBusy) as error:
+                    problem = f"{type(error).__name__}: {error}"
+                    await asyncio.sleep(_ASK_AGAIN_S)
+            detail = f"the host of the job does not answer, and it may have been executed: {problem}"[:500]
+            return _HttpReply(fault=InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail), lost=True)
+        except asyncio.CancelledError:
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+                async with asyncio.timeout(_END_S):
+                    headers = _authorization(self._endpoints[spec.name], "DELETE", url, b"")
+                    await session.delete(url, headers=headers)
+            raise
+
+    async def _ask(self, session: aiohttp.ClientSession, spec: FunctionSpec, url: str) -> _HttpReply | None:
+        """The answer of a job, None while it runs. Raises `_HostBusy` if a gateway answers in place of its host."""
+        headers = {"Prefer": _PREFER, **_authorization(self._endpoints[spec.name], "GET", url, b"")}
+        began = asyncio.get_running_loop().time()
+        async with session.get(url, headers=headers, allow_redirects=False) as response:
+            body = await response.read()
+            if response.status == 202:
+                asked_s = asyncio.get_running_loop().time() - began
+                wait_s = faults.retry_after_s(
+                    response.headers.get("Retry-After", ""), datetime.datetime.now(datetime.UTC)
+                )
+                await asyncio.sleep(max(wait_s or 0.0, _ASK_AGAIN_S - asked_s))
+                return None
+            if response.status in (429, 502, 503, 504) and faults.decode(body) is None:
+                raise _HostBusy(f"HTTP {response.status}")
+            return _read(spec, response.status, response.headers, body)
+
+
+class _HostBusy(Exception):
+    """A request for a job was not answered by the host of the job."""
+
+
+def _authorization(endpoint: Endpoint, method: str, url: str, body: bytes) -> dict[str, str]:
+    if isinstance(endpoint.auth, Bearer):
+        return {"Authorization": f"Bearer {endpoint.auth.token}"}
+    if isinstance(endpoint.auth, Signed):
+        auth, parts = endpoint.auth, urllib.parse.urlsplit(url)
+        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+        now = datetime.datetime.now(datetime.UTC).timestamp()
+        return {"Authorization": signing.sign(auth.key, auth.secret, method=method, path=path, body=body, now=now)}
+    return {}
+
+
+def _job_url(endpoint: str, location: str) -> str:
+    """The URL of a job. '' if there is none, or if it is on another host: that would receive the token."""
+    url = urllib.parse.urljoin(endpoint, location) if location else ""
+    ours, theirs = urllib.parse.urlsplit(endpoint), urllib.parse.urlsplit(url)
+    return url if (theirs.scheme, theirs.netloc) == (ours.scheme, ours.netloc) else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +318,8 @@ class _HttpReply:
     used: LambdaReport | None = None
     reached: bool = True
     lost: bool = False
+    job: str = ""
+    """The URL of the job that the host made of the call."""
 
 
 def _read(spec: FunctionSpec, status: int, headers: Mapping[str, str], body: bytes) -> _HttpReply:

@@ -4,13 +4,23 @@
     POST /2015-03-31/functions/{name}/invocations      Lambda's Invoke: X-Amz-Invocation-Type, X-Amz-Log-Type,
                                                        ?Qualifier=, X-Amz-Function-Error, X-Amz-Log-Result,
                                                        429 with Reason
+    GET  /jobs/{key}, DELETE /jobs/{key}               a call with `Prefer: respond-async` (RFC 7240)
     GET  /health                                       200
+
+A call may have the secrets of the function in the header X-Rollart-Secrets (`serverless.secrets`): it runs in workers
+that have these, and no other caller's calls do. They take precedence over those of this machine.
 
 `name` may be an ARN, or include its qualifier (`name:live`). If a plain caller hangs up, the call ends. If a caller of
 Lambda's API does, the call continues and is billed, as on Lambda. A plain caller may resend a call under an
 Idempotency-Key: it gets the answer of the single execution (`IdempotencyStore`), and has a second to return before
-hanging up ends the call. 422 for a key with another body, 409 for a key whose answer is no longer available. Source:
-the service model of Lambda's API 2015-03-31 (botocore); IETF draft-ietf-httpapi-idempotency-key-header.
+hanging up ends the call. 422 for a key with another body, 409 for a key whose answer is no longer available.
+
+A plain call with `Prefer: respond-async, wait=SECONDS` that takes longer than its wait is answered 202 with the
+`Location` of its job. GET of it waits in the same way and returns the answer of the call, or 202 while it runs; DELETE
+ends it. A job has a lease: if nobody asks for it for X-Rollart-Lease-S seconds, it is ended, and so is its bill.
+
+Source: the service model of Lambda's API 2015-03-31 (botocore); IETF draft-ietf-httpapi-idempotency-key-header; RFC
+7240, section 4.
 """
 
 from __future__ import annotations
@@ -22,17 +32,19 @@ import functools
 import hashlib
 import hmac
 import json
+import secrets
 import urllib.parse
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
 
-from serverless.errors import ServerlessError, UnknownFunction
+from serverless.errors import ServerlessError, SpecInvalid, UnknownFunction
 from serverless.providers import faults
-from serverless.providers.base import Backend, Reply
+from serverless.providers.base import Backend, Reply, SecretsBackend
+from serverless.secrets import HEADER, given_secrets
 from serverless.types import FaultKind, InfraFault, Invocation
 
 HEALTH = "/health"
@@ -44,15 +56,29 @@ _LAMBDA = "/2015-03-31/functions/"
 
 _ERROR_TYPE = "x-amzn-ErrorType"
 
+_JOBS = "/jobs/"
+
 _LONGEST_S = 900.0
 """Lambda's longest time limit, in seconds: the default for callers that set no deadline."""
+
+_LONGEST_JOB_S = 86_400.0
+"""Modal's longest time limit, in seconds."""
+
+LEASE_S = 60.0
+"""Seconds for which a job continues, and its answer is kept, without a request for it."""
+
+_WAIT_S = 60.0
+"""Longest wait of one request for a job, in seconds: gateways cut idle connections after about a minute."""
 
 _STOP_S = 1.0
 """Seconds that calls in flight may take to end at closing."""
 
 
-_MAX_BYTES = 6 * 2**20
+_LAMBDA_BYTES = 6 * 2**20
 """Lambda's limit of a synchronous request."""
+
+_PLAIN_BYTES = 256 * 2**20
+"""Limit of a plain request, which is read into memory."""
 
 
 class FunctionHttpServer:
@@ -88,15 +114,18 @@ class FunctionHttpServer:
         path = request.path
         if request.method in ("GET", "HEAD") and path == HEALTH:
             return web.Response(text="ok")
-        if request.method != "POST":
-            return _error(404, "ResourceNotFoundException", f"nothing at {request.method} {path}")
-        body = await _read(request)
-        if body is None:
-            message = f"Request must be smaller than {_MAX_BYTES} bytes for the InvokeFunction operation"
-            return _error(413, "RequestTooLargeException", message)
         given = request.headers.get("Authorization", "").encode()
         if self._token and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             return _error(403, "AccessDeniedException", "no valid bearer token")
+        most = _PLAIN_BYTES if path.startswith(_PLAIN) else _LAMBDA_BYTES
+        body = await _read(request, most)
+        if body is None:
+            message = f"Request must be smaller than {most} bytes for the InvokeFunction operation"
+            return _error(413, "RequestTooLargeException", message)
+        if path.startswith(_JOBS) and request.method in ("GET", "DELETE"):
+            return await self._job(request, path.removeprefix(_JOBS))
+        if request.method != "POST":
+            return _error(404, "ResourceNotFoundException", f"nothing at {request.method} {path}")
         try:
             if path.startswith(_PLAIN):
                 return await self._plain(request, path.removeprefix(_PLAIN), body)
@@ -106,14 +135,28 @@ class FunctionHttpServer:
             return _refusal(error)
         return _error(404, "ResourceNotFoundException", f"nothing at POST {path}")
 
-    async def _plain(self, request: web.BaseRequest, name: str, body: bytes) -> web.Response:
+    def _function(self, name: str, request: web.BaseRequest) -> str:
+        """The backend's name of a function; with secrets of the caller, that of its workers with these. Raises
+        `SpecInvalid` for a header of another form, which is not repeated."""
         function = _parse_function_name(name, request)
+        header = request.headers.get(HEADER, "")
+        if not header or not isinstance(self._backend, SecretsBackend):
+            return function
+        try:
+            return self._backend.given(function, given_secrets(header))
+        except ValueError as error:
+            raise SpecInvalid(str(error)) from None
+
+    async def _plain(self, request: web.BaseRequest, name: str, body: bytes) -> web.Response:
+        function = self._function(name, request)
         event = _parse_event(body)
         if isinstance(event, str):
             return _error(400, "InvalidRequestContentException", event)
-        key, deadline_s = request.headers.get("Idempotency-Key", ""), _deadline_s(request)
-        if not key:
+        key, wait_s = request.headers.get("Idempotency-Key", ""), _wait_s(request)
+        deadline_s = _deadline_s(request, _LONGEST_S if wait_s is None else _LONGEST_JOB_S)
+        if not key and wait_s is None:
             return _web_response(_plain(await self._backend.invoke(function, event, deadline_s=deadline_s)))
+        key = key or secrets.token_hex(16)
 
         async def run() -> IdempotentResponse:
             reply = await self._run(function, event, deadline_s)
@@ -124,18 +167,33 @@ class FunctionHttpServer:
             kind = {_ERROR_TYPE: response.headers[_ERROR_TYPE]}
             return IdempotentResponse(response.status, response.body, kind, executed=False)
 
+        digest = hashlib.sha256(function.encode() + b"\0" + body).digest()
+        linger_s = None if wait_s is None else LEASE_S
+        return await self._answer(key, self._once.call(key, digest, run, linger_s=linger_s), wait_s)
+
+    async def _job(self, request: web.BaseRequest, key: str) -> web.Response:
+        if request.method == "DELETE":
+            self._once.end(key)
+            return web.Response(status=204)
+        return await self._answer(key, self._once.join(key), _wait_s(request) or 0.0)
+
+    async def _answer(self, key: str, answer: Awaitable[IdempotentResponse], wait_s: float | None) -> web.Response:
+        """The answer of a keyed call: within `wait_s` seconds, or the job's location."""
         try:
-            answer = await self._once.call(key, hashlib.sha256(function.encode() + b"\0" + body).digest(), run)
+            async with asyncio.timeout(wait_s):
+                return _web_response(await answer)
+        except TimeoutError:
+            headers = {"Location": _JOBS + key, "X-Rollart-Lease-S": f"{LEASE_S:g}", "Retry-After": "0"}
+            return web.Response(status=202, headers=headers)
         except KeyReused:
             return _error(422, "IdempotentParameterMismatchException", "the Idempotency-Key was another call's")
         except ResponseGone:
             detail = "the call of this Idempotency-Key was begun, and its answer is not to be had: it is not repeated"
             fault = InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail)
-            answer = IdempotentResponse(409, faults.encode(fault))
-        return _web_response(answer)
+            return _web_response(IdempotentResponse(409, faults.encode(fault)))
 
     async def _lambda(self, request: web.BaseRequest, name: str, body: bytes) -> web.Response:
-        function = _parse_function_name(urllib.parse.unquote(name), request)
+        function = self._function(urllib.parse.unquote(name), request)
         event = _parse_event(body)
         if isinstance(event, str):
             return _error(400, "InvalidRequestContentException", f"Could not parse request body into json: {event}")
@@ -187,14 +245,14 @@ async def _abandonable_tasks() -> AsyncIterator[asyncio.TaskGroup]:
         pass
 
 
-async def _read(request: web.BaseRequest) -> bytes | None:
-    """The whole body, or None if it is too large."""
-    if (request.content_length or 0) > _MAX_BYTES:
+async def _read(request: web.BaseRequest, most: int) -> bytes | None:
+    """The whole body, or None if it is larger than `most` bytes."""
+    if (request.content_length or 0) > most:
         return None
     body = bytearray()
     async for chunk in request.content.iter_any():
         body += chunk
-        if len(body) > _MAX_BYTES:
+        if len(body) > most:
             return None
     return bytes(body)
 
@@ -223,11 +281,20 @@ def _parse_event(body: bytes) -> list[dict[str, Any]] | str:
     return event if bad is None else f"item {bad} has no `id` that is a string"
 
 
-def _deadline_s(request: web.BaseRequest) -> float:
+def _deadline_s(request: web.BaseRequest, longest_s: float = _LONGEST_S) -> float:
     try:
-        return min(_LONGEST_S, max(0.0, float(request.headers["X-Rollart-Deadline-Ms"]) / 1000.0))
+        return min(longest_s, max(0.0, float(request.headers["X-Rollart-Deadline-Ms"]) / 1000.0))
     except (KeyError, ValueError):
-        return _LONGEST_S
+        return longest_s
+
+
+def _wait_s(request: web.BaseRequest) -> float | None:
+    """The `wait` of a caller that prefers an asynchronous answer; None for any other."""
+    preferred = [one.strip() for one in request.headers.get("Prefer", "").split(",")]
+    if "respond-async" not in preferred:
+        return None
+    wait = next((one.removeprefix("wait=") for one in preferred if one.startswith("wait=")), "0")
+    return min(_WAIT_S, float(wait)) if wait.isdigit() else 0.0
 
 
 def _plain(reply: Reply) -> IdempotentResponse:
@@ -251,6 +318,8 @@ def _plain(reply: Reply) -> IdempotentResponse:
 def _refusal(error: ServerlessError) -> web.Response:
     if isinstance(error, UnknownFunction):
         return _error(404, "ResourceNotFoundException", str(error))
+    if isinstance(error, SpecInvalid):
+        return _error(400, "InvalidParameterValueException", str(error))
     return _error(500, "ServiceException", str(error))
 
 
@@ -319,6 +388,9 @@ class ResponseGone(Exception):
 class _StoredResponse:
     digest: bytes
     task: asyncio.Task[IdempotentResponse]
+    linger_s: float
+    recorded: bool = False
+    """The task has ended, and its answer was stored if there is one."""
     waiting: int = 0
     unattended: asyncio.TimerHandle | None = None
     """Cancels the task, which nobody waits for."""
@@ -335,7 +407,8 @@ class IdempotencyStore:
     `call` waits for the single execution of its key, which it starts or joins. A call whose last waiter has left
     continues for `linger_s`, during which a caller may return, and is then cancelled: hanging up still ends a call.
     Bounds: a key is remembered for `keep_s` after its end. Answers take at most `most_bytes`; the oldest are dropped
-    first (their keys then raise `ResponseGone`). So no key is executed twice within `keep_s`.
+    first (their keys then raise `ResponseGone`). So no key is executed twice within `keep_s`. A call with a `linger_s`
+    of its own (a job) lingers so long in place of the store's, and its answer is kept at least as long.
     """
 
     spawn: Callable[[Coroutine[Any, Any, IdempotentResponse]], asyncio.Task[IdempotentResponse]]
@@ -352,19 +425,32 @@ class IdempotencyStore:
         return len(self._kept)
 
     async def call(
-        self, key: str, digest: bytes, run: Callable[[], Coroutine[Any, Any, IdempotentResponse]]
+        self,
+        key: str,
+        digest: bytes,
+        run: Callable[[], Coroutine[Any, Any, IdempotentResponse]],
+        *,
+        linger_s: float | None = None,
     ) -> IdempotentResponse:
         """Execute or join the call of a key. `digest` is that of the whole call. Raises `KeyReused` if the key came
         with another digest before, `ResponseGone` if its answer is no longer available."""
         kept = self._kept.get(key)
         if kept is None:
-            kept = self._kept[key] = _StoredResponse(digest, self.spawn(run()))
+            linger_s = self.linger_s if linger_s is None else linger_s
+            kept = self._kept[key] = _StoredResponse(digest, self.spawn(run()), linger_s)
             kept.task.add_done_callback(functools.partial(self._done, key, kept))
         if kept.digest != digest:
             raise KeyReused
+        return await self.join(key)
+
+    async def join(self, key: str) -> IdempotentResponse:
+        """The answer of a call that was begun. Raises `ResponseGone` if it is not available."""
+        kept = self._kept.get(key)
+        if kept is None:
+            raise ResponseGone
         if key in self._answered:
             return self._answered[key]
-        if kept.task.done():
+        if kept.recorded:
             raise ResponseGone
         kept.waiting += 1
         kept.attend()
@@ -378,7 +464,12 @@ class IdempotencyStore:
         finally:
             kept.waiting -= 1
             if not kept.waiting and not kept.task.done():
-                kept.unattended = asyncio.get_running_loop().call_later(self.linger_s, kept.task.cancel)
+                kept.unattended = asyncio.get_running_loop().call_later(kept.linger_s, kept.task.cancel)
+
+    def end(self, key: str) -> None:
+        """End the call of a key, if it runs."""
+        if (kept := self._kept.get(key)) is not None:
+            kept.task.cancel()
 
     def close(self) -> None:
         """Forget all keys. The owner of the tasks ends them."""
@@ -390,6 +481,7 @@ class IdempotencyStore:
         if self._kept.get(key) is not kept:
             return
         kept.attend()
+        kept.recorded = True
         if not task.cancelled() and task.exception() is None:
             answer = task.result()
             if not answer.executed:
@@ -397,7 +489,7 @@ class IdempotencyStore:
                 return
             self._bytes += len(answer.body)
             self._answered[key] = answer
-        asyncio.get_running_loop().call_later(self.keep_s, self._forget, key)
+        asyncio.get_running_loop().call_later(max(self.keep_s, kept.linger_s), self._forget, key)
         while self._bytes > self.most_bytes:
             self._drop(next(iter(self._answered)))
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from serverless.deploy.modal_app import ModalDeployer
 from serverless.deploy.package import Package
+from serverless.errors import UnknownFunction
 from serverless.meter import MeterSink, NullMeter
 from serverless.providers import modal_client
 from serverless.providers.base import Reply, WorkerLoad
@@ -25,6 +26,7 @@ from serverless.providers.modal_client import (
     call_pinned,
     pin,
 )
+from serverless.secrets import Secrets
 from serverless.types import Cause, FaultKind, InfraFault
 
 _UNREACHED = frozenset({FaultKind.THROTTLED, FaultKind.ENVIRONMENT, FaultKind.UNAVAILABLE})
@@ -40,7 +42,7 @@ class ModalBackend:
 
     A call is executed at most once as far as a caller can know: no retry is requested from Modal, but Modal itself may
     rerun an input that it lost with a preempted container. A call that is cancelled or past its deadline runs to its
-    end or its time limit, ignored and billed.
+    end or its time limit, ignored and billed; a call of a function with a time limit above 60 s is cancelled.
 
     `Invocation.billed_s` is the container's own measurement of the run, plus its start if the call caused one; for a
     call that no container answered, the elapsed time. Idle time of containers is billed by Modal and not visible here.
@@ -51,12 +53,20 @@ class ModalBackend:
     """A container is billed by its seconds, busy or idle."""
 
     def __init__(
-        self, settings: ModalSettings | None = None, *, meter: MeterSink | None = None, current: bool = True
+        self,
+        settings: ModalSettings | None = None,
+        *,
+        meter: MeterSink | None = None,
+        current: bool = True,
+        run: str = "",
+        secrets: Secrets | None = None,
     ) -> None:
-        """`current`: a deployment from here becomes current."""
-        self._current = current
+        """`current`: a deployment from here becomes current, unless there is a canary. `run`: the id of the run that
+        calls, for the logs."""
+        self._run = run
+        self._current = None if current else False
         self._meter = meter or NullMeter()
-        self._deployer = ModalDeployer(settings, meter=meter)
+        self._deployer = ModalDeployer(settings, meter=meter, secrets=secrets)
         self._pinned: dict[str, PinnedFunction] = {}
         self._locks: dict[str, asyncio.Lock] = {}
         self._ids = itertools.count(1)
@@ -65,15 +75,27 @@ class ModalBackend:
     async def deploy(self, package: Package) -> None:
         """Deploy the package; only a look-up if the live version already is this one. Raises as a `Deployer` does."""
         name = package.spec.name
+        if package.deployment[0] == PROVIDER:
+            await self._pin(name, int(package.deployment[1]), package.version)  # Modal keeps it, the tags may not
+            return
         deployed = await self._deployer.deploy(package, current=self._current)
         number, known = int(deployed.provider_version), self._pinned.get(name)
         if known is None or known.number != number:
-            with modal_client.translate_errors():
-                self._pinned[name] = await pin(self._deployer.namespace, name, number, package.version)
+            await self._pin(name, number, package.version)
 
-    async def attach(self, function: str) -> None:
+    async def attach(self, function: str, version: str = "") -> None:
         """See `AttachableBackend`."""
-        await self._target(function)
+        if not version:
+            await self._target(function)
+            return
+        namespace = self._deployer.namespace
+        with modal_client.translate_errors():
+            _, tags = await namespace.get(function)
+            number = int(version) if version.isdigit() else 0
+            if number not in tags.versions:
+                known = ", ".join(map(str, tags.versions))
+                raise UnknownFunction(f"{function} has no deployment {version} on Modal", remedy=f"it has {known}")
+        await self._pin(function, number, tags.versions[number])
 
     async def invoke(
         self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
@@ -89,7 +111,7 @@ class ModalBackend:
             try:
                 async with asyncio.timeout(deadline_s):
                     target = await self._target(function)
-                    answer = await call_pinned(target, event, f"{number:012d}")
+                    answer = await call_pinned(target, event, f"{number:012d}", run=self._run)
             except TimeoutError:
                 detail = f"no answer of {function} in {deadline_s:.3f} s"
                 answer = ModalReply(fault=InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
@@ -126,6 +148,10 @@ class ModalBackend:
     async def __aexit__(self, *exc: object) -> None:
         self._pinned.clear()
         await self._deployer.__aexit__()
+
+    async def _pin(self, function: str, number: int, version: str) -> None:
+        with modal_client.translate_errors():
+            self._pinned[function] = await pin(self._deployer.namespace, function, number, version)
 
     async def _target(self, function: str) -> PinnedFunction:
         if (known := self._pinned.get(function)) is not None:

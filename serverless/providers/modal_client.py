@@ -12,6 +12,8 @@ client that would load a pickle is not opened.
 A function has one app, whose tags map its deployments to package versions:
 
     rollart-live   3              the deployment that calls go to (Modal counts an app's deployments from 1)
+    rollart-canary 4              the deployment beside it that gets a share of the calls, if there is one
+    rollart-weight 0.1            that share
     rollart-v3     <digest>       the package version of deployment 3, base64url (a tag holds 63 characters)
     rollart-t3     1767225600     when it was made, Unix seconds
 
@@ -62,6 +64,16 @@ _BILLING = re.compile(r"billing|budget|spend|payment|credit", re.IGNORECASE)
 _MEMORY = re.compile(r"out of memory|\boom\b|memory limit|exit(?:ed with)? code:? 137", re.IGNORECASE)
 
 _STOPPED = re.compile(r"stopped|terminated|preempt", re.IGNORECASE)
+
+
+_HELD_S = 60.0
+"""Longest time limit of a function whose calls are held open; others are submitted and polled."""
+
+_POLL_S, _POLL_PAUSE_S = 30.0, 1.0
+"""Seconds of one request for the answer of a submitted call, and between requests after a failed one."""
+
+_UNREACHABLE_S = 60.0
+"""Seconds without an answer of Modal after which a submitted call is lost."""
 
 
 class PickleRefused(Exception):
@@ -265,6 +277,11 @@ PROVIDER = "modal"
 FUNCTION = "call"
 """The name of the one Modal function of an app: that of `serverless.deploy.modal_entry`."""
 
+PACKAGE = "package"
+"""The name of the function of an app that gives its package back: that of `serverless.deploy.modal_files`."""
+
+_WEIGHT = re.compile(r"0?\.\d+")
+
 _NAME = 63
 """Maximum characters of an app's name."""
 
@@ -288,34 +305,59 @@ class DeploymentTags:
     times: Mapping[int, int] = field(default_factory=dict)
     other: Mapping[str, str] = field(default_factory=dict)
     """Foreign tags, which are preserved."""
+    canary: int = 0
+    """The deployment that gets the share `weight` of the calls; 0 for none."""
+    weight: float = 0.0
 
     @classmethod
     def read(cls, tags: Mapping[str, str]) -> DeploymentTags:
-        live, versions, times, other = 0, {}, {}, {}
+        live, canary, weight, versions, times, other = 0, 0, 0.0, {}, {}, {}
         for key, value in tags.items():
             number = int(key[9:]) if key[:9] in ("rollart-v", "rollart-t") and key[9:].isdigit() else 0
             if key == "rollart-live":
                 live = int(value) if value.isdigit() else 0
+            elif key == "rollart-canary":
+                canary = int(value) if value.isdigit() else 0
+            elif key == "rollart-weight":
+                weight = float(value) if _WEIGHT.fullmatch(value) else 0.0
             elif number and key[8] == "v":
                 versions[number] = _hex(value)
             elif number:
                 times[number] = int(value) if value.isdigit() else 0
             else:
                 other[key] = value
-        return cls(live if live in versions else 0, versions, times, other)
+        live = live if live in versions else 0
+        split = live and canary in versions and canary != live and 0.0 < weight < 1.0
+        return cls(live, versions, times, other, *((canary, weight) if split else ()))
 
     def tags(self) -> dict[str, str]:
         tags = dict(self.other)
         for number, digest in self.versions.items():
             tags[f"rollart-v{number}"] = base64.urlsafe_b64encode(bytes.fromhex(digest)).decode().rstrip("=")
         tags |= {f"rollart-t{n}": str(t) for n, t in self.times.items() if n in self.versions}
+        if self.canary:
+            tags |= {"rollart-canary": str(self.canary), "rollart-weight": f"{self.weight:.6f}"}
         return tags | ({"rollart-live": str(self.live)} if self.live else {})
 
-    def added(self, number: int, digest: str, t: float, *, keep: int) -> DeploymentTags:
-        """The tags with a new live version and the newest `keep` of the older ones."""
-        versions = {**self.versions, number: digest}
-        kept = sorted(versions, reverse=True)[: keep + 1]
-        return DeploymentTags(number, {n: versions[n] for n in kept}, {**self.times, number: int(t)}, self.other)
+    @property
+    def weighted(self) -> tuple[int, ...]:
+        """The deployments that get calls, the live one first."""
+        return tuple(filter(None, (self.live, self.canary)))
+
+    def pointed(self, number: int, canary: float = 0.0) -> DeploymentTags:
+        """The tags with another live deployment; with `canary`, it gets this share of the calls beside the live one."""
+        if canary:
+            return replace(self, canary=number, weight=canary)
+        return replace(self, live=number, canary=0, weight=0.0)
+
+    def added(self, number: int, digest: str, t: float, *, keep: int, canary: float = 0.0) -> DeploymentTags:
+        """The tags with a new deployment, live or as a canary, the newest `keep` of the older ones, and those with a
+        weight."""
+        tags = replace(self, versions={**self.versions, number: digest}, times={**self.times, number: int(t)}).pointed(
+            number, canary if self.live else 0.0
+        )
+        kept = {*sorted(tags.versions, reverse=True)[: keep + 1], *tags.weighted}
+        return replace(tags, versions={n: digest for n, digest in tags.versions.items() if n in kept})
 
     def created(self, number: int) -> str:
         if number not in self.times:
@@ -356,10 +398,10 @@ class ModalNamespace:
             raise UnknownFunction(f"no function {function!r} is deployed on Modal", remedy=f"deployed: {known}")
         return app, tags
 
-    def function(self, function: str, number: int) -> Any:
-        """The `modal.Function` of one deployment, without a request to Modal."""
+    def function(self, function: str, number: int, name: str = FUNCTION) -> Any:
+        """A `modal.Function` of one deployment, without a request to Modal."""
         return modal_library().Function.from_name(
-            self.app(function), FUNCTION, version=number, client=self.client, environment_name=self.environment or None
+            self.app(function), name, version=number, client=self.client, environment_name=self.environment or None
         )
 
     async def functions(self) -> list[str]:
@@ -441,9 +483,13 @@ def bill(
     )
 
 
-async def call_pinned(target: PinnedFunction, event: Sequence[dict[str, Any]], request: str) -> ModalReply:
-    """One call, limited by its caller's wait. Faults are values. Raises `UnknownFunction`, `CredentialsMissing` and
-    `BackendFailed`."""
+async def call_pinned(
+    target: PinnedFunction, event: Sequence[dict[str, Any]], request: str, *, run: str = ""
+) -> ModalReply:
+    """One call, limited by its caller's wait. `run`: the id of the run that makes it, if one does.
+
+    Faults are values. Raises `UnknownFunction`, `CredentialsMissing` and `BackendFailed`.
+    """
     asked = {
         "id": f"{target.version[:8]}-{request}",
         "name": target.name,
@@ -451,6 +497,7 @@ async def call_pinned(target: PinnedFunction, event: Sequence[dict[str, Any]], r
         "memory_mb": target.memory_mb,
         "timeout_s": target.timeout_s,
         "event": list(event),
+        **({"run": run} if run else {}),
     }
     try:
         payload = json.dumps(asked).encode()
@@ -458,7 +505,7 @@ async def call_pinned(target: PinnedFunction, event: Sequence[dict[str, Any]], r
         detail = f"the event has no wire form: {error}"[:500]
         return ModalReply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
     try:
-        given = await target.handle.remote.aio(payload)
+        given = await (target.handle.remote.aio(payload) if target.timeout_s <= _HELD_S else _job(target, payload))
     except modal_library().exception.NotFoundError as error:
         raise UnknownFunction(f"{target.name!r} is gone from Modal: {error}", remedy="deploy it again") from None
     except TimeoutError:
@@ -466,6 +513,30 @@ async def call_pinned(target: PinnedFunction, event: Sequence[dict[str, Any]], r
     except Exception as error:
         return ModalReply(fault=fault_of(error))
     return _read(given, target)
+
+
+async def _job(target: PinnedFunction, payload: bytes) -> object:
+    """The answer of a submitted call. At the deadline and at a cancellation the call is cancelled, while a call under
+    `remote` runs to its end or its time limit. Modal ends a call whose caller died at its time limit."""
+    job = await target.handle.spawn.aio(payload)
+    lost = modal_library().exception.ConnectionError
+    now = asyncio.get_running_loop().time
+    seen = now()
+    try:
+        while True:
+            try:
+                return await job.get.aio(timeout=_POLL_S)
+            except TimeoutError:
+                seen = now()
+            except lost:
+                if now() - seen > _UNREACHABLE_S:
+                    raise
+                await asyncio.sleep(_POLL_PAUSE_S)
+    except asyncio.CancelledError:
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_CLOSE_S):
+                await job.cancel.aio()
+        raise
 
 
 def _read(given: object, target: PinnedFunction) -> ModalReply:

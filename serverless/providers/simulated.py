@@ -141,7 +141,7 @@ class SimulatedBackend(PooledBackend):
         target = self._functions[package.spec.name]
         if is_async(target):
             return lambda event, _: score_concurrently(target, event)
-        return adapt(target, takes=package.spec.takes)
+        return adapt(target, takes=package.spec.takes, arguments=package.spec.arguments)
 
 
 @dataclass(slots=True, eq=False)

@@ -20,9 +20,10 @@ import struct
 import subprocess
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from serverless.errors import SandboxUnavailable
 from serverless.sandbox.launch import LADDER, UNSAFE, Launched, LaunchMethod, RungUnavailable, exited, launch_methods
@@ -266,6 +267,9 @@ class SandboxProcess:
     A process forked from the owner starts its own.
     """
 
+    alive: ClassVar[weakref.WeakSet[SandboxProcess]] = weakref.WeakSet()
+    """Those of this process: their processes may outlive a call of the function that owns them."""
+
     def __init__(
         self, rung: str | None, *, limits: Limits, preload: Sequence[str], allow_unsafe: bool, only: str = ""
     ) -> None:
@@ -280,6 +284,7 @@ class SandboxProcess:
         self._launched: Launched | None = None
         self._owner = os.getpid()
         self.method: LaunchMethod | None = None
+        self.alive.add(self)
 
     @property
     def pid(self) -> int | None:

@@ -13,7 +13,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from serverless.meter import MeterSink, Saving, WorkerSpan
+from serverless.meter import LeftProcesses, MeterSink, Saving, TokenBill, WorkerSpan
 from serverless.providers.base import WorkerLoad
 from serverless.scaling.autoscaler import Autoscaler
 from serverless.scaling.forecast import ExpectedCalls, workers_for
@@ -211,6 +211,8 @@ class StatisticsMeter:
         self._pass_on = meter.invocation
         self.worker: Callable[[WorkerSpan], None] = meter.worker
         self.saving: Callable[[Saving], None] = meter.saving
+        self.tokens: Callable[[TokenBill], None] = meter.tokens
+        self.left: Callable[[LeftProcesses], None] = meter.left
         self._statistics: defaultdict[tuple[str, str], CallStatistics] = defaultdict(CallStatistics)
 
     def statistics(self, function: str, provider: str) -> CallStatistics:

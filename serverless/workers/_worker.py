@@ -4,7 +4,13 @@ Frames on its socket are a 4-byte big-endian length and msgpack:
 
   in   [request id, event, time limit in ms]
   out  ["", "ready", init seconds, error or None] once, then [request id, "ok", run seconds, body] or
-       [request id, "fault", run seconds, kind, detail, retryable, keep] per call
+       [request id, "fault", run seconds, kind, detail, retryable, keep] per call. The names of processes that the
+       call left behind follow, if there are any: the worker then ends
+
+If the order has `variables`, the first frame in is the function's environment variables, and those that it lists are
+secrets. Their values are in no command line and no `environ` of /proc, and this process's memory is closed to other
+processes of its user. The output of a function with secrets goes to an anonymous file in memory, from which the parent
+appends it to the log (`logs.MaskedLog`).
 
 A process that the function forks has no channel: it can neither take nor answer a call. Billing uses this process's own
 clock. An order with `exec` executes that program instead, under the same limits, and keeps the socket open without
@@ -14,8 +20,11 @@ using it, so that the parent notices the program's end.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import datetime
 import importlib
+import json
 import os
 import pathlib
 import resource
@@ -30,14 +39,23 @@ from typing import Any
 
 import msgpack
 
+from serverless.output import RUN
+
 _SCRATCH_BYTES = 512 * 2**20
 """Size limit of a file that a function writes: Lambda's default /tmp."""
 
 LOG_BYTES = 16 * 2**20
 """Size at which a log is truncated: a function that prints every sample must not fill the disk."""
 
+VARIABLES_FD = "ROLLART_VARIABLES_FD"
+"""Variable of an executed program: the descriptor of the file with the function's variables."""
+
+_PR_SET_DUMPABLE = 4
+
 _OPEN_FILES = 1024
 """Lambda's limit of file descriptors."""
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass(slots=True)  # not frozen: one is made per call, and freezing would double its cost
@@ -60,28 +78,36 @@ class WorkerContext:
         return max(0, int((self.deadline - time.monotonic()) * 1000.0))
 
 
-def run(channel: socket.socket, order: dict[str, Any]) -> None:
+def run(channel: socket.socket, order: dict[str, Any], output: int | None = None) -> None:
     """Serve calls until the other end closes. Leaves by `SystemExit` or return; the caller ends the process."""
     if "exec" in order:  # another program, of which all memory is the function's
-        _confine(order, 0)
+        _confine(order, 0, output)
+        environment = {**os.environ, **order["environment"]}
+        if "variables" in order:
+            environment[VARIABLES_FD] = str(_stored(_Frames(channel).next() or b""))
         channel.set_inheritable(True)
-        os.execve(order["exec"][0], order["exec"], {**os.environ, **order["environment"]})
+        os.execve(order["exec"][0], order["exec"], environment)
     began = time.perf_counter()
     handler = error = None
     try:
         try:
-            _confine(order, _data_bytes())
+            _confine(order, _data_bytes(), output)
             if "wall" in order:
                 from serverless.sandbox import required
 
                 required.enter(channel, order["package"], order["scratch"])  # continues in a child process
         finally:
             frames = _Frames(channel)
+        if "variables" in order:
+            os.environ.update(msgpack.unpackb(frames.next() or b"\x80"))
+            if order["variables"]:
+                prctl(_PR_SET_DUMPABLE, 0)
         module, _, name = str(order["handler"]).rpartition(".")
         handler = getattr(importlib.import_module(module), name)
     except BaseException as failure:
         traceback.print_exc()
         error = f"{type(failure).__name__}: {failure}"[:500]
+    children = _Children()
     frames.send(["", "ready", time.perf_counter() - began, error])
     while handler is not None:
         frame = frames.next()
@@ -89,8 +115,15 @@ def run(channel: socket.socket, order: dict[str, Any]) -> None:
             return
         request, event, limit_ms = msgpack.unpackb(frame)
         answer = _call(handler, order, request, event, limit_ms)
-        if not frames.send([request, *answer]) or (answer[0] == "fault" and not answer[5]):
+        left = children.left()
+        if left:
+            answer.append(left)
+        if not frames.send([request, *answer]) or left or (answer[0] == "fault" and not answer[5]):
             return
+
+
+def prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, int(value), 0, 0, 0)
 
 
 def end_line(request: str) -> bytes:
@@ -136,27 +169,35 @@ def _end_log(order: dict[str, Any], request: str) -> None:
     if size == _logged:
         return
     os.write(1, end_line(request))
-    if size > LOG_BYTES and "wall" in order:
-        os.ftruncate(1, 0)  # its directory is not visible from inside the isolation
+    if size > LOG_BYTES and ("wall" in order or order.get("variables")):
+        os.ftruncate(1, 0)  # its directory is not visible from inside the isolation, or it is no file of a directory
     elif size > LOG_BYTES:
         os.replace(order["log"], order["log"] + ".1")
-        _open_log(order["log"])
+        _open_log(order["log"], None)
     _logged = os.fstat(1).st_size
 
 
-def _open_log(path: str) -> None:
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+def _open_log(path: str, output: int | None) -> None:
+    log = output or os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
 
 
-def _confine(order: dict[str, Any], own_bytes: int) -> None:
+def _stored(variables: bytes) -> int:
+    """The descriptor of an anonymous file with the variables of a frame as JSON, for a program to execute."""
+    file = os.memfd_create("variables", 0)
+    os.write(file, json.dumps(msgpack.unpackb(variables)).encode())
+    os.lseek(file, 0, os.SEEK_SET)
+    return file
+
+
+def _confine(order: dict[str, Any], own_bytes: int, output: int | None) -> None:
     """Set up Lambda's execution environment: limits, environment, log and import path. `own_bytes` of private memory do
     not count as the function's."""
     global _logged
     package = order["package"]
-    _open_log(order["log"])
+    _open_log(order["log"], output)
     _logged = os.fstat(1).st_size
     scratch = pathlib.Path(order["scratch"])
     scratch.mkdir(parents=True, exist_ok=True)
@@ -169,6 +210,8 @@ def _confine(order: dict[str, Any], own_bytes: int) -> None:
         TMPDIR=str(scratch),
         HOME=str(scratch),
     )
+    if order["run"]:
+        os.environ[RUN] = order["run"]
     tempfile.tempdir = None
     os.chdir(package)
     sys.path.insert(0, package)
@@ -192,6 +235,46 @@ def _data_bytes() -> int:
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
     return 0
+
+
+class _Children:
+    """The child processes that may outlive a call: those that exist when the function is loaded, its sandboxes, and
+    Python's own tracker of shared memory. Orphans of children become this process's children (subreaper)."""
+
+    def __init__(self) -> None:
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        self._loaded = self._running()
+
+    def left(self) -> str:
+        """Names and ids of the other children that still run; '' for none, in one system call without any child."""
+        try:
+            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
+                os.waitpid(ended.si_pid, 0)  # nobody waits for an orphan
+        except ChildProcessError:
+            return ""
+        return ", ".join(f"{_command(pid)} ({pid})" for pid in sorted(self._running() - self._loaded - _exempt()))
+
+    def _running(self) -> set[int]:
+        found: set[int] = set()
+        with contextlib.suppress(OSError):
+            for thread in os.listdir("/proc/self/task"):
+                with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children") as children:
+                    found.update(map(int, children.read().split()))
+        return found
+
+
+def _exempt() -> set[int | None]:
+    box, tracker = (sys.modules.get(name) for name in ("serverless.sandbox.box", "multiprocessing.resource_tracker"))
+    sandboxes = () if box is None else getattr(box.SandboxProcess, "alive", ())  # a package has its own copy
+    found = {sandbox.pid for sandbox in sandboxes}
+    return found if tracker is None else found | {getattr(tracker._resource_tracker, "_pid", None)}
+
+
+def _command(pid: int) -> str:
+    try:
+        return pathlib.Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return "?"
 
 
 class _Frames:

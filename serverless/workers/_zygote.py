@@ -3,7 +3,8 @@
 `python -m serverless.workers._zygote CONTROL_FD PARENT_PID CLEANUP_DIR`, started by `workers.processes`. Control
 messages are msgpack datagrams (SOCK_SEQPACKET):
 
-  in   ["preload", [modules]]; ["fork", key, order] with the worker's end of a socket pair (SCM_RIGHTS)
+  in   ["preload", [modules]]; ["fork", key, order] with the worker's end of a socket pair and, for a function with
+       secrets, the file that takes its output (SCM_RIGHTS)
   out  ["forked", key, pid] with a pidfd, or ["failed", key, error]; ["exit", key, wait status];
        ["preloaded", [[module, error] for each failed import]]
 
@@ -16,7 +17,6 @@ started and left behind become its children (subreaper), and are killed when the
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import os
@@ -33,15 +33,13 @@ import msgpack
 from serverless.workers import _worker
 
 _MESSAGE_BYTES = 1 << 17
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 def main() -> None:
     control_fd, parent, cleanup = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     zygote = _Zygote(socket.socket(fileno=control_fd), parent, cleanup)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _worker.prctl(_worker.PR_SET_PDEATHSIG, signal.SIGTERM)
+    _worker.prctl(_worker.PR_SET_CHILD_SUBREAPER, 1)
     if zygote.orphaned:
         zygote.stop()
         return
@@ -122,18 +120,18 @@ class _Zygote:
         try:
             pid = os.fork()
         except OSError as error:
-            os.close(fds[0])
+            _close(fds)
             self._send(["failed", key, str(error)])
             return
         if pid == 0:
-            self._become_worker(parent, order, fds[0])
-        os.close(fds[0])
+            self._become_worker(parent, order, *fds)
+        _close(fds)
         self._children[pid] = key
         pidfd = os.pidfd_open(pid)
         self._send(["forked", key, pid], [pidfd])
         os.close(pidfd)
 
-    def _become_worker(self, zygote: int, order: dict[str, Any], channel: int) -> None:
+    def _become_worker(self, zygote: int, order: dict[str, Any], channel: int, output: int | None = None) -> None:
         """In the child. Never returns."""
         code = 70
         try:
@@ -141,14 +139,14 @@ class _Zygote:
             for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, signal.SIG_DFL)
             os.setpgid(0, 0)
-            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            _worker.prctl(_worker.PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != zygote:
                 os._exit(0)
             self._control.close()
             os.close(self._woken)
             os.close(self._waker)
             os.set_inheritable(channel, False)
-            _worker.run(socket.socket(fileno=channel), order)
+            _worker.run(socket.socket(fileno=channel), order, output)
             code = 0
         except SystemExit as leave:
             code = leave.code if isinstance(leave.code, int) else 1
@@ -192,8 +190,9 @@ class _Zygote:
             self._stopping = True
 
 
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, int(value), 0, 0, 0)
+def _close(fds: list[int]) -> None:
+    for fd in fds:
+        os.close(fd)
 
 
 if __name__ == "__main__":

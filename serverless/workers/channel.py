@@ -63,11 +63,13 @@ class WorkerChannel(asyncio.Protocol):
         match await self.ask(request.id, frame):
             case ["ok", int() | float() as run_s, body]:
                 return WorkerReply(body, float(run_s))
-            case ["fault", int() | float() as run_s, str(kind), str(detail), bool(retryable), bool(keep)] if (
+            case ["ok", int() | float() as run_s, body, str(left)]:
+                return WorkerReply(body, float(run_s), keep=False, left=left)
+            case ["fault", int() | float() as run_s, str(kind), str(detail), bool(retryable), bool(keep), *left] if (
                 kind in _KINDS
             ):
                 fault = InfraFault(FaultKind(kind), retryable=retryable, detail=detail)
-                return WorkerReply(None, float(run_s), fault, keep)
+                return WorkerReply(None, float(run_s), fault, keep and not left, left=str(left[0]) if left else "")
             case ["died", str(kind), str(detail), bool(retryable)] if kind in _KINDS:
                 raise WorkerFault(InfraFault(FaultKind(kind), retryable=retryable, detail=detail))
         raise self.broke_protocol()
@@ -92,6 +94,11 @@ class WorkerChannel(asyncio.Protocol):
         self.expect(request)
         self._transport.write(frame)
         return await self.answer()
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame that has no answer. No effect on a worker that has ended."""
+        if self._transport is not None:
+            self._transport.write(frame)
 
     async def answer(self) -> list[Any]:
         assert self._reply is not None

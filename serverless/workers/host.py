@@ -5,7 +5,8 @@ prints `ready tcp://ADDRESS:PORT`. A client must send SERVERLESS_HOST_TOKEN in i
 
   control  in   ["hello", token], then ["deploy", n, spec, version, files] or ["ping", n]
            out  ["ok", pid], then [n, error or None, remedy]
-  worker   in   ["hello", token, version, slot], then [request id, event, time limit in ms]
+  worker   in   ["hello", token, version, slot], for a function with variables {name: value}, then
+                [request id, event, time limit in ms]
            out  ["", "ready", init seconds] or ["", "failed", kind, detail, retryable], then per call the worker's
                 answer (`_worker`), or [request id, "died", kind, detail, retryable]
 
@@ -20,6 +21,7 @@ import argparse
 import asyncio
 import os
 import pathlib
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -28,6 +30,7 @@ from serverless import keys
 from serverless.deploy.package import Package
 from serverless.errors import ServerlessError
 from serverless.hosts import GREETING_BYTES, Serving, greeting, run_host, token_matches
+from serverless.output import RUN
 from serverless.spec import FunctionSpec
 from serverless.types import FaultKind, InfraFault
 from serverless.workers.channel import encode_message, read_message
@@ -120,10 +123,17 @@ class WorkerHost:
     ) -> None:
         """Serve one worker from its start to its end."""
         requests: asyncio.Queue[WorkerRequest | None] = asyncio.Queue()
+        package = self._packages.get(version)
         self._workers.add(writer)
         try:
+            if package is not None and (package.spec.env or package.spec.secrets):
+                match await read_message(reader):
+                    case dict(variables):
+                        package = replace(package, variables=variables)
+                    case _:
+                        raise ValueError("a frame that has no variables")
             async with asyncio.TaskGroup() as tasks:
-                serving = tasks.create_task(self._life(requests, writer, version, slot), name=f"worker {slot}")
+                serving = tasks.create_task(self._life(requests, writer, package, version, slot), name=f"worker {slot}")
                 try:
                     while True:
                         match await read_message(reader):
@@ -139,13 +149,17 @@ class WorkerHost:
             self._workers.discard(writer)
 
     async def _life(
-        self, requests: asyncio.Queue[WorkerRequest | None], writer: asyncio.StreamWriter, version: str, slot: int
+        self,
+        requests: asyncio.Queue[WorkerRequest | None],
+        writer: asyncio.StreamWriter,
+        package: Package | None,
+        version: str,
+        slot: int,
     ) -> None:
         """Run one worker's calls; the caller closes the connection afterwards."""
         worker: Worker | None = None
         current = ""
         try:
-            package = self._packages.get(version)
             if package is None:
                 detail = f"no version {version[:8]} here"
                 raise WorkerFault(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail))
@@ -176,7 +190,8 @@ def _fault_frame(fault: InfraFault) -> list[Any]:
 async def _serve(options: argparse.Namespace, serving: Serving) -> None:
     token = os.environ.pop(FUNCTION_HOST_TOKEN, "")
     logs = None if options.logs is None else pathlib.Path(options.logs)
-    async with LocalBackend(runtime=options.runtime, allow_unsafe=options.allow_unsafe, logs=logs) as backend:
+    run = os.environ.get(RUN, "")
+    async with LocalBackend(runtime=options.runtime, allow_unsafe=options.allow_unsafe, logs=logs, run=run) as backend:
         host = WorkerHost(backend, token)
         server = await asyncio.start_server(host.serve, options.host, options.port, backlog=1024)
         await serving(options.host, server)

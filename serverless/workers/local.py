@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import compileall
 import importlib.util
-import itertools
 import pathlib
 import re
 import shutil
@@ -19,11 +18,14 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any, Literal, Self
 
+from serverless.analysis.imports import imports
 from serverless.deploy.package import HANDLER, Package
 from serverless.errors import BackendFailed, ExtraMissing
 from serverless.meter import MeterSink
 from serverless.sandbox import required
+from serverless.secrets import Secrets, masked
 from serverless.types import FaultKind, InfraFault
+from serverless.workers.logs import MaskedLog
 from serverless.workers.pool import Launcher, PooledBackend, Worker, WorkerFault
 from serverless.workers.processes import ForkServer, ProcessWorker
 
@@ -35,6 +37,7 @@ _PRELOADED = (
     "serverless.calling",
     "serverless.declare",
     "serverless.errors",
+    "serverless.output",
     "serverless.signatures",
     "serverless.types",
 )
@@ -64,17 +67,21 @@ class LocalBackend(PooledBackend):
         launcher: Callable[[Launcher], Launcher] = lambda launcher: launcher,
         allow_unsafe: bool = False,
         logs: pathlib.Path | None = None,
+        run: str = "",
+        secrets: Secrets | None = None,
     ) -> None:
         """`allow_unsafe` permits untrusted functions that never call the sandbox. `logs` is a separate directory for
-        the workers' output."""
+        the workers' output, which names `run`, the id of the only run that calls them. `secrets`: see
+        `PooledBackend`."""
         if runtime == "awslambdaric" and importlib.util.find_spec("awslambdaric") is None:
             raise ExtraMissing("awslambdaric", "providers")
-        super().__init__(launcher(self), "local", meter)
+        super().__init__(launcher(self), "local", meter, secrets=secrets)
         self._given = root
         self._root: pathlib.Path | None = None
         self._runtime = runtime
         self._allow_unsafe = allow_unsafe
         self._logs = None if logs is None else logs.resolve()
+        self._run = run
         self._zygotes: dict[frozenset[str], ForkServer] = {}
 
     @property
@@ -84,6 +91,7 @@ class LocalBackend(PooledBackend):
         return tuple(zygote.pid for _, zygote in zygotes if zygote.pid is not None)
 
     async def deploy(self, package: Package) -> None:
+        self.secrets.require(package.spec)
         await self.install(package)
         await super().deploy(package)
 
@@ -155,6 +163,7 @@ class LocalBackend(PooledBackend):
         (`exec`) and its `environment`."""
         log = self._log(package.spec.name, slot)
         log.parent.mkdir(parents=True, exist_ok=True)
+        secret_names = [name for name in package.spec.secrets if name in package.variables]
         order = {
             "name": package.spec.name,
             "version": package.version,
@@ -162,10 +171,13 @@ class LocalBackend(PooledBackend):
             "memory_mb": package.spec.memory_mb,
             "package": str(self._directory(package)),
             "log": str(log),
+            "run": self._run,
             "scratch": str(self.root / "scratch" / package.spec.name / str(slot)),
+            **({"variables": secret_names} if package.variables else {}),
             **(become or required.order(package.spec.trust, allow_unsafe=self._allow_unsafe)),
         }
-        return await self._zygote(package).fork(order, gone)
+        output = MaskedLog(log, masked(package.variables, package.spec.secrets)) if secret_names else None
+        return await self._zygote(package).fork(order, gone, package.variables, output)
 
     def _zygote(self, package: Package) -> ForkServer:
         modules = frozenset(package.spec.preload)
@@ -206,15 +218,11 @@ def check_isolation(package: Package) -> None:
 
 def check_importable(package: Package) -> None:
     """Raise `BackendFailed` for an import that fails on this machine: a requirement, a preloaded module, or a module
-    that the function's source always imports and that is neither packed nor installed."""
+    that the function needs to load and that is neither packed nor installed."""
     _check_requirements(package)
     packed = {path.split("/")[1].removesuffix(".py") for path in package.files if path.startswith("function/")}
     wanted = [(module, "preloads") for module in package.spec.preload]
-    for node in itertools.chain.from_iterable(tree.body for tree in _trees(package)):
-        if isinstance(node, ast.Import):
-            wanted += [(alias.name, "imports") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
-            wanted.append((node.module, "imports"))
+    wanted += [(module, "imports") for _, _, module, needed in imports(package.files) if needed]
     for module, verb in wanted:
         if module.partition(".")[0] not in packed and not module_exists(module.partition(".")[0]):
             raise BackendFailed(

@@ -1,4 +1,5 @@
-"""Logs of local workers: `<directory>/<function>/<slot>.log`, the unmodified output of the function.
+"""Logs of local workers: `<directory>/<function>/<slot>.log`, the output of the function as `serverless.output`
+attributes it.
 
 After a call with output follows one of Lambda's lines, `END RequestId: <id> Time: <ISO 8601, UTC>`, which dates the
 lines before it and names their call. A log that exceeds `LOG_BYTES` is rotated; `<slot>.log.1` is the previous one.
@@ -6,17 +7,29 @@ lines before it and names their call. A log that exceeds `LOG_BYTES` is rotated;
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import datetime
+import fcntl
 import os
 import pathlib
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import BinaryIO
 
-from serverless.providers.base import LogLine
+from serverless.output import LineReader
+from serverless.providers.base import LogLine, log_line
+from serverless.secret_runtime import Mask
 from serverless.workers._worker import LOG_BYTES, end_line
 
+_MEMORY_BYTES = 2**20
+"""Output kept in memory, after which it is released."""
+
 _END = re.compile(r"END RequestId: (\S+) Time: (\S+)")
+
+_FOLLOW_S = 0.2
+"""Seconds between two looks for new lines."""
 
 
 def append_end(path: pathlib.Path, before: int, request: str) -> None:
@@ -32,17 +45,54 @@ def append_end(path: pathlib.Path, before: int, request: str) -> None:
         os.truncate(path, 0)
 
 
+class MaskedLog:
+    """The output of a worker with secrets: an anonymous file in memory, `fd`, whose content is appended to the log with
+    the secrets masked. The log shows the output of a call when the call has ended.
+
+    Used from one event loop. `flush` follows each call; `close` is called once, when the worker has ended.
+    """
+
+    def __init__(self, path: pathlib.Path, mask: Mask) -> None:
+        self.mask = mask
+        self.fd = os.memfd_create("output")
+        fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_APPEND)
+        self._path = path
+        self._done = 0
+
+    def flush(self, request: str = "") -> None:
+        """Append the new output, with an END line for a worker that does not write it itself."""
+        size = os.fstat(self.fd).st_size
+        if size == self._done:
+            return
+        data = os.pread(self.fd, size, self._done if size > self._done else 0)
+        with open(self._path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
+            log.write(self.mask.data(data) + (end_line(request) if request else b""))
+            full = log.tell() > LOG_BYTES
+        if full:
+            self._path.replace(self._path.with_name(self._path.name + ".1"))
+        self._done = size
+        if size > _MEMORY_BYTES:
+            os.truncate(self.fd, 0)
+            self._done = 0
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            with contextlib.suppress(OSError):  # its directory may be gone with the backend
+                self.flush()
+            os.close(self.fd)
+            self.fd = -1
+
+
 def read(directory: pathlib.Path, function: str, *, since_s: float, limit: int) -> list[LogLine]:
     """The last `limit` lines of the last `since_s` seconds, oldest first; lines of unfinished calls come last, undated.
 
     An undated line is as old as its file's last change.
     """
-    earliest = datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=since_s)
+    earliest = _earliest(since_s)
     dated: list[LogLine] = []
     undated: list[LogLine] = []
     for path in sorted((directory / function).glob("*.log*")):
-        changed = datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)
-        if changed < earliest:
+        if _changed(path) < earliest:
             continue
         for line in _lines(path, limit):
             if not line.t:
@@ -53,18 +103,85 @@ def read(directory: pathlib.Path, function: str, *, since_s: float, limit: int) 
     return [*dated, *undated][-limit:] if limit else []
 
 
+async def follow(directory: pathlib.Path, *, since_s: float) -> AsyncIterator[LogLine]:
+    """The lines of the last `since_s` seconds, then new ones as they appear, until closed. A line of a call that has
+    not ended is dated by its appearance."""
+    earliest = _earliest(since_s)
+    tails: dict[pathlib.Path, _Tail] = {}
+    with contextlib.ExitStack() as stack:
+        while True:
+            for path in sorted(directory.glob("*.log")):
+                if path not in tails:
+                    tails[path] = tail = _Tail(path)
+                    stack.callback(tail.close)
+            found = [line for tail in tails.values() for line in tail.read()]
+            for line in sorted(found, key=lambda line: line.t):
+                if datetime.datetime.fromisoformat(line.t) >= earliest:
+                    yield line
+            await asyncio.sleep(_FOLLOW_S)
+
+
+class _Tail:
+    """Reads what is appended to a log, across its rotations."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self._path = path
+        self._file: BinaryIO | None = None
+        self._part = b""
+        self._reader = LineReader()
+
+    def read(self) -> list[LogLine]:
+        """The complete lines since the last call."""
+        with contextlib.suppress(OSError):
+            status = self._path.stat()
+            changed = datetime.datetime.fromtimestamp(status.st_mtime, datetime.UTC).isoformat(timespec="milliseconds")
+            if self._file is None:
+                self._file = self._path.open("rb")
+            if status.st_size < self._file.tell() and os.fstat(self._file.fileno()).st_ino == status.st_ino:
+                self._file.seek(0)  # truncated
+            data = self._file.read()
+            if os.fstat(self._file.fileno()).st_ino != status.st_ino:  # renamed: this was its end
+                self.close()
+                self._file = self._path.open("rb")
+                data += self._file.read()
+            *complete, self._part = (self._part + data).split(b"\n")
+            return list(_dated(self._path, (text.decode(errors="replace") for text in complete), self._reader, changed))
+        return []
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
 def _lines(path: pathlib.Path, limit: int) -> Iterator[LogLine]:
-    """The last lines of a file, each with the time of the call that printed it."""
-    source = path.name.partition(".")[0]
-    waiting: deque[str] = deque(maxlen=limit)
-    found: deque[LogLine] = deque(maxlen=limit)
+    """The last lines of a file."""
     with path.open(errors="replace") as log:
-        for line in log:
-            ends = _END.match(line)
-            if ends is None:
-                waiting.append(line.rstrip("\n"))
-                continue
-            found.extend(LogLine(ends[2], source, text) for text in waiting)
-            waiting.clear()
-    yield from found
-    yield from (LogLine("", source, text) for text in waiting)
+        yield from deque(_dated(path, (line.rstrip("\n") for line in log), LineReader(), ""), maxlen=limit)
+
+
+def _dated(path: pathlib.Path, texts: Iterator[str], reader: LineReader, undated: str) -> Iterator[LogLine]:
+    """Lines with the time at which their call ended, or `undated`."""
+    source = path.name.partition(".")[0]
+    waiting: list[str] = []
+
+    def lines(t: str) -> Iterator[LogLine]:
+        for text in waiting:
+            if (line := log_line(reader, t, source, text)) is not None:
+                yield line
+        waiting.clear()
+
+    for text in texts:
+        if (ends := _END.match(text)) is None:
+            waiting.append(text)
+        else:
+            yield from lines(ends[2])
+    yield from lines(undated)
+
+
+def _earliest(since_s: float) -> datetime.datetime:
+    return datetime.datetime.now(datetime.UTC) - datetime.timedelta(seconds=min(since_s, 3e9))
+
+
+def _changed(path: pathlib.Path) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(path.stat().st_mtime, datetime.UTC)

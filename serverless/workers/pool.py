@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, UnknownFunction
-from serverless.meter import MeterSink, NullMeter, WorkerSpan, WorkerState, billed_seconds
+from serverless.history import OrderedCall
+from serverless.meter import LeftProcesses, MeterSink, NullMeter, WorkerSpan, WorkerState, billed_seconds
 from serverless.providers.base import Reply, WorkerLoad
+from serverless.retries import WORKER_START
+from serverless.secrets import SecretMissing, Secrets
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
 
@@ -31,12 +35,13 @@ class WorkerRequest:
 @dataclass(frozen=True, slots=True)
 class WorkerReply:
     """A worker's answer. `run_s` is the handler's time as measured by the worker; `keep` is False if the worker ends
-    after it."""
+    after it; `left` names the processes that the call left behind, which end with the worker."""
 
     body: object
     run_s: float
     fault: InfraFault | None = None
     keep: bool = True
+    left: str = ""
 
 
 class WorkerFault(Exception):
@@ -87,15 +92,21 @@ class PooledBackend:
         meter: MeterSink | None = None,
         *,
         room: Callable[[], Awaitable[None]] | None = None,
+        secrets: Secrets | None = None,
     ) -> None:
-        """`room` returns once a machine has room for another worker. That wait does not count as the worker's start."""
+        """`room` returns once a machine has room for another worker. That wait does not count as the worker's start.
+        `secrets`: values of the functions' secrets; by default those of this process's environment."""
         self.provider = provider
         self.launcher = launcher
         self.room = room
         self.meter = meter or NullMeter()
+        self.secrets = secrets or Secrets()
         self._group: asyncio.TaskGroup | None = None
         self._pools: dict[str, WorkerPool] = {}
         self._old: list[WorkerPool] = []
+        self._callers: dict[tuple[object, ...], str] = {}
+        """Names of the pools for secrets of callers, the least recently used first."""
+        self._callers_seen = 0
 
     async def __aenter__(self) -> Self:
         self._group = asyncio.TaskGroup()
@@ -112,7 +123,8 @@ class PooledBackend:
             await group.__aexit__(None, None, None)
 
     async def deploy(self, package: Package) -> None:
-        """See `Backend`. A new version of a function starts from its own settings again."""
+        """See `Backend`. A new version of a function starts from its own settings again. Raises `SecretMissing`."""
+        self.secrets.require(package.spec)
         if self._group is None:
             raise BackendFailed(f"the {self.provider} backend is not open", remedy="use `async with`")
         current = self._pools.get(package.spec.name)
@@ -130,12 +142,44 @@ class PooledBackend:
     ) -> Reply:
         return await self.pool(function).invoke(event, deadline_s, cause)
 
+    @contextlib.asynccontextmanager
+    async def one_worker(self, package: Package, cause: Cause) -> AsyncIterator[OrderedCall]:
+        """Calls in one worker of its own, beside those of the function's pool, which ends with the context."""
+        if self._group is None:
+            raise BackendFailed(f"the {self.provider} backend is not open", remedy="use `async with`")
+        spec = package.spec.model_copy(update={"concurrency": 1, "warm": 0})
+        pool = WorkerPool(replace(package, spec=spec), self, self._group, first_slot=package.spec.concurrency)
+        try:
+            yield lambda event, deadline_s: pool.invoke(event, deadline_s, cause)
+        finally:
+            pool.close()
+
     def pool(self, function: str) -> WorkerPool:
         try:
             return self._pools[function]
         except KeyError:
             known = ", ".join(self._pools) or "none"
             raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}") from None
+
+    def given(self, function: str, secrets: Mapping[str, str]) -> str:
+        """See `SecretsBackend`. Each set of values has workers of its own, for the last `_CALLERS` sets."""
+        current = self.pool(function)
+        spec = current.package.spec
+        chosen = {name: secrets[name] for name in spec.secrets if secrets.get(name)}
+        if not chosen or self._group is None:
+            return function
+        key = (function, current.package.version, tuple(chosen.items()))
+        name = self._callers.pop(key, "")
+        if name not in self._pools:
+            self._callers_seen += 1
+            name, first = f"{function}~{self._callers_seen}", self._callers_seen * _SLOTS
+            self._pools[name] = WorkerPool(current.package, self, self._group, given=chosen, first_slot=first)
+        self._callers[key] = name
+        if len(self._callers) > _CALLERS:
+            oldest = self._pools.pop(self._callers.pop(next(iter(self._callers))))
+            oldest.close(drain=True)
+            self._old.append(oldest)
+        return name
 
     def load(self, function: str) -> WorkerLoad:
         return self.pool(function).load()
@@ -145,14 +189,15 @@ class PooledBackend:
         return self.pool(function).keep(workers, keep_alive_s)
 
 
+_CALLERS = 16
+"""Sets of secrets from callers whose workers are kept."""
+
+_SLOTS = 10_000
+"""Slot numbers of a pool: its workers share no directory with those of another."""
+
 _MOVES = 2
 """Maximum repetitions of a call whose worker's machine was lost. A call to which this happens three times in a row may
 itself be the cause."""
-
-
-_FIRST_S, _LONGEST_S = 1.0, 60.0
-"""The first and the longest pause between starts without a waiting call: a function that crashes on loading costs at
-most one start per minute and worker."""
 
 
 class WorkerPool:
@@ -163,12 +208,25 @@ class WorkerPool:
     number of workers that exist independently of calls. While starts fail, or workers die before serving a call,
     missing workers are restarted with a back-off (1 s, doubling up to 60 s); calls still start workers. Invariants: at
     most `concurrency` slots; at most `queue` waiters; a waiter and an idle worker never coexist after a change; every
-    second of a slot's life is in exactly one reported span; `warm <= kept <= concurrency`. Tie-break: the most recently
+    second of a slot's life is in exactly one reported span; `warm <= kept <= concurrency`; no call begins in a worker
+    that started with other values of its secrets than the present ones. Tie-break: the most recently
     used worker is used next, so that the others reach their keep-alive and stop.
     """
 
-    def __init__(self, package: Package, backend: PooledBackend, group: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        package: Package,
+        backend: PooledBackend,
+        group: asyncio.TaskGroup,
+        *,
+        given: Mapping[str, str] | None = None,
+        first_slot: int = 0,
+    ) -> None:
+        """`given`: secrets that the caller of this pool sent; `first_slot`: the lowest number of a slot, by which
+        workers have their logs and scratch directories."""
         self.package = package
+        self._given = given
+        self._first_slot = first_slot
         self._spec = package.spec
         self._backend = backend
         self._meter = backend.meter
@@ -257,6 +315,8 @@ class WorkerPool:
         name = self._spec.name
         if self._closed:
             return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"{name} is closed")
+        if self._spec.secrets:
+            self._retire_outdated()
         if self._idle and not self._waiters:
             return self._take(self._idle.pop())
         if len(self._waiters) >= self._spec.queue:
@@ -322,6 +382,8 @@ class WorkerPool:
             run_s = answer.run_s if answer else t1 - t0
             bill = self._bill(slot, t0, t1, run_s, len(event), status, cause, request.id)
             if answer is None or not answer.keep:
+                if answer is not None and answer.left:
+                    self._meter.left(LeftProcesses(self._spec.name, slot.name, t1, answer.left))
                 self._replace(slot)
             else:
                 self._failed_rounds = 0
@@ -369,7 +431,7 @@ class WorkerPool:
             self._start_one()
 
     def _start_one(self, *, ahead: bool = False) -> None:
-        number = next(n for n in range(len(self._slots) + 1) if n not in self._slots)
+        number = next(n for n in itertools.count(self._first_slot) if n not in self._slots)
         name = f"{self._backend.provider}/{self._spec.name}/{number}"
         slot = WorkerSlot(number, name, asyncio.get_running_loop().time(), ahead=ahead)
         self._slots[number] = slot
@@ -385,13 +447,19 @@ class WorkerPool:
                     await self._backend.room()
                 finally:  # the slot's life begins once there is a machine
                     slot.since = asyncio.get_running_loop().time()
+            package = self.package
+            if self._spec.env or self._spec.secrets:
+                slot.variables = self._backend.secrets.variables(self._spec, self._given)
+                package = replace(package, variables=slot.variables)
             async with asyncio.timeout(self._spec.init_timeout_s):
-                slot.worker = await self._backend.launcher.start(self.package, slot.slot, lambda: self._gone(slot))
+                slot.worker = await self._backend.launcher.start(package, slot.slot, lambda: self._gone(slot))
         except TimeoutError:
             limit = self._spec.init_timeout_s
             fault = InfraFault(FaultKind.TIMEOUT, retryable=False, detail=f"not ready in {limit:g} s (init_timeout_s)")
         except WorkerFault as error:
             fault, lost = error.fault, isinstance(error, WorkerLost)
+        except SecretMissing as error:
+            fault = InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=error.message)
         except asyncio.CancelledError:
             self._starting -= 1
             self._retire(slot)
@@ -403,6 +471,9 @@ class WorkerPool:
             return
         if slot.worker is None or not slot.worker.alive or self._closed:
             self._failed_start(slot, fault)
+            return
+        if self._spec.secrets and self._outdated(slot):
+            self._replace(slot)
             return
         began, now = slot.since, asyncio.get_running_loop().time()
         slot.cold_s = now - began
@@ -432,8 +503,8 @@ class WorkerPool:
     def _pause_starts(self, now: float) -> None:
         """A start failed, or an idle worker ended. Failures within one pause count as one round."""
         if now >= self._starts_at:
-            self._starts_at = now + min(_LONGEST_S, _FIRST_S * 2.0 ** min(self._failed_rounds, 16))
             self._failed_rounds += 1
+            self._starts_at = now + WORKER_START.pause_s(self._failed_rounds)
 
     def _fail_waiters(self, fault: InfraFault) -> None:
         waiters, self._waiters = self._waiters, deque()
@@ -448,13 +519,28 @@ class WorkerPool:
     def _release(self, slot: WorkerSlot) -> None:
         if slot.state is not WorkerState.BUSY:
             return
-        if self._closed or slot.worker is None or not slot.worker.alive:
+        outdated = bool(self._spec.secrets) and self._outdated(slot)
+        if self._closed or slot.worker is None or not slot.worker.alive or outdated:
             self._replace(slot)
             return
         self._set_state(slot, WorkerState.IDLE)
         self._idle.append(slot)
         self._schedule_reaper()
         self._pump()
+
+    def _outdated(self, slot: WorkerSlot) -> bool:
+        """True if a secret has another value than when the worker started. A value that is missing now stays in use."""
+        try:
+            return slot.variables != self._backend.secrets.variables(self._spec, self._given)
+        except SecretMissing:
+            return False
+
+    def _retire_outdated(self) -> None:
+        outdated = [slot for slot in self._idle if self._outdated(slot)]
+        for slot in outdated:
+            self._retire(slot)
+        if outdated:
+            self.warm_up()
 
     def _gone(self, slot: WorkerSlot) -> None:
         """Handle the end of a worker: drop an idle one; a busy one's call already receives the fault."""
@@ -581,5 +667,7 @@ class WorkerSlot:
     limit: ReusableTimeout = field(default_factory=ReusableTimeout)
     queued_s: float = 0.0
     """Seconds that the call it serves waited for it."""
+    variables: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Environment variables that it started with, secrets included."""
     ahead: bool = False
     """Started before any call requested it: its start is billed separately, as no call has waited for it."""

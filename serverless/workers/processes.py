@@ -13,15 +13,17 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import msgpack
 
 from serverless.sandbox.launch import exited
 from serverless.types import FaultKind, InfraFault
-from serverless.workers.channel import WorkerChannel
-from serverless.workers.pool import WorkerFault
+from serverless.workers.channel import WorkerChannel, encode_message
+from serverless.workers.logs import MaskedLog
+from serverless.workers.pool import WorkerFault, WorkerReply, WorkerRequest
 
 _STOP_S = 2.0
 """Seconds a stopping zygote may take to kill and reap its workers before it is killed itself."""
@@ -35,6 +37,9 @@ _IMPORT_LEASE_S = 60.0
 
 _CAUSE_S = 1.0
 """Seconds a dead worker's wait status may take to arrive."""
+
+_LAST_FRAME_S = 0.1
+"""Seconds after a worker's death in which its channel is read to its end."""
 
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """A zygote must be single-threaded: a fork copies no other thread, and locks held by them stay locked."""
@@ -108,9 +113,16 @@ class ForkServer:
         assert self._preloaded is not None
         return await asyncio.shield(self._preloaded)
 
-    async def fork(self, order: dict[str, Any], gone: Callable[[], None]) -> ProcessWorker:
+    async def fork(
+        self,
+        order: dict[str, Any],
+        gone: Callable[[], None],
+        variables: Mapping[str, str] | None = None,
+        output: MaskedLog | None = None,
+    ) -> ProcessWorker:
         """Fork a worker process, which is not ready yet. Raises `WorkerFault` (retryable) if the zygote dies
-        meanwhile."""
+        meanwhile. `variables` (announced by the order's key of that name) are sent on the worker's own channel, so that
+        the zygote, whose memory every later worker inherits, never has them. `output` is closed with the worker."""
         loop = asyncio.get_running_loop()
         self._keys += 1
         key = self._keys
@@ -118,23 +130,30 @@ class ForkServer:
         ours.setblocking(False)
         forked: asyncio.Future[tuple[int, int]] = loop.create_future()
         ended: asyncio.Future[int] = loop.create_future()
+        if output is not None:
+            ended.add_done_callback(lambda _: output.close())
         try:
             with theirs:
+                fds = [theirs.fileno(), *([output.fd] if output is not None else [])]
                 self.start()
                 try:
-                    self._send(["fork", key, order], [theirs.fileno()])
+                    self._send(["fork", key, order], fds)
                 except WorkerFault:  # it died, which was not noticed yet: it is replaced once
                     self._died()
                     self.start()
-                    self._send(["fork", key, order], [theirs.fileno()])
+                    self._send(["fork", key, order], fds)
                 self._forking[key], self._running[key] = forked, ended
                 self._schedule_watch()
             pid, pidfd = await forked
         except BaseException:
             ours.close()
+            if output is not None and key not in self._running:
+                output.close()
             raise
-        worker = ProcessWorker(pid, pidfd, ended, gone, framed="exec" not in order)
+        worker = ProcessWorker(pid, pidfd, ended, gone, framed="exec" not in order, output=output)
         await loop.create_unix_connection(lambda: worker, sock=ours)
+        if variables:
+            worker.send(encode_message(dict(variables)))
         return worker
 
     async def close(self) -> None:
@@ -260,11 +279,19 @@ class ProcessWorker(WorkerChannel):
     violation = "the worker sent a frame that answers no call of it (does the function write to inherited sockets?)"
 
     def __init__(
-        self, pid: int, pidfd: int, ended: asyncio.Future[int], gone: Callable[[], None], *, framed: bool = True
+        self,
+        pid: int,
+        pidfd: int,
+        ended: asyncio.Future[int],
+        gone: Callable[[], None],
+        *,
+        framed: bool = True,
+        output: MaskedLog | None = None,
     ) -> None:
         super().__init__()
         self.pid = pid
         self.ended = ended
+        self.output = output
         self._pidfd = pidfd
         self._gone = gone
         self._framed = framed
@@ -278,10 +305,20 @@ class ProcessWorker(WorkerChannel):
             case ["ready", int() | float() as init_s, None]:
                 self.init_s = float(init_s)
             case ["ready", int() | float(), str(error)]:
-                detail = f"the function did not load: {error}"
+                text = error if self.output is None else self.output.mask.text(error)
+                detail = f"the function did not load: {text}"
                 raise WorkerFault(InfraFault(FaultKind.CRASH, retryable=False, detail=detail))
             case _:
                 raise self.broke_protocol()
+
+    async def call(self, request: WorkerRequest) -> WorkerReply:
+        reply = await super().call(request)
+        if self.output is None:
+            return reply
+        self.output.flush()
+        if (fault := reply.fault) is not None:
+            reply = replace(reply, fault=replace(fault, detail=self.output.mask.text(fault.detail)))
+        return reply
 
     def kill(self) -> None:
         if self._pidfd >= 0:
@@ -306,8 +343,10 @@ class ProcessWorker(WorkerChannel):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        # A process that the function left behind may hold the channel open after the worker's death.
-        self.ended.add_done_callback(lambda _: cast(asyncio.Transport, transport).abort())
+        # A process that the function left behind may hold the channel open after the worker's death. The last frame,
+        # such as the error of a start, may still be unread.
+        loop = asyncio.get_running_loop()
+        self.ended.add_done_callback(lambda _: loop.call_later(_LAST_FRAME_S, cast(asyncio.Transport, transport).abort))
 
     def data_received(self, data: bytes) -> None:
         if self._framed:

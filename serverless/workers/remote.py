@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from serverless.deploy.package import Package
 from serverless.errors import BackendFailed
 from serverless.hosts import HostChannel, host_and_port
 from serverless.meter import MeterSink
+from serverless.secrets import Secrets
 from serverless.types import FaultKind, InfraFault
 from serverless.workers.channel import WorkerChannel, encode_message, read_message
 from serverless.workers.local import check_isolation
@@ -44,12 +45,14 @@ class HostedBackend(PooledBackend):
         meter: MeterSink | None = None,
         launcher: Callable[[Launcher], Launcher] = lambda launcher: launcher,
         allow_unsafe: bool = False,
+        secrets: Secrets | None = None,
     ) -> None:
-        super().__init__(launcher(hosts), "local", meter, room=hosts.room)
+        super().__init__(launcher(hosts), "local", meter, room=hosts.room, secrets=secrets)
         self._hosts = hosts
         self._allow_unsafe = allow_unsafe
 
     async def deploy(self, package: Package) -> None:
+        self.secrets.require(package.spec)
         if not self._allow_unsafe:
             check_isolation(package)
         await self._hosts.room()
@@ -208,7 +211,7 @@ class HostLink(HostChannel):
         try:
             async with asyncio.timeout(CONNECT_S):
                 await loop.create_connection(lambda: worker, *host_and_port(self._address))
-            await worker.ready([self._token, package.version, slot])
+            await worker.ready([self._token, package.version, slot], package.variables)
         except (ConnectionError, TimeoutError) as error:
             self.end(f"nothing listens there ({error or type(error).__name__})")
             raise WorkerLost(self.fault()) from None
@@ -276,9 +279,10 @@ class RemoteWorker(WorkerChannel):
         self._link = link
         self._gone = gone
 
-    async def ready(self, hello: Sequence[Any]) -> None:
+    async def ready(self, hello: Sequence[Any], variables: Mapping[str, str]) -> None:
         """Request the worker and wait for the end of its init phase. Raises `WorkerFault` if that failed."""
-        match await super().ask("", encode_message(["hello", *hello])):
+        given = encode_message(dict(variables)) if variables else b""
+        match await super().ask("", encode_message(["hello", *hello]) + given):
             case ["ready", int() | float() as init_s]:
                 self.init_s, self.started = float(init_s), True
             case ["failed", str(kind), str(detail), bool(retryable)]:

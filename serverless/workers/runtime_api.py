@@ -22,6 +22,7 @@ from aiohttp import web
 from serverless.deploy.package import HANDLER, Package
 from serverless.providers.faults import decode_answer, function_fault
 from serverless.types import FaultKind, InfraFault
+from serverless.workers._worker import VARIABLES_FD
 from serverless.workers.logs import append_end
 from serverless.workers.pool import Worker, WorkerFault, WorkerReply, WorkerRequest
 from serverless.workers.processes import ProcessWorker
@@ -30,6 +31,16 @@ _RUNTIME = "/2018-06-01/runtime/"
 
 _EVENT_BYTES = 6 * 2**20
 """Lambda's limit of an event and of an answer."""
+
+
+_WITH_VARIABLES = f"""
+import ctypes, json, os, runpy
+with os.fdopen(int(os.environ.pop("{VARIABLES_FD}"))) as file:
+    os.environ.update(json.load(file))
+ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+runpy.run_module("awslambdaric", run_name="__main__", alter_sys=True)
+"""
+"""Runs the runtime client with the function's variables, which its command line and initial environment do not have."""
 
 
 async def start_runtime(
@@ -45,10 +56,9 @@ async def start_runtime(
         "AWS_DEFAULT_REGION": "local",
         "AWS_REGION": "local",
     }
+    program = ["-c", _WITH_VARIABLES] if package.variables else ["-m", "awslambdaric"]
     try:
-        worker.process = await fork(
-            {"exec": [sys.executable, "-m", "awslambdaric", HANDLER], "environment": environment}
-        )
+        worker.process = await fork({"exec": [sys.executable, *program, HANDLER], "environment": environment})
         await worker.ready()
     except BaseException:
         worker.kill()
@@ -109,7 +119,11 @@ class _RuntimeWorker:
         self._asked.put_nowait((request, body))
         failed, answer = await self._or_death(self._answer)
         run_s = loop.time() - began
-        append_end(self._log, size, request.id)
+        assert self.process is not None
+        if (output := self.process.output) is not None:
+            output.flush(request.id)
+        else:
+            append_end(self._log, size, request.id)
         if failed:
             fault = function_fault(answer, None)
             return WorkerReply(None, run_s, fault, keep=fault.kind is not FaultKind.OUT_OF_MEMORY)

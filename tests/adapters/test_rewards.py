@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollart.adapters.rewards.keeping import KeepingRewarder, is_kept
 from rollart.adapters.rewards.offload import OffloadRewarder, combine, item_of
 from rollart.errors import UsageError
+from rollart.ledger.kept import KeptItem
 from rollart.model import (
     GroupId,
     InfraFault,
@@ -24,8 +27,9 @@ from rollart.model import (
     TrajectoryId,
     Turn,
 )
-from rollart.settings.run import DomainSpec, RewardUse
+from rollart.settings.run import DomainSpec, KeepSpec, RewardUse
 from rollart.sim import loop as virtual
+from serverless.inline import InlineScorer
 from serverless.pipeline.offload import Offload
 from serverless.providers.simulated import Profile, SimulatedBackend
 from serverless.types import FaultKind, Item
@@ -204,3 +208,55 @@ def test_metadata_that_cannot_travel_is_the_environments_fault() -> None:
 def test_a_reward_that_is_no_function_is_refused_at_once() -> None:
     with pytest.raises(UsageError, match=r"'judge'.*functions: value, length"):
         rewarded(domain(use("judge")))
+
+
+def keeping(keep: str, outcomes: dict[str, Outcome], group: str = "g") -> list[KeptItem]:
+    """The items that a run with `keep` stores of one trajectory with these outcomes."""
+    found: list[KeptItem] = []
+
+    class Fixed(InlineScorer):
+        def __init__(self, outcome: Outcome) -> None:
+            self._outcome = outcome
+
+        async def score(self, item: Item) -> Outcome:
+            return self._outcome
+
+    async def main() -> None:
+        uses = [use(name, 2.0) for name in outcomes]
+        offload = Offload([], SimulatedBackend({}))
+        local = {name: Fixed(outcome) for name, outcome in outcomes.items()}
+        rules, versions = KeepSpec(items=keep), {"a": "digest"}
+        rewarder = KeepingRewarder(offload, [domain(*uses)], local, keep=rules, versions=versions, sink=found.append)
+        await rewarder.score(dataclasses.replace(trajectory(reference_answer="r"), group=GroupId(group)), 1.0)
+
+    virtual.run(main())
+    return found
+
+
+def test_an_item_is_kept_as_the_functions_got_it() -> None:
+    (kept,) = keeping("all", {"a": Scored(0.5), "b": ModelFault(-1.0, "no answer")})
+    assert kept.item == item_of(trajectory(reference_answer="r"))
+    assert (kept.group, kept.domain, kept.policy_version, kept.value) == ("g", "lake", 3, -1.0)
+    assert [(s.function, s.version, s.weight) for s in kept.scores] == [("a", "digest", 2.0), ("b", "", 2.0)]
+    assert kept.outcome("b") == kept.scores[1]
+    assert kept.outcome("c") is None
+
+
+def test_a_failed_item_has_no_value() -> None:
+    (kept,) = keeping("failed", {"a": Scored(0.5), "b": InfraFault(FaultKind.CRASH, retryable=False)})
+    assert kept.value is None
+
+
+def test_only_failed_items_are_kept_if_so_requested() -> None:
+    assert not keeping("failed", {"a": Scored(0.0)})
+    assert keeping("failed", {"a": ModelFault(0.0, "cut off")})
+
+
+@given(st.floats(0, 1))
+@settings(max_examples=20)
+def test_a_sample_has_its_share_of_the_groups(share: float) -> None:
+    """The same groups in every life of a run."""
+    keep = KeepSpec(items=f"sample {share:.4f}")
+    kept = [is_kept(keep, f"lake-{n}", [Scored(1.0)]) for n in range(2000)]
+    assert abs(sum(kept) / 2000 - share) < 0.05
+    assert kept == [is_kept(keep, f"lake-{n}", [InfraFault(FaultKind.CRASH, retryable=True)]) for n in range(2000)]

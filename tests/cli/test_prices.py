@@ -184,6 +184,7 @@ def test_rates_of_modal() -> None:
         "memory_gib_hour": "0.0072",
         "gpu_l4_second": "0.0003",
         "gpu_h100_second": "0.001",
+        "gpu_quantum_second": "1",
         "cpu_core_second_eu": "9",
         "volume_gib_month": "0.09",
         "gpu_l4": "1",
@@ -199,9 +200,13 @@ def test_rates_of_modal() -> None:
             ("modal", "idle-GiB-second"): 0.000002,
             ("cpu", "device-hour"): 0.072,
             ("L4", "device-hour"): 1.08,
+            ("modal-L4", "gpu-second"): 0.0003,
+            ("modal-L4", "idle-gpu-second"): 0.0003,
+            ("modal-H100", "gpu-second"): 0.001,
+            ("modal-H100", "idle-gpu-second"): 0.001,
         }
     )
-    assert unused == ["cpu_core_second_eu", "gpu_h100_second", "gpu_l4", "volume_gib_month"]
+    assert unused == ["cpu_core_second_eu", "gpu_l4", "gpu_quantum_second", "volume_gib_month"]
 
 
 # From the providers. moto has no pricing service, so AWS's answers come from a server here, through boto3's own client.
@@ -347,4 +352,6 @@ def test_modal_tells_its_workspaces_rates(rollart: Call) -> None:
     assert found["modal", "core-second"] == found["modal", "idle-core-second"] == float(RATES["cpu_core_second"])
     assert found["modal", "GiB-second"] == float(RATES["memory_gib_second"])
     assert found["L4", "device-hour"] == pytest.approx(3600 * float(RATES["gpu_l4_second"]))
+    busy, idle = found["modal-L4", "gpu-second"], found["modal-L4", "idle-gpu-second"]
+    assert busy == idle == float(RATES["gpu_l4_second"])
     assert in_file("prices.yaml")["modal", "core-second"].date == dt.date.today()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -15,6 +16,8 @@ import click
 import pytest
 
 from rollart.cli.commands import cli
+from rollart.errors import StorageFailed
+from rollart.launch.functions import translated_errors
 from tests.serverless.aws import provider as aws
 
 Call = Callable[..., Any]
@@ -67,6 +70,66 @@ def test_the_life_of_a_reward(rollart: Call) -> None:
     assert "billed" in called.err
     assert rollart("rewards", "delete", "mine", "--yes").code == 0
     assert rows(rollart("rewards", "list", "-o", "json").out, "functions") == []
+
+
+@pytest.mark.slow  # function workers are processes
+def test_the_life_of_a_canary(rollart: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(value: float | str) -> None:
+        Path("f.py").write_text(f"from rollart import reward\n\n@reward\ndef f(sample):\n    return {value}\n")
+
+    def scored(name: str) -> float:
+        done = rollart("rewards", "invoke", name, "--item", ITEM_TEXT)
+        assert done.code == 0, done.err
+        return float(json.loads(done.out)[0]["aggregate_reward_score"])
+
+    write(1.0)
+    assert rollart("rewards", "diff", "f.py", "--exit-code").code == 1, "it is to be created"
+    assert rollart("rewards", "deploy", "f.py").code == 0
+    same = rollart("rewards", "diff", "f.py", "--exit-code")
+    assert (same.code, "nothing: unchanged" in same.out) == (0, True)
+
+    write(2.0)
+    Path("cases.jsonl").write_text(json.dumps(ITEM) + "\n")
+    found = rollart("rewards", "diff", "f.py", "--canary", "0.2")
+    assert found.code == 0, found.err
+    assert "-    return 1.0\n+    return 2.0\n" in found.out
+    assert "canary: none -> " in found.out
+    machine = rollart("rewards", "diff", "f.py", "-o", "json").out
+    (file,) = rows(machine, "files")
+    assert (file["file"], file["added"], file["removed"]) == ("function/f.py", 1, 1)
+    costs = {row["provider"]: row for row in rows(machine, "costs")}
+    assert costs["aws_lambda"]["before"] > 0.0
+    assert costs["aws_lambda"]["after"] > 0.0
+    assert "function/f.py: changed (+1 -1)" in rollart("rewards", "deploy", "f.py", "--dry-run").out
+
+    assert rollart("rewards", "deploy", "f.py", "--canary", "0.2").code == 0
+    listed = [(row["number"], row["weight"]) for row in rows(rollart("rewards", "list", "--json").out, "functions")]
+    assert listed == [("1", 0.8), ("2", 0.2)]
+    assert (scored("f@1"), scored("f@2"), scored("f@canary")) == (1.0, 2.0, 2.0)
+    assert scored("f") in (1.0, 2.0)
+    missing = rollart("rewards", "invoke", "f@3", "--item", ITEM_TEXT)
+    assert (missing.code, "has no version '3'" in missing.err) == (2, True)
+    assert json.loads(rollart("rewards", "invoke", "f@2", "--item", ITEM_TEXT, "--json").out)["number"] == "2"
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert "nobody answers" in rollart("rewards", "promote", "f").err
+    compared = rollart("rewards", "promote", "f", "--cases", "cases.jsonl", "-y", "-o", "json")
+    assert compared.code == 0, compared.err
+    old, new = rows(compared.out, "comparison")
+    assert (old["version"], old["score"], new["version"], new["score"]) == ("current", 1.0, "canary", 2.0)
+    assert (old["items"], old["usd_per_million"] > 0.0, new["p50_ms"] > 0.0) == (1, True, True)
+    assert rows(compared.out, "functions")[0]["weight"] == 1.0
+    assert scored("f") == 2.0
+
+    write("1.0 / (sample is None)")
+    Path("cases.jsonl").write_text((json.dumps(ITEM) + "\n") * 6)
+    assert rollart("rewards", "deploy", "f.py", "--canary", "0.5").code == 0
+    refused = rollart("rewards", "promote", "f", "--cases", "cases.jsonl", "-y")
+    assert (refused.code, "more faults than the current version" in refused.err) == (5, True)
+    assert "crash faults" in refused.out
+    assert rollart("rewards", "rollback", "f").code == 0
+    assert scored("f") == 2.0
+    none = rollart("rewards", "promote", "f")
+    assert (none.code, "f has no canary" in none.err) == (2, True)
 
 
 @pytest.mark.slow  # the real clients of AWS against its plane, real workers
@@ -172,6 +235,8 @@ def test_a_plan_compares_providers(rollart: Call) -> None:
         (("deploy", "syntax.py"), 2, "syntax.py:1: not Python"),
         (("deploy", "two.py:a", "--name", "a b"), 2, "'a b' cannot name a function"),
         (("deploy", "two.py:c"), 2, "its definition is not in the source"),
+        (("deploy", "two.py:c"), 2, "name one that the file defines"),
+        (("test", "."), 2, ".: a directory without __init__.py"),
         (("invoke", "two.py:a", "--item", " "), 2, "no item"),
         (("test", "two.py", "--cases", "nowhere.jsonl"), 2, "nowhere.jsonl: No such file"),
         (("test", "two.py", "--cases", "bytes.jsonl"), 2, "bytes.jsonl: not UTF-8 text (byte 0)"),
@@ -181,6 +246,9 @@ def test_a_plan_compares_providers(rollart: Call) -> None:
         (("serve", "two.py", "--token-env", "NO_SUCH_TOKEN"), 3, "NO_SUCH_TOKEN is not set"),
         (("serve", "nowhere.py"), 2, "nowhere.py"),
         (("delete", "f", "--provider", "azure"), 2, "no provider 'azure'"),
+        (("logs", "f", "-f", "-o", "csv"), 2, "-f with -o csv (rule: table, or json"),
+        (("dev", "two.py", "-o", "html"), 2, "-o html (rule: table, or json"),
+        (("doctor", "two.py", "--cases", "nowhere.jsonl"), 2, "nowhere.jsonl: No such file"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(rollart: Call, arguments: tuple[str, ...], code: int, word: str) -> None:
@@ -202,6 +270,11 @@ def test_what_is_wrong_is_said_in_a_line(rollart: Call, arguments: tuple[str, ..
     assert done.code == code, done.err
     assert word in done.err
     assert "Traceback" not in done.err
+
+
+def test_a_full_disk_is_named() -> None:
+    with pytest.raises(StorageFailed, match="No space left on device"), translated_errors():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a file's write raises it, without its name
 
 
 COMMANDS = (
@@ -239,9 +312,10 @@ def test_without_credentials_of_aws_the_remedy_is_named(
 ) -> None:
     pytest.importorskip("boto3")
     pytest.importorskip("aiobotocore")
-    done = rollart("rewards", *command, "--provider", "aws")
-    assert (done.code, done.out) == (3, "")
-    assert "AWS_REGION" in done.err
+    if command == COMMANDS[0]:  # each asks for the region first
+        done = rollart("rewards", *command, "--provider", "aws")
+        assert (done.code, done.out) == (3, "")
+        assert "AWS_REGION" in done.err
     nobody.setenv("AWS_REGION", "us-east-1")
     done = rollart("rewards", *command, "--provider", "aws")
     assert (done.code, done.out) == (3, "")
@@ -309,6 +383,8 @@ def test_a_lower_limit_of_the_user_stays(tmp_path: Path) -> None:
 @pytest.mark.slow  # function workers are processes
 def test_machines_get_json(rollart: Call) -> None:
     assert json.loads(rollart("rewards", "init", "mine", "--json").out)["files"][0] == "mine/mine.py"
+    source = Path("mine/mine.py")
+    source.write_text(source.read_text().replace("    marks =", '    print("\\033[31mred")\n    marks =', 1))
     called = rollart("rewards", "invoke", "mine/mine.py", "--json", "--item", json.dumps(ITEM))
     found = json.loads(called.out)
     assert found["answer"][0]["aggregate_reward_score"] == 1.0
@@ -324,6 +400,8 @@ def test_machines_get_json(rollart: Call) -> None:
     last = rollart("rewards", "logs", "mine", "--json", "--limit", str(len(lines) - 1))
     assert json.loads(last.out)["lines"] == lines[1:]
     assert f"the last {len(lines) - 1} lines, there are more" in last.err
+    assert r"\x1b[31mred" in rollart("rewards", "logs", "mine").out, "a terminal does not obey what a reward prints"
+    assert "mine: no output of these calls in the last 3600 s" in rollart("rewards", "logs", "mine", "--run", "no").err
     assert lines[-1]["text"] == "TypeError: 'int' object is not iterable"
     assert f"mine,logs,lines,{len(lines) - 1},text,TypeError" in rollart("rewards", "logs", "mine", "-o", "csv").out
     gone = rollart("rewards", "delete", "mine", "--yes", "--json")
@@ -342,6 +420,11 @@ def test_whatever_has_formats_has_the_short_form() -> None:
         with_formats += bool(formats)
         assert not formats or "--json" in names, command.name
     assert with_formats >= 12
+    rewards = cli.commands["rewards"]
+    assert isinstance(rewards, click.Group)
+    for command in commands(rewards):
+        kinds = [o.type for o in command.params if o.name == "output"]
+        assert [isinstance(kind, click.Choice) and "json" in kind.choices for kind in kinds] == [True], command.name
 
 
 @pytest.mark.parametrize(("answer", "code", "word"), [("", 2, "nobody answers"), ("n\n", 0, "f stays")])

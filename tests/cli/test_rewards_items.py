@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from rollart.cli.rewards import call_event
+from rollart.cli.rewards.operate import call_event
 from rollart.errors import UsageError
+
+Call = Callable[..., Any]
 
 
 def test_the_short_form_of_cases_is_an_item() -> None:
@@ -27,3 +34,22 @@ def test_the_short_form_of_cases_is_an_item() -> None:
 def test_what_is_no_item_is_refused(text: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         call_event(text)
+
+
+@pytest.mark.slow  # function workers are processes
+def test_a_hidden_state_is_refused_at_deployment_with_the_difference(rollart: Call) -> None:
+    """Nothing is deployed. `test` warns of the same."""
+    source = Path(__file__).parents[1] / "serverless" / "functions" / "hidden.py"
+    Path("hidden.py").write_text(source.read_text())
+    unchecked = rollart("rewards", "deploy", "hidden.py", "--dry-run")
+    assert unchecked.code == 0, unchecked.err
+    assert "not checked for dependence on earlier calls: there is no cases.jsonl" in unchecked.out
+    lines = [{"id": f"c{n}", "completion": f"{n}"} for n in range(3)]
+    Path("cases.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    refused = rollart("rewards", "deploy", "hidden.py")
+    assert refused.code == 2
+    assert "item c0: 1 as call 1 of 6, 6 as call 6, in the reverse order (2 other items differ too)" in refused.err
+    assert json.loads(rollart("rewards", "list", "--json").out)["tables"]["functions"] == []
+    assert "item c0: 1 as call 1 of 6" in rollart("rewards", "test", "hidden.py").out.replace("\n", " ")
+    Path("hidden.py").write_text(source.read_text().replace("@reward(", "@reward(deterministic=False, "))
+    assert rollart("rewards", "deploy", "hidden.py", "--dry-run").code == 0

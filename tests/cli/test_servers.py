@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -17,11 +18,14 @@ from typing import Any
 
 import pytest
 
+from rollart.cli.main import run
 from rollart.launch.functions import backend, packages_in
 from rollart.settings.cluster import ClusterFunctions, HttpFunction
 from serverless.deploy import template
+from serverless.deploy.local import LocalDeployer
 from serverless.types import Item
 from serverless.wire import encode
+from tests.contracts.test_releases import constant
 
 pytestmark = pytest.mark.slow  # servers and workers are processes
 
@@ -29,11 +33,13 @@ ITEM = Item("1", ({"role": "assistant", "content": "<answer>42</answer>"},), "42
 
 
 @contextmanager
-def served(directory: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+def served(
+    directory: Path, *arguments: str, source: str = "mine/mine.py"
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
     template.write(directory / "mine", "mine")
     code = "import sys; from rollart.cli.main import main; main(['rewards', 'serve', *sys.argv[1:]])"
     process = subprocess.Popen(
-        [sys.executable, "-c", code, "mine/mine.py", "--json", *arguments],
+        [sys.executable, "-c", code, source, "--json", *arguments],
         cwd=directory,
         text=True,
         stdout=subprocess.PIPE,
@@ -86,12 +92,26 @@ def test_another_run_calls_it_by_url_and_token(tmp_path: Path, monkeypatch: pyte
         assert reply.invocation.memory_mb == 128
 
 
-def test_an_address_in_use_is_said(tmp_path: Path) -> None:
-    with served(tmp_path) as (_, told):
-        port = told["url"].rpartition(":")[2]
-        code = "import sys; from rollart.cli.main import main; main(['rewards', 'serve', *sys.argv[1:]])"
-        done = subprocess.run(
-            [sys.executable, "-c", code, "mine/mine.py", "--port", port], cwd=tmp_path, capture_output=True, text=True
-        )
-        assert done.returncode == 2
-        assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+def test_an_address_in_use_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    template.write(tmp_path / "mine", "mine")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert run(["rewards", "serve", str(tmp_path / "mine/mine.py"), "--port", str(port)]) == 2
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_calls_of_a_deployed_function_follow_its_weights(tmp_path: Path) -> None:
+    async def deploy() -> None:
+        async with LocalDeployer(tmp_path / ".rollart/functions") as control:
+            for value in (1.0, 2.0):
+                await control.deploy(constant(tmp_path, value), canary=0.5)
+
+    asyncio.run(deploy())
+    with served(tmp_path, source="f") as (_, told):
+        (function,) = told["functions"]
+        request = urllib.request.Request(function["url"], data=json.dumps([encode(ITEM)]).encode())
+        found = set()
+        for _ in range(30):
+            with urllib.request.urlopen(request, timeout=120) as answer:
+                found.add(json.load(answer)[0]["aggregate_reward_score"])
+        assert found == {1.0, 2.0}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.contracts import test_functions
+from rollart.testing import backend_suite
 from tests.serverless.aws.provider import AwsLambda
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(AwsLambda.missing), reason=AwsLambda.missing or "-")]
@@ -16,7 +16,7 @@ ELSEWHERE = {
 """They count workers by their names and end one by cancelling, which Lambda lacks: `test_aws_invoke` has the equivalent
 tests."""
 
-globals().update({k: v for k, v in vars(test_functions).items() if k.startswith("test_") and k not in ELSEWHERE})
+globals().update({k: v for k, v in vars(backend_suite).items() if k.startswith("test_") and k not in ELSEWHERE})
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.contracts import test_functions as suite
+from rollart.testing import backend_suite as suite
 from tests.serverless.modal_plane.provider import MISSING, ModalFunctions, PlaneProcess, running_plane
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(MISSING), reason=MISSING)]

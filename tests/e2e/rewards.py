@@ -1,6 +1,5 @@
 """Reward functions of the end-to-end tests. Packed as a file and run in function workers."""
 
-import os
 import pathlib
 import time
 
@@ -26,11 +25,6 @@ def nan(sample):
 def sleeps(sample):
     time.sleep(30)
     return 1.0
-
-
-@reward(memory_mb=128, timeout_s=5.0, deterministic=False)
-def leaves(sample):
-    os._exit(3)
 
 
 SEEN = []

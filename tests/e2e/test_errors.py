@@ -65,12 +65,23 @@ def test_environment_that_always_breaks(home: Home) -> None:
 
 @pytest.mark.parametrize(
     ("handler", "cause"),
-    [("raises", "the answer key is missing"), ("sleeps", "0.3 s"), ("leaves", "exited with code 3")],
+    [("raises", "the answer key is missing"), ("sleeps", "0.3 s")],
 )
 def test_reward_function_that_always_breaks(home: Home, handler: str, cause: str) -> None:
     spec = tiny(functions__0__handler=handler, functions__0__timeout_s=0.3 if handler == "sleeps" else 5.0)
     home.launch(spec).failed(5, cause)
     _no_scores(home)
+
+
+def test_reward_whose_answers_depend_on_earlier_calls(home: Home) -> None:
+    """Refused on the run's first samples, before any of them is kept or trained."""
+    source = Path(__file__).parents[1] / "serverless" / "functions" / "hidden.py"
+    (home.path / "hidden.py").write_text(source.read_text())
+    spec = tiny(functions__0__source="hidden.py", functions__0__handler="hidden")
+    home.launch(spec).failed(2, "its answers depend on earlier calls", "in the reverse order", "deterministic=False")
+    with ledger(home.directory) as db:
+        assert db.execute("SELECT count(*) FROM samples").fetchone() == (0,)
+        assert db.execute("SELECT version FROM versions").fetchall() == [(0,)]
 
 
 def test_reward_function_that_does_not_load(home: Home) -> None:

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+import yaml
 
 from tests.e2e.harness import BATCH, CLUSTER, STEPS, Home, events, held, ledger, processes, sound, tiny
 
@@ -34,8 +35,13 @@ def test_a_run_reaches_its_end_and_leaves_nothing_behind(home: Home) -> None:
 
 
 def test_stop_from_another_shell_and_resume(home: Home) -> None:
-    run = home.launch(tiny(**held(home)))
-    run.until_step(0)
+    """The run names a deployed function with a canary: it draws a version, which the resume keeps."""
+    paid = {_deploy(home, 0.25): {1.0, 0.25}, _deploy(home, 0.5, "--canary", "0.5"): {1.0, 0.5}}
+    named = {"name": "rule", "function": "rule@live", "batch_items": 8}
+    run = home.launch(tiny(functions__0=named, keep="all", **held(home)))
+    run.until_step(1)
+    drawn = yaml.safe_load((home.directory / "resolved.yaml").read_text())["releases"]["rule"]
+    assert drawn["weights"] == {"1": 0.5, "2": 0.5}
     again = home.run("launch", "--resume", "tiny-1")
     assert again.returncode == 2
     assert "is running" in again.stderr
@@ -44,9 +50,32 @@ def test_stop_from_another_shell_and_resume(home: Home) -> None:
     run.failed(130, "interrupted", "--resume")
     assert _status(home.run("status", "-o", "json").stdout)["state"] == "stopped"
     assert home.run("stop").returncode == 2
+    promoted = home.run("rewards", "promote", "rule", "-y", "-o", "json")
+    assert promoted.returncode == 0, promoted.stderr
+    compared = {row["number"]: row for row in json.loads(promoted.stdout)["tables"]["comparison"]}
+    called, other = compared.pop(drawn["number"]), *compared.values()
+    assert min(paid[drawn["version"]]) <= called["score"] <= 1.0
+    assert (called["items"] > 0, called["usd_per_million"] > 0.0) == (True, True)
+    assert (other["items"], other["score"]) == (0, None)
+    _deploy(home, 0.75)
     home.open()
     home.resume().finished()
-    sound(home.directory)
+    sound(home.directory, paid=paid[drawn["version"]])
+    assert yaml.safe_load((home.directory / "resolved.yaml").read_text())["releases"]["rule"] == drawn
+    report = home.run("report", "cost", "tiny-1")
+    assert f"rule@live: version {drawn['version'][:12]} ({drawn['number']} on local), drawn with 0.5" in report.stdout
+    versions = [(event["version"], event["number"]) for event in events(home.directory, "function_version")]
+    assert versions == [(drawn["version"], drawn["number"])] * 2
+
+
+def _deploy(home: Home, wrong: float, *options: str) -> str:
+    """Deploy a version of the function `rule` that pays so for a wrong answer; its digest."""
+    text = f"1.0 if sample.messages[-1]['content'] == sample.reference_answer else {wrong}"
+    head = "from rollart import reward\n\n\n@reward(memory_mb=128, timeout_s=5.0, deterministic=False)\n"
+    (home.path / "rule.py").write_text(f"{head}def rule(sample):\n    return {text}\n")
+    done = home.run("rewards", "deploy", "rule.py", "-o", "json", *options)
+    assert done.returncode == 0, done.stderr
+    return str(json.loads(done.stdout)["tables"]["functions"][0]["version"])
 
 
 def test_engines_load_what_their_host_pulled_from_a_store(home: Home) -> None:

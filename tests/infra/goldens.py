@@ -19,8 +19,16 @@ FLEET = HERE / "fleet/run.yaml", HERE / "fleet/cluster.yaml"
 
 CLUSTERS = ("local", "aws-mix", "rollart-96h800-32h20", "3000-gpus")
 
-AWS = ("cluster.functions.backend=aws_lambda", "cluster.functions.aws_lambda={region: us-east-1}")
-MODAL = ("cluster.functions.backend=modal", "cluster.functions.modal={python: '3.12'}")
+SECRETS = (
+    "cluster.functions.secrets={JUDGE_API_KEY: {aws_secret: 'prod/judge:key', modal: judge}, LOG_KEY: {ssm: /log}}"
+)
+KEY = "arn:aws:kms:us-east-1:123456789012:key/k"
+AWS = (
+    "cluster.functions.backend=aws_lambda",
+    f"cluster.functions.aws_lambda={{region: us-east-1, kms_key_arn: '{KEY}'}}",
+    SECRETS,
+)
+MODAL = ("cluster.functions.backend=modal", "cluster.functions.modal={python: '3.12'}", SECRETS)
 
 
 def cluster(name: str) -> Path:
@@ -42,6 +50,7 @@ def rendered() -> dict[str, str]:
         files |= _texts(f"fleet/{target}", render(target, *FLEET).files)
     for target in ("cfn", "sam", "terraform"):
         files |= _texts(f"fleet/{target}", render(target, *FLEET).files)
+    files |= _texts("run/knative", render("knative", RUN, cluster("local"), namespace="rl").files)
     files |= _texts("run/modal", render("modal", RUN, cluster("local"), MODAL).files)
     return files
 
@@ -56,6 +65,7 @@ def _texts(prefix: str, files: Mapping[str, bytes]) -> dict[str, str]:
 
 def stable(text: str) -> str:
     text = re.sub(r"[0-9a-f]{64}", "DIGEST", text)
+    text = re.sub(r"(DIGEST.zip: )\S+", r"\1ARCHIVE", text)
     text = text.replace(f":{metadata.version('rollart')}\n", ":VERSION\n")
     text = re.sub(r"[0-9a-f]{32}\.zip", "ARCHIVE.zip", text)
     return re.sub(r"V[0-9a-f]{12}\b", "VERSION", text)

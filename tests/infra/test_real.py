@@ -72,6 +72,32 @@ def taken(text: str) -> None:
         assert config["available_node_types"]["headgroup"]["resources"]["CPU"] == 0
 
 
+KNATIVE_POD = {"affinity", "containers", "enableServiceLinks", "hostAliases", "imagePullSecrets", "nodeSelector"}
+KNATIVE_POD |= {"runtimeClassName", "securityContext", "serviceAccountName", "tolerations", "volumes"}
+KNATIVE_POD |= {"containerConcurrency", "timeoutSeconds"}
+KNATIVE_CONTAINER = {"args", "command", "env", "envFrom", "image", "imagePullPolicy", "livenessProbe", "name", "ports"}
+KNATIVE_CONTAINER |= {"readinessProbe", "resources", "securityContext", "volumeMounts", "workingDir"}
+"""Fields that Knative Serving takes of a pod and a container (pkg/apis/serving/fieldmask.go); it refuses others."""
+
+
+def test_kubernetes_takes_the_pods_of_knative_services() -> None:
+    """There is no schema of Knative's here: its fields are compared with its own list, and the rest is a pod."""
+    import kubernetes_validate
+
+    for document in yaml.safe_load_all((GOLDEN / "run/knative/functions.yaml").read_text()):
+        if document["kind"] == "ConfigMap":
+            kubernetes_validate.validate(document, "1.33", strict=True)
+            continue
+        assert (document["apiVersion"], document["spec"].keys()) == ("serving.knative.dev/v1", {"template"})
+        template = document["spec"]["template"]
+        assert template["spec"].keys() <= KNATIVE_POD
+        assert all(container.keys() <= KNATIVE_CONTAINER for container in template["spec"]["containers"])
+        assert all(isinstance(value, str) for value in template["metadata"]["annotations"].values())
+        spec = {k: v for k, v in template["spec"].items() if k not in ("containerConcurrency", "timeoutSeconds")}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "a", **template["metadata"]}, "spec": spec}
+        kubernetes_validate.validate(pod, "1.33", strict=True)
+
+
 @pytest.mark.parametrize(("name", "pool"), [("aws-mix", "p5"), ("fleet", "h100")])
 def test_ray_accepts_the_configuration_of_ray_up(name: str, pool: str) -> None:
     from ray.autoscaler._private.util import prepare_config, validate_config
@@ -200,7 +226,13 @@ def test_cloudformation_is_deployed_and_called(account: Any, tmp_path: Path) -> 
     assert {g["logGroupName"]: g["retentionInDays"] for g in groups} == {
         "/aws/lambda/cfn-exact": 7,
         "/aws/lambda/cfn-length": 7,
+        "/aws/lambda/cfn-judge": 7,
     }
+    judge = client(account).get_function_configuration(FunctionName="cfn-judge")
+    role = judge["Role"].rpartition("/")[2]
+    found = client(account, "iam").get_role_policy(RoleName=role, PolicyName="own-secrets")["PolicyDocument"]
+    for secret in ("JUDGE_API_KEY", "LOG_KEY"):
+        assert f"arn:aws:secretsmanager:us-east-1:123456789012:secret:{secret}-??????" in str(found)
     asyncio.run(works(account, "cfn-"))
 
 

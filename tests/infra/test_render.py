@@ -20,7 +20,7 @@ from rollart.launch.layout import pool_nodes
 from rollart.settings.resolve import read_specs, resolve_files
 from rollart.tools.infra import TARGETS, render
 from tests.infra import goldens
-from tests.infra.goldens import AWS, CLUSTERS, FLEET, GOLDEN, RUN, cluster
+from tests.infra.goldens import AWS, CLUSTERS, FLEET, GOLDEN, MODAL, RUN, cluster
 
 
 @pytest.fixture(scope="module")
@@ -294,10 +294,28 @@ def test_a_functions_role_reaches_its_logs_and_nothing_else(rendered: dict[str, 
     (statement,) = policy["PolicyDocument"]["Statement"]
     assert statement["Action"] == ["logs:CreateLogStream", "logs:PutLogEvents"]
     assert statement["Resource"] == [{"Fn::GetAtt": [f"{name}Logs", "Arn"]} for name in ("Exact", "Length")]
+    logs, secrets = resources["JudgeRole"]["Properties"]["Policies"]
+    assert logs["PolicyDocument"]["Statement"][0]["Resource"] == [{"Fn::GetAtt": ["JudgeLogs", "Arn"]}]
+    assert [(s["Action"], [str(r).rpartition(":")[2] for r in s["Resource"]]) for s in _statements(secrets)] == [
+        ("secretsmanager:GetSecretValue", ["prod/judge-??????'}"]),
+        ("ssm:GetParameter", ["parameter/log'}"]),
+        ("kms:Decrypt", ["key/k"]),
+    ]
     for text in rendered.values():
         for document in yaml.safe_load_all(text) if "AWSTemplate" in text else ():
             allowed = [s for s in _statements(document) if s["Effect"] == "Allow"]
             assert all("*" not in str(s["Action"]) and s.get("Resource") != "*" for s in allowed)
+
+
+def test_a_template_holds_no_value_of_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_API_KEY", "the-value")
+    for target, given in (("cfn", AWS), ("sam", AWS), ("terraform", AWS), ("modal", MODAL), ("kuberay", ())):
+        files = render(target, RUN, cluster("local"), given).files
+        assert not any(b"the-value" in data for data in files.values())
+        assert any(b"JUDGE_API_KEY" in data for data in files.values())
+    stored = (*AWS[:2], "cluster.functions.secrets={JUDGE_API_KEY: {lambda_env: true}}")
+    with pytest.raises(SpecError, match="secret JUDGE_API_KEY of function 'judge' would be in the rendered files"):
+        render("cfn", RUN, cluster("local"), stored)
 
 
 def _statements(value: object) -> list[dict[str, object]]:
@@ -314,6 +332,8 @@ def test_terraform_references_exist(name: str, rendered: dict[str, str]) -> None
     there = {f"{kind}.{label}" for kind, labels in main["resource"].items() for label in labels}
     text = json.dumps(main)
     used = set(re.findall(r"\$\{(aws_\w+\.\w+)", text))
+    data = {f"{kind}.{label}" for kind, labels in main.get("data", {}).items() for label in labels}
+    assert set(re.findall(r"\$\{data\.(aws_\w+\.\w+)", text)) == data
     used |= {d for labels in main["resource"].values() for body in labels.values() for d in body.get("depends_on", ())}
     assert used
     assert used <= there

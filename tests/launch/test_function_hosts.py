@@ -37,6 +37,12 @@ def with_rewards(run: Resolved, count: int) -> Resolved:
     return replace(run, cluster=cluster, plan=replace(run.plan, assignments=(*run.plan.assignments, *given)))
 
 
+def test_asking_where_a_host_would_be_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    function_actor(resolved("functions.local.hosts=2"), Path(), "reward-0", "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def room(run: Resolved, name: str) -> tuple[dict[str, float], dict[str, str]]:
     actor = function_actor(run, Path(), name, "secret")
     assert "secret" not in str(actor.args), "arguments are there for every user of the machine to read"

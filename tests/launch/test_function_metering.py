@@ -15,9 +15,11 @@ from rollart.report.cost import cost
 from rollart.report.rows import collect
 from rollart.report.utilization import utilization
 from rollart.sim import loop as virtual
+from rollart.testing.functions import LimitedAccount
 from rollart.testing.ledger import MemoryRecorder
 from serverless.meter import WorkerSpan, WorkerState
 from serverless.pipeline.offload import Offload
+from serverless.types import Invocation
 from tests.report.test_report import cells
 from tests.serverless.modelled import Modelled, takes
 from tests.serverless.support import Books, Simulated, item, package
@@ -65,6 +67,31 @@ def test_a_call_of_the_pool_reaches_the_report(tmp_path: Path) -> None:
     assert {e.fields["stage"]: e.fields["entered"] for e in run.events_of("offload_stage")}["validate"] == 6
     (health,) = cells(utilization(run), "health")
     assert (health["outcomes"], health["infra_faults"]) == (6, 0)
+
+
+def test_refused_calls_reach_the_report_with_the_other_runs_of_the_machine(tmp_path: Path) -> None:
+    work = package(batch={"max_items": 1}, concurrency=32)
+
+    async def run(name: str) -> None:
+        clock = asyncio.get_running_loop().time
+        with Ledger(tmp_path / name, clock=clock, inline=True) as ledger:
+            backend = LimitedAccount(6).backend(0.05, retry_after_s=1.0)
+            async with Offload([work], backend, quota=30) as offload, asyncio.TaskGroup() as group:
+                for n in range(40):
+                    group.create_task(offload.submit("behave", item(str(n), value=float(n)), 100.0))
+            call = Invocation("behave", "limited", "w", 0.0, 1.0, 0.0, 1.0, 512, 1, "ok")
+            LedgerMeter(ledger).invocation(call)
+            for event in offload_events(offload, clock(), tmp_path / name):
+                ledger.event(event)
+
+    for name in ("first", "second"):
+        virtual.run(run(name))
+    with LedgerReader(tmp_path / "second") as reader:
+        read = collect(reader, "second")
+    for report in (cost, utilization):
+        refused, delayed = cells(report(read), "refused")
+        assert (refused["limit"], refused["beside"], delayed["limit"]) == ("concurrency", "first", "quota")
+        assert refused["calls"] >= 24
 
 
 def test_events_tell_what_happened_and_nothing_else() -> None:

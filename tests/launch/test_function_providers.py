@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rollart.errors import ProviderError, SpecError, UsageError
-from rollart.launch.functions import TrialMeter, backend, check_providers, packages_in
+from rollart.launch.functions import TrialMeter, backend, build_lines, check_providers, packages_in
 from rollart.settings.cluster import ClusterFunctions, LocalFunctions
 from rollart.settings.load import builtin, load_prices
 from serverless.deploy import template
 from serverless.deploy.aws_function import AwsSettings
+from serverless.deploy.package import Package, build
+from serverless.errors import PackageError
 from serverless.providers.base import Reply
 from serverless.providers.rehearsal import MODAL, RehearsedBackend
+from serverless.spec import FunctionSpec
 from serverless.types import Cause, Invocation
 from serverless.workers.local import LocalBackend
+from tests.serverless.deploy.wheels import write_wheel
 
 
 def test_local_workers_play_a_provider_when_told() -> None:
@@ -107,3 +113,34 @@ def test_the_region_is_also_that_of_aws_region(monkeypatch: pytest.MonkeyPatch) 
     assert AwsSettings(region="us-east-1").region == "us-east-1"
     monkeypatch.delenv("AWS_REGION")
     assert AwsSettings().region == ""
+
+
+@pytest.mark.slow  # uv resolves
+@pytest.mark.skipif(importlib.util.find_spec("uv") is None, reason="not installed: uv")
+def test_a_dry_run_says_what_is_built_and_refuses_what_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_wheel(tmp_path / "index", "tiny_reward", "1.5", "")
+    write_wheel(tmp_path / "index", "for_windows", "2.0", "", tag="py3-none-win_amd64")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", (tmp_path / "index").as_uri())
+    monkeypatch.setenv("UV_INDEX", "")
+    (tmp_path / "f.py").write_text("def f(sample):\n    return 1.0\n")
+
+    def packed(**settings: Any) -> Package:
+        return build(FunctionSpec.model_validate({"name": "f", "source": "f.py", **settings}), base=tmp_path)
+
+    functions = ClusterFunctions(backend=["aws_lambda", "modal"])
+    assert list(build_lines(packed(), functions)) == []
+    on_aws, on_modal = build_lines(packed(requirements=("tiny-reward==1.5",), image={"system": ["git"]}), functions)
+    assert on_aws.startswith("f on aws_lambda: build the image rollart-functions:")
+    assert "apt: git" in on_aws
+    assert on_modal.startswith("f on modal: build its image; from python:")
+    with pytest.raises(PackageError, match="no wheels with a matching platform tag"):
+        list(build_lines(packed(requirements=("for-windows==2.0",)), functions))
+    weights = tmp_path / "weights.bin"
+    with weights.open("wb") as file:
+        file.truncate(263_000_000)
+    large = packed(requirements=("tiny-reward==1.5",), artefacts=(str(weights),))
+    with pytest.raises(PackageError, match="at least 263 MB unpacked") as error:
+        list(build_lines(large, functions))
+    assert "image={}" in error.value.remedy

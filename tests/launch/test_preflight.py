@@ -564,16 +564,16 @@ def rule(sample) -> float:
         pytest.param(
             "modal",
             [
-                "requirement torch==2.6.0+cpu is a local build",
-                "it imports no_such_module, which is neither packed nor in its requirements",
-                "it imports numpy, which is neither",
+                "reward.py:5: imports no_such_module, which is neither packed nor in its requirements",
+                "reward.py:4: imports numpy, which is neither",
                 "it reads the environment variable JUDGE_KEY",
                 "it reads the environment variable MODEL",
             ],
             marks=EXTRA,
         ),
         pytest.param("aws_lambda", ["torch is larger than the 250 MB that AWS Lambda unpacks"], marks=EXTRA),
-        ("local", []),
+        ("local", ["it reads the environment variable JUDGE_KEY", "it reads the environment variable MODEL"]),
+        ("http", []),
     ],
 )
 def test_a_function_that_will_not_work_at_its_provider(
@@ -583,7 +583,8 @@ def test_a_function_that_will_not_work_at_its_provider(
     function = {"name": "rule", "source": "reward.py", "handler": "rule", "requirements": ["torch==2.6.0+cpu"]}
     run, cluster = tmp_path / "run.yaml", tmp_path / "cluster.yaml"
     run.write_text(yaml.safe_dump(tiny(functions=[function])))
-    cluster.write_text(yaml.safe_dump(CLUSTER | {"functions": {"backend": backend}}))
+    http = {"rule": "http://127.0.0.1:1/rule"}
+    cluster.write_text(yaml.safe_dump(CLUSTER | {"functions": {"backend": backend, "http": http}}))
     assert rollart(["validate", str(run), str(cluster)]) == 0
     warned = capsys.readouterr().err
     assert rollart(["launch", str(run), "--cluster", str(cluster), "--dry-run"]) == 0
@@ -647,12 +648,6 @@ def test_cuda_packages_that_no_part_uses(
     cluster.write_text(yaml.safe_dump(CLUSTER))
     assert rollart(["validate", str(run), str(cluster)]) == 0
     assert ("torch is installed with gigabytes of CUDA packages" in capsys.readouterr().err) == warned
-
-
-def test_completion_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("_ROLLART_COMPLETE", "bash_source")
-    assert rollart([]) == 2
-    assert capsys.readouterr().err.startswith("rollart: tab completion is not supported")
 
 
 def test_a_shipped_spec_that_is_not_here_is_named(

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from rollart.ledger.database import FILE
+from rollart.ledger.reader import LedgerReader
 from rollart.ledger.store import Ledger
 
 CHILD = """
 import asyncio, sys
+from rollart.ledger.kept import KeptItem
 from rollart.ledger.store import Ledger
-from rollart.model import Group, GroupId, TrainSample, TrajectoryId
+from rollart.model import Group, GroupId, Item, TrainSample, TrajectoryId
 from rollart.ports import Charge, Interval
 
 def sample(i, m):
@@ -32,6 +34,9 @@ async def worker(ledger, start, lock):
         samples = (sample(i, 0), sample(i, 1))
         for s in samples:
             charge = Charge(s.id, "lake", "finished", 0, 0.5, 1, 1, 1, True, 1.0, "train", 0.0, 1.0)
+            text = "answer " * 300
+            item = Item(s.id, ({"role": "assistant", "content": f"{text} of {s.id}"},))
+            ledger.keep(KeptItem(item, s.group, "lake", 0, 1.0, ()))
             await ledger.finish(s, charge)
             print(f"finished {s.id}", flush=True)
         for k in range(20):
@@ -44,7 +49,7 @@ async def worker(ledger, start, lock):
                 print(f"trained g{i} {counter[0]}", flush=True)
 
 async def main():
-    ledger = Ledger(sys.argv[1], clock=asyncio.get_running_loop().time)
+    ledger = Ledger(sys.argv[1], clock=asyncio.get_running_loop().time, kept_mb=100)
     recovered = await ledger.recover()
     counter[0] = recovered.version if recovered else 0
     start = recovered.seeds_drawn["lake"] * 2 if recovered else 0
@@ -99,6 +104,8 @@ def _check(directory: Path, finished: set[str], trained: dict[str, int]) -> None
     samples = rows_of(directory, "SELECT id FROM samples ORDER BY id")
     trajectories = rows_of(directory, "SELECT id FROM trajectories ORDER BY id")
     assert trajectories == samples, "each sample has its trajectory's row"
+    with LedgerReader(directory) as reader:
+        assert sorted((kept.item.id,) for kept in reader.kept()) == samples, "each has its kept item, once"
     in_file = dict(rows_of(directory, "SELECT id, version FROM groups WHERE state = 1"))
     for group, version in trained.items():
         assert in_file[group] == version, "an acknowledged commit is there, once"

@@ -28,7 +28,7 @@ from rollart.ports import Charge, Interval, RunEvent
 from rollart.settings.load import builtin, load_prices
 from rollart.testing.laws import find_tiling_errors, sum_intervals
 from rollart.testing.ledger import MemoryRecorder
-from serverless.meter import Saving
+from serverless.meter import Saving, WorkerSpan, WorkerState
 from serverless.types import Cause, Invocation
 
 MakeSample = Callable[..., TrainSample]
@@ -546,6 +546,25 @@ def test_no_event_reaches_the_ledger_unseen(tmp_path: Path) -> None:
     with LedgerReader(tmp_path) as reader:
         held = [event.kind for event in reader.events()]
     assert held == [event.kind for event in seen] == ["resource_opened", "resource_closed", "lease_expired"]
+
+
+def test_the_gpus_of_functions_are_spent_in_every_life(tmp_path: Path) -> None:
+    """An hour on an L4 with 1 GiB, and half an hour of waiting; the budget of a resumed run knows both."""
+    prices, config = load_prices(builtin("prices.yaml")), {"functions": {"f": {"gpu": "L4"}, "g": {"gpu": ""}}}
+    hour = 3600 * (0.0000131 + 0.00000222)
+    calls = [Invocation(name, "modal", "w", 0, 1, 0, 3600.0, 1024, 1, "ok") for name in ("f", "g")]
+    waited = WorkerSpan("f", "modal", "w", 0, 1800, WorkerState.IDLE, 1024)
+
+    async def main() -> None:
+        for life in (1, 2):
+            with Ledger(tmp_path, clock=zero, prices=prices, inline=True, config=config) as ledger:
+                for call in calls:
+                    ledger.invocation(call)
+                ledger.worker(waited)
+                await ledger.flush()
+                assert ledger.functions_usd == pytest.approx(life * (2.5 * hour + 5400 * 0.000222))
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("inline", [True, False])

@@ -129,7 +129,7 @@ def test_an_unknown_version_is_refused(tmp_path: Path, version: str) -> None:
         connection.execute("UPDATE meta SET value = ?", (version,))
     for opened in (lambda: LedgerReader(tmp_path), lambda: Ledger(tmp_path, clock=zero)):
         make: Any = opened
-        with pytest.raises(StorageFailed, match=rf"schema version {version} \(rule: 3, 4\)"):
+        with pytest.raises(StorageFailed, match=rf"schema version {version} \(rule: 3, 4, 5, 6\)"):
             make()
 
 

@@ -65,6 +65,25 @@ def test_idle_tails_cost_where_the_provider_charges_them() -> None:
     assert any("provisioned concurrency" in source for source in prices), "the price of what was idle is stated"
 
 
+def test_the_gpu_of_a_function_is_billed_in_calls_starts_and_idle_tails() -> None:
+    """By hand: 10 s on an L4 with 1 GiB, of which 3 s were start-up, and 60 s of waiting."""
+    gpu, second = 0.000222, CORE + GIB + 0.000222
+    calls = [InvocationSum("f", "modal", 1024, "ok", 4, 40, 1, 3.0, 10.0, "call", 3.0)]
+    idle = [WorkerSum("f", "modal", 1024, "idle", 60.0, True)]
+    run = rows(intervals=[], charges=[], invocations=calls, workers=idle, gpus={"f": "L4"})
+    assert [x.usd for x in cost_lines(run)] == pytest.approx([7 * second, 3 * second, 60 * second])
+    listed = {(r["price"], r["unit"]): r["usd"] for r in cells(cost(run), "prices")}
+    assert (listed["modal-L4", "gpu-second"], listed["modal-L4", "idle-gpu-second"]) == pytest.approx(
+        (10 * gpu, 60 * gpu)
+    )
+    assert sum(listed.values()) == pytest.approx(70 * second)
+    (table,) = cells(cost(run), "function_workers")
+    assert table["idle_usd"] == pytest.approx(60 * second)
+    unknown = rows(intervals=[], charges=[], invocations=calls, gpus={"f": "TPU"})
+    assert any("no price is known for its GPU TPU" in note for note in cost(unknown).notes)
+    assert not any("no price is known" in note for note in cost(run).notes)
+
+
 def test_where_nothing_idled_no_idle_price_is_stated() -> None:
     run = rows(invocations=[InvocationSum("f", "aws_lambda", 1024, "ok", 1, 1, 0, 0.0, 1.0)])
     assert not any("idle" in note for note in cost(run).notes)
@@ -119,6 +138,31 @@ def test_health_of_functions() -> None:
     assert (other["rate"], other["kinds"], other["model_faults"]) == (0, "", None)
 
 
+def test_refused_calls_name_the_limit_that_refused_them_and_lives_add_up() -> None:
+    name = "function_refused"
+    events = [
+        RunEvent(9.0, name, "exact", {"provider": "aws_lambda", "concurrency": 26, "competed": 3, "quota": 1}),
+        RunEvent(19.0, name, "exact", {"provider": "aws_lambda", "concurrency": 4, "rate": 2, "beside": "b"}),
+        RunEvent(19.0, name, "judge", {"provider": "modal", "api": 7}),
+    ]
+    for report in (cost, utilization):
+        found = [
+            (r["function"], r["provider"], r["limit"], r["calls"])
+            for r in cells(report(rows(events=events)), "refused")
+        ]
+        assert found == [
+            ("exact", "aws_lambda", "concurrency", 30),
+            ("exact", "aws_lambda", "rate", 2),
+            ("exact", "aws_lambda", "quota", 1),
+            ("exact", "aws_lambda", "competed", 3),
+            ("judge", "modal", "api", 7),
+        ]
+    assert [row["beside"] for row in cells(cost(rows(events=events)), "refused")] == ["b", "b", "", "", ""]
+    text = render(cost(rows(events=events)), "table", width=100)
+    assert "functions.quota of this run" in text
+    assert "Calls that a limit" not in render(cost(rows(events=[])), "table", width=100)
+
+
 def test_calls_without_a_bill_are_marked_as_estimates() -> None:
     calls = [
         InvocationSum("f", "aws_lambda", 1024, "ok", 10, 10, 0, 0.0, 1.0),
@@ -170,3 +214,9 @@ def test_a_narrow_terminal_breaks_texts_and_no_number() -> None:
 
 def test_a_stage_that_only_passed_items_on_has_no_row() -> None:
     assert cells(cost(rows(events=[stage("schema", entered=10)])), "stages") == []
+
+
+def test_processes_that_outlived_a_call_are_a_note() -> None:
+    left = RunEvent(1.0, "worker_left_processes", "f", {"worker": "local/f/0", "processes": "sleep (12)"})
+    (note,) = utilization(rows(intervals=[], charges=[], events=[left])).notes
+    assert note.startswith("f: processes outlived their call (sleep (12))")

@@ -12,6 +12,7 @@ from rollart.ledger.reader import LedgerReader, RunFacts
 from rollart.ledger.store import Ledger
 from rollart.model import TrajectoryId
 from rollart.ports import Charge
+from rollart.report.exposure import TrajectoryLife
 from rollart.report.offload import MATCH_S, CallTrace, matched_calls, offload, read_trace
 from rollart.report.rows import collect
 from serverless.spec import FunctionSpec
@@ -102,7 +103,8 @@ def test_what_no_deployment_would_serve_is_left_out_and_functions_can_share() ->
     ]
     report = offload(rows(invocations=[]), given(calls))
     assert {r["function"]: r["calls"] for r in cells(report, "summary")} == {"f": 2, "g": 1, "(all)": 3}
-    assert [r["served_by"] for r in cells(report, "ways") if r["function"] == "(all)"][-1].startswith("dedicated")
+    together = [r["served_by"] for r in cells(report, "ways") if r["function"] == "(all)"]
+    assert (together[0], together[-1]) == ("as billed", "inline")  # replays that scale are of one function each
     empty = offload(rows(invocations=[]), given([]))
     assert (cells(empty, "ways"), empty.notes) == ([], ())
 
@@ -114,16 +116,20 @@ def test_a_worker_is_as_large_as_its_memory() -> None:
 
 
 def test_calls_are_matched_with_the_trajectories_that_waited_for_them() -> None:
-    lives = [("pond", 0.0, 2.1), ("lake", 1.0, 2.2), ("lake", 1.5, 2.3), ("lake", 3.0, 9.0), ("lake", 9.5, 10.0)]
+    spans = [("pond", 0.0, 2.1), ("lake", 1.0, 2.2), ("lake", 1.5, 2.3), ("lake", 3.0, 9.0), ("lake", 9.5, 10.0)]
+    lives = [TrajectoryLife(*span) for span in spans]
     early = [call(0, items=2), call(2.5, 1.0), call(9.0, 0.5)]
-    calls, found = matched_calls(early, lives, frozenset({"lake"}))
+    found = matched_calls(early, lives, frozenset({"lake"}))
     # No trajectory had begun before the first call; the next one ended too late after the second; the last began late.
-    assert (found, [c.since for c in calls]) == (0, [None, None, None])
+    assert (found.found, [c.since for c in found.calls]) == (0, [None, None, None])
     later = [call(1.6, 0.5, items=2), call(8.0, 0.9)]
-    calls, found = matched_calls(later, lives, frozenset({"lake"}))
-    assert (found, [(c.since, c.kind) for c in calls]) == (2, [(1.0, "lake"), (3.0, "lake")])
-    assert matched_calls(later, [("lake", 0.0, 2.1 + MATCH_S + 0.1)], frozenset({"lake"}))[1] == 0
-    assert matched_calls(later, lives, frozenset())[1] == 0
+    found = matched_calls(later, lives, frozenset({"lake"}))
+    assert (found.found, [(c.since, c.kind) for c in found.calls]) == (2, [(1.0, "lake"), (3.0, "lake")])
+    assert found.trajectories == [(1, 2), (3,)]
+    assert matched_calls([call(1.6, 0.5, status="crash")], lives, frozenset({"lake"})).found == 0
+    late = [TrajectoryLife("lake", 0.0, 2.1 + MATCH_S + 0.1)]
+    assert matched_calls(later, late, frozenset({"lake"})).found == 0
+    assert matched_calls(later, lives, frozenset()).found == 0
 
 
 def test_a_recorded_run(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import contextlib
 import importlib.util
@@ -12,18 +11,19 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from typing import Any, TypeVar
 
 from rollart.sim import loop as virtual
-from rollart.testing.functions import Meter
-from serverless.deploy.package import Package, build
-from serverless.meter import MeterSink, WorkerSpan
+from rollart.testing import backends
+from rollart.testing.backends import Books, Provider, item, until
+from serverless.deploy.package import Package
+from serverless.meter import MeterSink
 from serverless.providers.base import Backend
 from serverless.providers.http import Bearer, Endpoint, HttpBackend
 from serverless.providers.http_server import FunctionHttpServer
 from serverless.providers.simulated import Profile, SimulatedBackend
-from serverless.spec import FunctionSpec
-from serverless.types import Invocation, Item
 from serverless.workers.host import WorkerHost
 from serverless.workers.local import LocalBackend
 from serverless.workers.remote import HostedBackend, WorkerHosts
+
+__all__ = ["Books", "Provider", "item", "until"]
 
 T = TypeVar("T")
 
@@ -31,15 +31,10 @@ FUNCTIONS = pathlib.Path(__file__).parent / "functions"
 
 
 def package(source: str = "behave", **settings: Any) -> Package:
-    """A test function, `file` or `file:attribute`; its name is the attribute's unless given."""
-    file, _, attribute = source.partition(":")
-    settings.setdefault("name", attribute or file)
-    return build(FunctionSpec(source=f"{file}.py", handler=attribute, **settings), base=FUNCTIONS)
-
-
-def item(key: str = "a", **metadata: Any) -> Item:
-    messages = ({"role": "user", "content": "in"}, {"role": "assistant", "content": "out"})
-    return Item(key, messages, "out", metadata)
+    """A test function, `file` or `file:attribute`, of these tests or of the conformance suite; its name is the
+    attribute's unless given."""
+    here = (FUNCTIONS / f"{source.partition(':')[0]}.py").exists()
+    return backends.package(source, base=FUNCTIONS if here else backends.REWARDS, **settings)
 
 
 def alive(pid: int) -> bool:
@@ -62,57 +57,6 @@ def children(pid: int) -> list[int]:
 def descendants(pid: int | None = None) -> list[int]:
     own = children(pid if pid is not None else os.getpid())
     return own + [d for c in own for d in descendants(c)]
-
-
-async def until(condition: Any, seconds: float = 60.0) -> None:
-    """Wait for a fact about real processes, which nothing signals to us."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-class Books(Meter):
-    """A meter that keeps every record."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.invocations: list[Invocation] = []
-        self.spans: list[WorkerSpan] = []
-
-    def invocation(self, invocation: Invocation) -> None:
-        super().invocation(invocation)
-        self.invocations.append(invocation)
-
-    def worker(self, span: WorkerSpan) -> None:
-        super().worker(span)
-        self.spans.append(span)
-
-
-class Provider(abc.ABC):
-    """A backend under the conformance suite. To add one: a subclass, and its line in `PROVIDERS`.
-
-    `missing` is why it cannot run here ('' if it can): the suite then skips with that. `real` providers wait on the
-    clock and start processes, so their tests are slow ones. `workers` is None where a caller cannot count them, and
-    `spans` False where the provider does not report its workers' time: the tests about these are then skipped.
-    """
-
-    name: str
-    real = True
-    spans = True
-    missing = ""
-
-    def run(self, main: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run(main)
-
-    @abc.abstractmethod
-    def open(
-        self, packages: Sequence[Package], meter: MeterSink | None = None
-    ) -> contextlib.AbstractAsyncContextManager[Backend]:
-        """The backend with these deployed."""
-
-    def workers(self, backend: Backend, function: str) -> int | None:
-        count: int = backend.load(function).workers  # type: ignore[attr-defined]
-        return count
 
 
 class Local(Provider):

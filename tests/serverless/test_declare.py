@@ -58,9 +58,9 @@ def test_every_setting_of_a_function_can_be_declared_with_the_same_default() -> 
     [_, declared] = get_overloads(reward)
     parameters = inspect.signature(declared).parameters
     fields = FunctionSpec.model_fields
-    assert parameters.keys() == fields.keys() - {"source", "handler"}
+    assert parameters.keys() == fields.keys() - {"source", "handler", "arguments"}
     for name, parameter in parameters.items():
-        if name not in ("name", "batch"):
+        if name not in ("name", "batch", "env"):
             assert parameter.default == fields[name].default, name
 
 

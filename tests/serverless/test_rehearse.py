@@ -15,7 +15,8 @@ from serverless.errors import PackageError, SpecInvalid
 from serverless.providers.simulated import Profile, SimulatedBackend
 from serverless.rehearse import ExpectedOutcome, Rehearsal, RehearsalCase, cost, read_cases, rehearse
 from serverless.spec import FunctionSpec
-from serverless.types import FaultKind, InfraFault, Item, ModelFault, Scored
+from serverless.types import FaultKind, InfraFault, Item, ModelFault, Scored, TokenUsage
+from serverless.usage import record_tokens
 from serverless.workers.local import LocalBackend
 from tests.serverless.support import Simulated, package
 
@@ -39,7 +40,7 @@ def spec(**settings: Any) -> FunctionSpec:
         ({"memory_mb": 1024}, MODAL, 1.0, 1, 0.125 * 13.1 + 2.22),
         ({"gpu": "L4"}, LAMBDA, 1.0, 1, None),
         ({"gpu": "L4"}, MODAL, 1.0, 1, None),
-        ({"gpu": "L4", "memory_mb": 1024}, {**MODAL, "gpu-second": 0.000222}, 1.0, 1, 222 + 0.125 * 13.1 + 2.22),
+        ({"gpu": "L4", "memory_mb": 1024}, {**MODAL, "gpu-second:L4": 0.000222}, 1.0, 1, 222 + 0.125 * 13.1 + 2.22),
         ({}, {"device-hour": 1.0}, 1.0, 1, None),
     ],
 )
@@ -138,6 +139,18 @@ def test_times_and_costs_are_of_warm_calls() -> None:
     assert [c["expected"] for c in shown["cases"]] == [{"score": 1.0}, None]
 
 
+def test_tokens_are_those_of_all_its_calls() -> None:
+    """By hand: two cases twice, and a full batch of ten; each asks once."""
+
+    def asks(sample: Item) -> float:
+        record_tokens(TokenUsage("e", "m", 1, 100, 0, 0, 7))
+        return 1.0
+
+    got = modelled(package("behave", batch={"max_items": 10}), [case("a"), case("b")], asks)
+    assert (got.token_items, got.tokens) == (14, (TokenUsage("e", "m", 14, 1400, 0, 0, 98),))
+    assert json.loads(json.dumps(got.to_json()))["tokens"][0]["input_tokens"] == 1400
+
+
 def test_a_function_that_is_not_what_it_declares_is_told() -> None:
     seen: list[str] = []
 
@@ -146,7 +159,8 @@ def test_a_function_that_is_not_what_it_declares_is_told() -> None:
         return float(len(seen))
 
     [warning] = modelled(package("behave"), [case("a"), case("b")], counts).warnings
-    assert warning == "declared deterministic, but gave another answer the second time: a, b"
+    assert "declared deterministic, but its answers depend on earlier calls" in warning
+    assert "item a: 1 as call 1 of 4, 4 as call 4, in the reverse order (1 other items differ too)" in warning
     assert modelled(package("behave", deterministic=False), [case("a")], counts).warnings == ()
 
     def relative(samples: list[Item]) -> list[float]:

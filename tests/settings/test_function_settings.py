@@ -14,6 +14,7 @@ from rollart.settings.cluster import HttpFunction, LocalFunctions
 from rollart.settings.functions import MODELS, settings_model
 from rollart.settings.load import load_cluster
 from rollart.settings.resolve import resolve_files, resolve_saved
+from tests.settings.conftest import RUN
 
 Write = Callable[..., Path]
 
@@ -95,6 +96,14 @@ def test_a_rehearsal_is_in_the_notes_of_the_plan(write: Write) -> None:
     notes = resolve_files(run, cluster(write, "local: {rehearse: modal}")).notes
     assert any("rehearsal" in note and "modal" in note for note in notes)
     assert not resolve_files(run, cluster(write, "backend: http\nlocal: {rehearse: modal}")).notes
+
+
+def test_a_function_slower_than_rewards_are_waited_for_is_in_the_notes(write: Write) -> None:
+    where = cluster(write, "backend: local")
+    for limit, expected in ((60, []), (61, ["functions.exact may run 61 s"])):
+        run = write(RUN.replace("handler: exact", f"handler: exact, timeout_s: {limit}"))
+        notes = [note.partition(",")[0] for note in resolve_files(run, where).notes if "leases.reward_s" in note]
+        assert notes == expected
 
 
 @pytest.mark.slow  # a process of its own

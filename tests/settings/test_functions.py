@@ -7,14 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.errors import SpecError
 from rollart.launch.functions import packages_in
-from rollart.settings.functions import effective_spec, function_spec
+from rollart.settings.functions import FunctionRelease, effective_spec, function_spec
+from rollart.settings.load import builtin
 from rollart.settings.resolve import resolve_files, resolve_saved
-from rollart.settings.run import FunctionEntry
+from rollart.settings.rules import run_problems
+from rollart.settings.run import FunctionEntry, RunSpec
 from serverless.deploy.package import build
 from serverless.spec import FunctionBatchSpec, FunctionSpec
 from tests.settings.conftest import RUN
@@ -66,6 +69,7 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "stateless": (True, False),
     "preload": (["json"], []),
     "takes": ("item", "samples"),
+    "secrets": (["ONE_KEY"], ["OTHER_KEY"]),
 }
 """Of each key the entry's value and the decorator's."""
 
@@ -98,7 +102,8 @@ def test_every_setting_of_a_function_can_be_given_and_in_the_same_bounds() -> No
     own = FunctionEntry.model_fields
     assert set(FunctionSpec.model_fields) - set(own) == {"batch", "artefacts"}
     pairs = [(own[key], FunctionBatchSpec.model_fields[theirs]) for key, theirs in batch.items()]
-    pairs += [(own[key], FunctionSpec.model_fields[key]) for key in set(own) & set(FunctionSpec.model_fields)]
+    same = set(own) & set(FunctionSpec.model_fields) - {"source", "handler"}
+    pairs += [(own[key], FunctionSpec.model_fields[key]) for key in same]
     for ours, theirs in pairs:
         if ours.is_required():
             continue
@@ -183,3 +188,46 @@ def test_rules_of_an_entry(write: Write, settings: str, place: str, expected: st
 def test_a_name_that_no_provider_takes(write: Write) -> None:
     with pytest.raises(SpecError, match=r"functions\.0\.name is 'a\.b'"):
         resolve_files(write(RUN.replace("{name: exact,", "{name: a.b,").replace("function: exact,", "function: a.b,")))
+
+
+def problems(**entry: Any) -> list[str]:
+    """What the rules say about a run with one function."""
+    spec = yaml.safe_load(builtin("runs/quickstart.yaml").read_text())
+    spec["functions"] = [entry]
+    for domain in spec["domains"]:
+        domain["rewards"] = [{"function": entry["name"]}]
+    return [str(one) for one in run_problems(RunSpec.model_validate(spec))]
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"name": "f"}, "has no source (rule: source and handler, or function)"),
+        ({"name": "f", "source": "f.py"}, "has no handler"),
+        ({"name": "f", "function": "g@live"}, "names the deployed g@live (rule: the same name"),
+        ({"name": "f", "function": "f", "source": "f.py"}, "names the deployed f, and has source"),
+        ({"name": "f", "function": "f@3", "memory_mb": 256}, "names the deployed f@3, and has memory_mb"),
+    ],
+)
+def test_a_function_has_a_source_or_is_a_deployed_one(entry: dict[str, Any], words: str) -> None:
+    assert any(words in problem for problem in problems(**entry))
+
+
+def test_a_deployed_function_may_be_scaled() -> None:
+    assert problems(name="f", function="f@live", warm=1, concurrency=8, batch_items=4) == []
+
+
+def test_a_drawn_version_has_its_deployed_settings_and_the_runs_scaling() -> None:
+    drawn = FunctionRelease(
+        reference="f",
+        provider="local",
+        version="ab" * 32,
+        number="3",
+        weights={"3": 1.0},
+        settings={"name": "f", "memory_mb": 256, "batch": {"max_items": 5, "max_wait_ms": 9.0}, "concurrency": 2},
+    )
+    found = effective_spec(FunctionEntry(name="f", function="f", batch_items=7, warm=1), ".", drawn)
+    assert (found.memory_mb, found.concurrency, found.warm) == (256, 2, 1)
+    assert (found.batch.max_items, found.batch.max_wait_ms) == (7, 9.0)
+    with pytest.raises(SpecError, match="warm=5 is more than concurrency=2"):
+        effective_spec(FunctionEntry(name="f", function="f", warm=5), ".", drawn)

@@ -101,7 +101,8 @@ class TestCluster:
     def test_what_functions_bill(self, write: Write, prices: PriceList) -> None:
         found = function_price(load_cluster(write(CLUSTER + "functions: {price: modal}\n", "c.yaml")), prices)
         assert found is not None
-        assert (found.provider, found.usd_per_core_s, found.usd_per_gpu_s) == ("modal", 0.0000131, None)
+        assert (found.provider, found.usd_per_core_s, found.charges_idle) == ("modal", 0.0000131, True)
+        assert (found.usd_per_gpu_s["L4"], found.usd_per_gpu_s["RTX-PRO-6000"]) == (0.000222, 0.000842)
         assert found.usd_per_gb_s == pytest.approx(0.00000222 / 1.073741824)
         local = function_price(load_cluster(write(CLUSTER, "c.yaml")), prices)
         assert local is not None

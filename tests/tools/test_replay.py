@@ -328,3 +328,16 @@ def test_the_check_command(recorded: Path) -> None:
     assert rows["wall time", "s"]["recorded"] == pytest.approx(STARTUP_S + 14.8 + END_S)
     assert abs(rows["wall time", "s"]["deviation"]) < 0.1
     assert abs(rows["dollars", "USD"]["deviation"]) < 0.1
+
+
+def test_exposed_seconds_are_compared_with_a_simulation(recorded: Path) -> None:
+    """The run is bound by its trainer after the first batch, so that its reward exposes next to nothing."""
+    given = ["report", "offload", "small-1", "--runs-dir", str(recorded.parent), "-o", "json"]
+    done = CliRunner().invoke(cli, [*given, "--check"])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)["tables"]["exposed"]
+    assert row["busy_s"] == pytest.approx(0.6)
+    assert 0.0 <= row["exposed_s"] <= 0.13
+    assert row["exposed_s"] == pytest.approx(row["simulated_s"], abs=0.13)
+    without = CliRunner().invoke(cli, given)
+    assert "simulated_s" not in json.loads(without.stdout)["tables"]["exposed"][0]

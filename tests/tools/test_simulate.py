@@ -16,11 +16,13 @@ from rollart.errors import FaultRateExceeded, RunFailed, SpecError
 from rollart.ledger.reader import LedgerReader
 from rollart.policy.schedules import SCHEDULES
 from rollart.report.cost import cost_lines
+from rollart.report.offload import offload, read_trace
 from rollart.report.rows import collect
 from rollart.report.simulation import simulation
 from rollart.report.utilization import utilization
 from rollart.settings.resolve import Resolved, forecast, read_specs
 from rollart.sim.workload import LogNormal
+from rollart.tools import simulate as simulator
 from rollart.tools.simulate import simulate, workload_shape
 from rollart.tools.simulations import SimulationTask, simulate_all, simulation_finding
 from rollart.tools.window import fresh_group_shares, recommended_staleness
@@ -313,3 +315,23 @@ def test_shares_of_domains_and_their_drift_are_reported(specs: tuple[Path, Path]
     with LedgerReader(tmp_path / "run") as reader:
         table = next(t for t in utilization(collect(reader, "run")).tables if t.name == "shares")
     assert [(row[0], row[3]) for row in table.rows] == [("chat", seen["chat"].wanted), ("slow", seen["slow"].wanted)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "seconds"), [("one_off", 30.0), ("rollart", 5.0)])
+def test_exposed_seconds_are_what_a_simulation_without_the_reward_saves(
+    schedule: str, seconds: float, made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computed from the ledger, against the same run simulated with the reward at 0 s. Slow: two simulations each."""
+    resolved = made(f"domains.chat.profile.reward.seconds={seconds}")
+    done = simulate(resolved, tmp_path / "with", schedule=schedule, steps=6)
+    with LedgerReader(done.directory) as reader:
+        report = offload(collect(reader, "r"), read_trace(reader))
+    (exposed,) = [dict(zip((c.name for c in t.columns), t.rows[0], strict=True)) for t in report.tables[:1]]
+    instant = made("domains.chat.profile.reward.seconds=1e-9")
+    monkeypatch.setattr(simulator, "COLD_START_S", 0.0)
+    without = simulate(instant, tmp_path / "without", schedule=schedule, steps=6)
+    saved = done.seconds - without.seconds
+    assert saved > 0.5 * seconds
+    assert exposed["exposed_s"] == pytest.approx(saved, abs=0.005 * done.seconds)
+    assert exposed["busy_s"] > 5 * exposed["exposed_s"], "most of the reward's seconds are hidden"

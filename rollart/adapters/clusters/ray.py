@@ -51,15 +51,13 @@ from rollart.adapters.clusters.runtime import (
 from rollart.errors import NoPlace, PartDied, ProviderError, UsageError, first_line
 from rollart.fleet import ActorSpec, Bundle, Node, RuntimeEvent
 from rollart.ports import Handle
+from serverless.retries import RAY_ACTOR, RAY_GANG
 
 STOP_S = 8.0
 """Seconds that an actor may take to stop its object: a program gets 5 between SIGTERM and SIGKILL."""
 
 RECHECK_S = 1.0
 """Seconds between two checks, while Ray looks for room, that a node that could hold the actor still exists."""
-
-MAX_START_ATTEMPTS = 6
-"""Starts of one incarnation, over about six seconds: longer than Ray takes to notice the death of a node."""
 
 NODE_ID = "ray.io/node-id"
 """The label that Ray gives each node."""
@@ -390,17 +388,11 @@ class RayHandle:
             await asyncio.shield(revival)
 
     async def _revive(self) -> None:
-        """Retried, since Ray may place the next incarnation on a dead node until it notices the death."""
-        for attempt in range(MAX_START_ATTEMPTS):
-            try:
-                await self.boot()
-                break
-            except UsageError as error:
-                raise NoPlace(self.name, error.message, remedy=error.remedy) from None
-            except PartDied:
-                if attempt == MAX_START_ATTEMPTS - 1:
-                    raise
-                await asyncio.sleep(min(0.25 * 2**attempt, 2.0))
+        """Retried for longer than Ray takes to notice the death of a node, where it may place the next incarnation."""
+        try:
+            await RAY_ACTOR.run(self.boot, PartDied)
+        except UsageError as error:
+            raise NoPlace(self.name, error.message, remedy=error.remedy) from None
         self._runtime.emit(RuntimeEvent("actor_restarted", self.name, self.node))
 
     async def _watch(self, incarnation: RayIncarnation) -> None:
@@ -462,15 +454,20 @@ class RayGroups:
         check_feasible(gang, nodes())
         loop = asyncio.get_running_loop()
         end, hold = loop.time() + wait_s, HOLD_S[0]
-        while True:
+
+        async def attempt() -> None:
+            nonlocal hold
             lacking = await self._try(gang, max(HOLD_S[0], min(hold, end - loop.time())))
-            if not lacking:
-                return
-            if loop.time() >= end:
-                raise insufficient_capacity(lacking, wait_s)
-            check_feasible(gang, nodes())  # a node that could have held the gang may be gone
-            await asyncio.sleep(self._random.uniform(0.1, 1.0))
-            hold = min(2.0 * hold * self._random.uniform(0.75, 1.25), HOLD_S[1])
+            if lacking:
+                if loop.time() < end:
+                    check_feasible(gang, nodes())  # a node that could have held the gang may be gone
+                hold = min(2.0 * hold * self._random.uniform(0.75, 1.25), HOLD_S[1])
+                raise _GangTooLarge(lacking)
+
+        try:
+            await RAY_GANG.run(attempt, _GangTooLarge, within_s=wait_s, rng=self._random)
+        except _GangTooLarge as error:
+            raise insufficient_capacity(error.lacking, wait_s) from None
 
     async def release(self, bundle: str) -> None:
         held = self._held.pop(bundle, None)
@@ -540,6 +537,14 @@ def _death_errors() -> tuple[type[Exception], ...]:
         ray.TaskCancelledError,
         ray.WorkerCrashedError,
     )
+
+
+class _GangTooLarge(Exception):
+    """`lacking` bundles of a gang found no room."""
+
+    def __init__(self, lacking: Sequence[Bundle]) -> None:
+        super().__init__()
+        self.lacking = lacking
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rollart.errors import ProviderError, first_line
+from serverless.retries import RAY_CLIENT
 
 T = TypeVar("T")
 
@@ -45,8 +46,6 @@ DRAIN_S = 2.0
 SERVER_START_FAILED = "Initialization failure from server"
 """The client server's message if the process that it forked for this client ended at once. That happens occasionally
 without a cause here: gRPC under Ray 2.60 does not survive every fork."""
-
-MAX_CONNECT_ATTEMPTS = 4
 
 REMEDY = "check runtime.address and runtime.token of the cluster"
 
@@ -292,16 +291,16 @@ def connect(address: str) -> None:
         auto_init_hook.enable_auto_connect = False  # a call after the connection's end must not start a cluster
     if address.startswith(CLIENT_SCHEME):
         _quieten_client()
-    for attempts_left in reversed(range(MAX_CONNECT_ATTEMPTS)):
-        try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
-            if address.startswith(CLIENT_SCHEME):
-                _quieten_client()  # again, since Ray sets the levels of its loggers
-            return
-        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            if attempts_left and SERVER_START_FAILED in str(error):
-                continue
-            raise ProviderError(f"no Ray cluster at '{address}': {first_line(error)}", remedy=REMEDY) from None
+
+    def connect() -> None:
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False)
+        if address.startswith(CLIENT_SCHEME):
+            _quieten_client()  # again, since Ray sets the levels of its loggers
+
+    try:
+        RAY_CLIENT.run_blocking(connect, lambda e: SERVER_START_FAILED in str(e), pause=threading.Event().wait)
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        raise ProviderError(f"no Ray cluster at '{address}': {first_line(error)}", remedy=REMEDY) from None
 
 
 def _draining_nodes() -> set[str]:

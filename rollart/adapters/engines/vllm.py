@@ -28,6 +28,7 @@ from rollart.adapters.weights.objects import ObjectStore
 from rollart.errors import EngineError, HandoffFailed, StorageFailed, WrongAnswer
 from rollart.generation import VLLM_PREFIX
 from rollart.model import Completion, EngineId, EngineStats, GenerateRequest, PauseMode, WeightsRef
+from serverless.retries import VLLM_KV
 
 WORKER_METHOD = "rollart_weights"
 """Method of vLLM's workers, defined in integrations/vllm."""
@@ -56,9 +57,6 @@ MISSING_VERSION_PATH = "/dev/null"
 
 UNKNOWN_VERSION = -1
 """Stands for a version name that is not a number: the server has loaded no weights since its start."""
-
-KV_DROP_RETRY_S = 0.25
-"""Seconds between attempts to drop KV that another engine may still pull."""
 
 MIN_PULL_POLL_S, MAX_PULL_POLL_S = 0.02, 0.5
 """First and longest interval between two polls of a pull, seconds. A poll waits for a step of the engine."""
@@ -340,13 +338,12 @@ class VllmEngine(HttpEngine):
     async def _drop_kv(self) -> None:
         """Drop all KV. vLLM refuses while it holds KV that other engines were promised, so this retries until they have
         pulled it or vLLM's lease on it ends. The caller's lease bounds the wait."""
-        while True:
-            try:
-                return await super()._drop_kv()
-            except EngineError as error:
-                if not await self.healthy():
-                    raise error
-            await asyncio.sleep(KV_DROP_RETRY_S)
+
+        async def refuse_if_unhealthy(error: BaseException, tries: int) -> None:
+            if not await self.healthy():
+                raise error
+
+        await VLLM_KV.run(super()._drop_kv, EngineError, failed=refuse_if_unhealthy)
 
 
 class VllmHost:

@@ -31,6 +31,7 @@ from rollart.adapters.envs.lookup import attribute_at
 from rollart.adapters.envs.split import held_out_seed
 from rollart.errors import EnvironmentFault, one_line
 from rollart.model import Observation, Step
+from serverless.retries import OPENENV_SESSION
 
 _SESSIONS_BY_SERVER: Counter[str] = Counter()
 """Open sessions of this process by server: the next one goes to the server with the fewest."""
@@ -155,9 +156,8 @@ class OpenEnv:
     ) -> tuple[OpenEnvSession, OpenEnvObservation]:
         """A session on a server with capacity, and its first response. `EnvironmentFault` if none starts within
         `capacity_s`."""
-        loop = asyncio.get_running_loop()
-        until, pause = loop.time() + self._capacity_s, 0.05
-        while True:
+
+        async def attempt() -> tuple[OpenEnvSession, OpenEnvObservation]:
             last_error: SessionNotStarted | None = None
             for url in sorted(self._urls, key=lambda u: (_SESSIONS_BY_SERVER[u], self._urls.index(u))):
                 _SESSIONS_BY_SERVER[url] += 1
@@ -173,14 +173,15 @@ class OpenEnv:
                         raise
                     last_error = error
             assert last_error is not None
-            if loop.time() + pause >= until:
-                raise EnvironmentFault(
-                    last_error.host,
-                    f"no episode was begun within {self._capacity_s:g} s on {len(self._urls)} servers; "
-                    f"{last_error.what}",
-                )
-            await asyncio.sleep(pause * rng.uniform(0.5, 1.0))
-            pause = min(2.0, pause * 2)
+            raise last_error
+
+        try:
+            return await OPENENV_SESSION.run(attempt, SessionNotStarted, within_s=self._capacity_s, rng=rng)
+        except SessionNotStarted as error:
+            raise EnvironmentFault(
+                error.host,
+                f"no episode was begun within {self._capacity_s:g} s on {len(self._urls)} servers; {error.what}",
+            ) from None
 
     def _to_observation(self, observation: Mapping[str, Any]) -> Observation:
         assert self._session is not None

@@ -19,13 +19,23 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 from rollart.errors import UsageError
 from rollart.model import InfraFault, Item, ModelFault, Outcome, Scored, SegmentKind, Trajectory
 from rollart.settings.run import DomainSpec, RewardUse
 from serverless.inline import InlineScorer
-from serverless.pipeline.offload import Offload
+from serverless.spec import FunctionSpec
 from serverless.types import FaultKind
+
+
+class RewardCalls(Protocol):
+    """The calls of functions: an `Offload`, or one with a check before it."""
+
+    @property
+    def functions(self) -> Mapping[str, FunctionSpec]: ...
+
+    async def submit(self, function: str, item: Item, deadline_s: float) -> Outcome: ...
 
 
 class OffloadRewarder:
@@ -37,7 +47,7 @@ class OffloadRewarder:
     """
 
     def __init__(
-        self, offload: Offload, domains: Iterable[DomainSpec], local: Mapping[str, InlineScorer] | None = None
+        self, offload: RewardCalls, domains: Iterable[DomainSpec], local: Mapping[str, InlineScorer] | None = None
     ) -> None:
         self._offload, self._local = offload, local or {}
         self._domains = {domain.name: domain for domain in domains}
@@ -55,12 +65,14 @@ class OffloadRewarder:
         domain = self._domains.get(trajectory.domain)
         if domain is None:
             raise UsageError(f"no rewards are planned for domain {trajectory.domain!r}")
-        outcomes: list[Outcome] = []
-        if domain.rewards:
-            item = item_of(trajectory)
-            async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(self._submit(use.function, item, deadline_s)) for use in domain.rewards]
-            outcomes = [call.result() for call in calls]
+        if not domain.rewards:
+            return combine(trajectory, domain, [])
+        item = item_of(trajectory)
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(self._submit(use.function, item, deadline_s)) for use in domain.rewards]
+        return self._combined(trajectory, domain, item, [call.result() for call in calls])
+
+    def _combined(self, trajectory: Trajectory, domain: DomainSpec, item: Item, outcomes: Sequence[Outcome]) -> Outcome:
         return combine(trajectory, domain, outcomes)
 
     async def _submit(self, function: str, item: Item, deadline_s: float) -> Outcome:

@@ -15,15 +15,13 @@ from rollart.adapters.weights.buckets import BucketArrivals, BucketWeightStore, 
 from rollart.adapters.weights.objects import FileObjectStore, ObjectStore, S3ObjectStore, storage_failures
 from rollart.errors import StorageFailed
 from rollart.policy.pipeline import InFlight
+from serverless.retries import WEIGHT_DIRECTORY
 
 PUSH_TIMEOUT_S = 3600.0
 """Seconds that a push may take: a pusher that died cannot report that it failed."""
 
 MAX_PENDING_PUSHES = 4
 """Unfinished pushes that a host keeps track of; one version is pushed at a time."""
-
-LOCK_RETRY_INTERVAL_S = 0.05
-"""Seconds between two attempts to lock a directory: the end of another process's pull raises no event here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +109,12 @@ async def _locked(root: Path) -> AsyncIterator[None]:
         descriptor = os.open(root / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         with storage_failures(f"lock {root}"):
-            while True:
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    await asyncio.sleep(LOCK_RETRY_INTERVAL_S)
+
+            async def lock() -> None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+            # The end of another process's pull raises no event here.
+            await WEIGHT_DIRECTORY.run(lock, BlockingIOError)
         yield
     finally:
         os.close(descriptor)

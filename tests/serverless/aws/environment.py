@@ -1,7 +1,7 @@
 """An execution environment of Lambda: the Runtime API over HTTP, and a process that runs the real `awslambdaric`.
 
-It sees its code, `awslambdaric` and the standard library, and nothing else of this machine's Python: an archive that
-lacks a module fails here as it would there.
+It sees its code, `awslambdaric`, `boto3` and the standard library, and nothing else of this machine's Python: an
+archive that lacks a module fails here as it would there.
 """
 
 from __future__ import annotations
@@ -46,8 +46,9 @@ class Answer:
 
 
 def runtime_path(directory: pathlib.Path) -> pathlib.Path:
-    """A folder with only awslambdaric and its dependencies."""
-    for module in ("awslambdaric", "runtime_client", "simplejson", "snapshot_restore_py"):
+    """A folder with only awslambdaric and boto3 with their dependencies, as Lambda's runtime has them."""
+    ours = ("awslambdaric", "runtime_client", "simplejson", "snapshot_restore_py")
+    for module in (*ours, "boto3", "botocore", "s3transfer", "jmespath", "dateutil", "six", "urllib3"):
         found = importlib.util.find_spec(module)
         if found is None or found.origin is None:
             continue
@@ -124,6 +125,8 @@ class Environment:
     memory_mb: int
     timeout_s: float
     variables: dict[str, str] = field(default_factory=dict)
+    account: dict[str, str] = field(default_factory=dict)
+    """Variables with the region, the role's credentials and the endpoint."""
 
     def __post_init__(self) -> None:
         self.inbox: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
@@ -157,7 +160,7 @@ class Environment:
         self.init_ms = (time.monotonic() - began) * 1000.0
         return None
 
-    def invoke(self, event: bytes, request_id: str) -> Answer:
+    def invoke(self, event: bytes, request_id: str, context: str = "") -> Answer:
         deadline = round((time.time() + self.timeout_s) * 1000.0)
         self.inbox.put(
             _Order(
@@ -167,6 +170,7 @@ class Environment:
                     "Lambda-Runtime-Deadline-Ms": str(deadline),
                     "Lambda-Runtime-Invoked-Function-Arn": self.arn,
                     "Lambda-Runtime-Trace-Id": "Root=1-5bef4de7-ad49b0e87f6ef6c87fc2e700",
+                    **({"Lambda-Runtime-Client-Context": context} if context else {}),
                 },
             )
         )
@@ -262,6 +266,7 @@ class Environment:
             "AWS_LAMBDA_FUNCTION_MEMORY_SIZE": str(self.memory_mb),
             "AWS_LAMBDA_LOG_GROUP_NAME": f"/aws/lambda/{self.name}",
             "AWS_LAMBDA_INITIALIZATION_TYPE": "on-demand",
+            **self.account,
             "AWS_EXECUTION_ENV": f"AWS_Lambda_python3.{sys.version_info.minor}",
             **self.variables,
         }

@@ -12,6 +12,7 @@ import hashlib
 import io
 import json
 import pathlib
+import random
 import re
 import threading
 import time
@@ -36,6 +37,7 @@ REFUSED = "AKIAREFUSED"
 
 _FUNCTION = re.compile(r"^/(?P<api>[\d-]+)/functions/(?P<name>[^/]+)(?P<rest>/.*)?$")
 _REGION = re.compile(r"Credential=(?P<key>[^/]+)/\d+/(?P<region>[^/]+)/(?P<service>[^/]+)/")
+_ARCHIVES = "/archives/"
 _DIRECT_BYTES = 50 * 1024 * 1024
 
 Response = tuple[int, dict[str, str], bytes]
@@ -57,6 +59,8 @@ class Plane:
 
     def __init__(self, root: pathlib.Path) -> None:
         self._root = root
+        self.images = root / "images"
+        """Directories of container images by digest, as the tests' engine leaves them."""
         (root / "runtime").mkdir(parents=True)
         self._runtime = runtime_path(root / "runtime")
         self._moto = DomainDispatcherApplication(create_backend_app)
@@ -70,6 +74,9 @@ class Plane:
         self._pending: dict[str, int] = {}
         self._numbers: Counter[str] = Counter()
         self._publishing: Any = None
+        self._archives: dict[str, bytes] = {}
+        self.routing = random.Random(0)
+        """Draws the versions of calls of aliases with weights."""
         self.account_limit = 1000
         self.polls = 0
         self.failures: list[Response] = []
@@ -100,7 +107,7 @@ class Plane:
             return [one.pid for one in self._alive]
 
     def __enter__(self) -> Plane:
-        for service in ("iam", "s3", "logs", "lambda"):
+        for service in ("ecr", "iam", "s3", "logs", "lambda", "secretsmanager", "ssm"):
             get_backend(service).reset()  # type: ignore[call-overload]
         self._publishing = LambdaStorage.publish_version
         LambdaStorage.publish_version = _numbered(LambdaStorage.publish_version, self._numbers)
@@ -132,6 +139,9 @@ class Plane:
             )
         if refusals := self.refusals.get(f"{environ['REQUEST_METHOD']} {environ.get('PATH_INFO', '')}"):
             return _respond(start_response, refusals.pop(0))
+        if environ.get("PATH_INFO", "").startswith(_ARCHIVES):
+            archive = self._archives.get(environ["PATH_INFO"].removeprefix(_ARCHIVES), b"")
+            return _respond(start_response, (200 if archive else 404, {"Content-Type": "application/zip"}, archive))
         path = _FUNCTION.match(environ.get("PATH_INFO", ""))
         if path is None or scope is None or scope["service"] != "lambda":
             return self._moto(environ, start_response)
@@ -151,19 +161,44 @@ class Plane:
             return _respond(start_response, response)
         name = urllib.parse.unquote(path["name"])
         changes = environ["REQUEST_METHOD"] in ("PUT", "POST") and path["rest"] in ("/code", "/configuration")
+        if (
+            environ["REQUEST_METHOD"] == "GET"
+            and path["rest"] is None
+            and "Qualifier" in environ.get("QUERY_STRING", "")
+        ):
+            return _respond(start_response, self._with_location(environ, name, region))
         if self.polls and environ["REQUEST_METHOD"] == "GET" and path["rest"] in (None, "", "/configuration"):
             return _patched(self._moto(environ, start_response), start_response, self._status(name))
         if self.polls and changes:
             self._pending[name] = self.polls
         return self._moto(environ, start_response)
 
+    def _with_location(self, environ: dict[str, Any], name: str, region: str) -> Response:
+        """moto's `GetFunction`, with an address of the archive that answers."""
+        head: list[Any] = []
+        chunks = self._moto(environ, lambda status, headers, error=None: head.extend((status, headers)))
+        status, body = int(str(head[0]).split()[0]), b"".join(chunks)
+        if status == 200:
+            qualifier = dict(urllib.parse.parse_qsl(environ["QUERY_STRING"]))["Qualifier"]
+            function = lambda_backends[DEFAULT_ACCOUNT_ID][region].get_function(name, qualifier)
+            self._archives[function.code_sha_256] = function.code_bytes
+            answer = json.loads(body)
+            answer["Code"] = {
+                "RepositoryType": "S3",
+                "Location": f"{self.url}{_ARCHIVES}{urllib.parse.quote(function.code_sha_256, safe='')}",
+            }
+            body = json.dumps(answer).encode()
+        return status, {k: v for k, v in head[1] if k.lower() != "content-length"}, body
+
     def _function(self, environ: dict[str, Any], path: re.Match[str], region: str) -> Response | None:
         """Our answer, or None for moto's."""
         name, rest, method = urllib.parse.unquote(path["name"]), path["rest"] or "", environ["REQUEST_METHOD"]
         query = dict(urllib.parse.parse_qsl(environ.get("QUERY_STRING", "")))
         self.calls[f"{method} {rest}"] += 1
+        if method == "PUT" and rest.startswith("/aliases/"):
+            return self._alias_refused(name, rest.removeprefix("/aliases/"), _peek(environ), region)
         if method == "POST" and rest == "/invocations":
-            return self._invocation(name, query.get("Qualifier", "$LATEST"), _body(environ), region)
+            return self._invocation(name, query.get("Qualifier", "$LATEST"), _body(environ), _context(environ), region)
         if rest == "/provisioned-concurrency":
             return self._provision(method, name, query["Qualifier"], environ, region)
         changes = (method, rest) in (("PUT", "/code"), ("PUT", "/configuration"), ("POST", "/versions"))
@@ -180,7 +215,31 @@ class Plane:
                 return refusal(400, "InvalidParameterValueException", "CodeSHA256 is different from that of $LATEST")
         return None
 
-    def _invocation(self, name: str, qualifier: str, event: bytes, region: str) -> Response:
+    def _alias_refused(self, name: str, alias: str, asked: dict[str, Any], region: str) -> Response | None:
+        """Lambda's rules for weights, which moto lacks: a revision that is still the alias's own, and no provisioned
+        concurrency."""
+        found = lambda_backends[DEFAULT_ACCOUNT_ID][region]._lambdas._get_function_aliases(name).get(alias)
+        if found is None:
+            return None
+        if asked.get("RevisionId", found.revision_id) != found.revision_id:
+            message = "The RevisionId provided does not match the latest RevisionId"
+            return refusal(412, "PreconditionFailedException", message)
+        if _weights(asked.get("RoutingConfig")) and (name, alias) in self._provisioned:
+            message = "Alias with weights can not be used with Provisioned Concurrency"
+            return refusal(400, "InvalidParameterValueException", message)
+        found.revision_id = str(uuid.uuid4())
+        return None
+
+    def _routed(self, name: str, qualifier: str, region: str) -> str:
+        """The version that a call of an alias with weights goes to."""
+        aliases = lambda_backends[DEFAULT_ACCOUNT_ID][region]._lambdas._get_function_aliases(name)
+        weights = _weights(aliases[qualifier].routing_config) if qualifier in aliases else {}
+        for version, weight in weights.items():
+            if self.routing.random() < weight:
+                return version
+        return qualifier
+
+    def _invocation(self, name: str, qualifier: str, event: bytes, context: str, region: str) -> Response:
         backend = lambda_backends[DEFAULT_ACCOUNT_ID][region]
         with self._lock:
             if self.failures:
@@ -188,7 +247,7 @@ class Plane:
         if len(event) > 6_291_456:
             return refusal(413, "RequestTooLargeException", "Request must be smaller than 6291456 bytes")
         try:
-            function = backend.get_function(name, qualifier)
+            function = backend.get_function(name, self._routed(name, qualifier, region))
             reserved = backend.get_function(name).reserved_concurrency
         except Exception as error:
             return refusal(404, "ResourceNotFoundException", str(error))
@@ -201,7 +260,7 @@ class Plane:
             self.executions[name] += 1
             self.peak = max(self.peak, self._busy.total())
         try:
-            return self._execute(function, event, region)
+            return self._execute(function, event, context, region)
         finally:
             with self._lock:
                 self._busy[name] -= 1
@@ -214,7 +273,7 @@ class Plane:
             reason = "ConcurrentInvocationLimitExceeded"
         return throttle(reason) if reason else None
 
-    def _execute(self, function: LambdaFunction, event: bytes, region: str) -> Response:
+    def _execute(self, function: LambdaFunction, event: bytes, context: str, region: str) -> Response:
         request_id = str(uuid.uuid4())
         key = (function.function_arn, function.code_sha_256, str(function.memory_size), str(function.timeout))
         with self._lock:
@@ -224,7 +283,7 @@ class Plane:
             environment = self._start(function)
             answer = environment.init()
         if answer is None:
-            answer = environment.invoke(event, request_id)
+            answer = environment.invoke(event, request_id, context)
         with self._lock:
             if answer.alive:
                 self._idle[key].append(environment)
@@ -247,7 +306,12 @@ class Plane:
         return 200, headers, payload
 
     def _start(self, function: LambdaFunction) -> Environment:
-        code = self._root / "code" / hashlib.sha256(function.code_bytes).hexdigest()
+        image = function.package_type == "Image"
+        code = self._root / "code" / hashlib.sha256(b"" if image else function.code_bytes).hexdigest()
+        handler = function.handler
+        if image:
+            code = self.images / function.code_sha_256 / "var/task"
+            (handler,) = json.loads((code.parents[1] / "command.json").read_text())
         with self._lock:
             if not code.exists():
                 with zipfile.ZipFile(io.BytesIO(function.code_bytes)) as archive:
@@ -260,10 +324,17 @@ class Plane:
                 name=function.function_name,
                 version=str(function.version),
                 arn=function.function_arn,
-                handler=function.handler,
+                handler=handler,
                 memory_mb=function.memory_size,
                 timeout_s=function.timeout,
                 variables=dict(function.environment_vars),
+                account={
+                    "AWS_REGION": str(function.region),
+                    "AWS_DEFAULT_REGION": str(function.region),
+                    "AWS_ACCESS_KEY_ID": "ASIAFUNCTION",
+                    "AWS_SECRET_ACCESS_KEY": "secret",
+                    "AWS_ENDPOINT_URL": self.url,
+                },
             )
             self._alive.append(environment)
         return environment
@@ -302,6 +373,10 @@ class Plane:
     def _provision(self, method: str, name: str, qualifier: str, environ: dict[str, Any], region: str) -> Response:
         key = (name, qualifier)
         if method == "PUT":
+            aliases = lambda_backends[DEFAULT_ACCOUNT_ID][region]._lambdas._get_function_aliases(name)
+            if qualifier in aliases and _weights(aliases[qualifier].routing_config):
+                message = "Alias with weights can not be used with Provisioned Concurrency"
+                return refusal(400, "InvalidParameterValueException", message)
             count = int(json.loads(_body(environ))["ProvisionedConcurrentExecutions"])
             self._provisioned[key] = count
             function = lambda_backends[DEFAULT_ACCOUNT_ID][region].get_function(name, qualifier)
@@ -356,6 +431,15 @@ def _respond(start_response: Start, response: Response) -> Iterable[bytes]:
     status, headers, body = response
     start_response(f"{status} -", [*headers.items(), ("Content-Length", str(len(body)))])
     return [body]
+
+
+def _context(environ: dict[str, Any]) -> str:
+    """The client context of an invocation, as JSON; '' if there is none."""
+    return base64.b64decode(environ.get("HTTP_X_AMZ_CLIENT_CONTEXT", "")).decode()
+
+
+def _weights(routing: Any) -> dict[str, float]:
+    return dict((routing or {}).get("AdditionalVersionWeights") or {})
 
 
 def _body(environ: dict[str, Any]) -> bytes:

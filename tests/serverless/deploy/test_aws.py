@@ -13,10 +13,12 @@ import pytest
 
 from serverless.deploy.aws import AwsDeployer
 from serverless.errors import BackendFailed, CredentialsMissing, UnknownFunction
+from serverless.providers.aws import AwsLambdaBackend
 from serverless.types import Cause
+from serverless.wire import encode
 from tests.serverless.aws.provider import MISSING, archive, at, client, environment, settings
 from tests.serverless.aws.provider import plane as new_plane
-from tests.serverless.support import Books, package, until
+from tests.serverless.support import Books, item, package, until
 
 if TYPE_CHECKING:
     from tests.serverless.aws.plane import Plane
@@ -89,7 +91,7 @@ def test_a_change_is_a_new_version_and_the_alias_moves(plane: Plane) -> None:
             return planned, list(await aws.versions("behave"))
 
     planned, versions = asyncio.run(main())
-    assert [line for line in planned.lines if "->" in line][1:] == ["memory (MB): 128 -> 256", "time limit (s): 5 -> 7"]
+    assert planned.lines[1:] == ("memory_mb: 128 -> 256", "timeout_s: 5.0 -> 7.0")
     assert [(v.provider_version, v.current, v.memory_mb) for v in versions] == [("2", True, 256), ("1", False, 128)]
 
 
@@ -113,9 +115,9 @@ def test_rollback_and_forward_again(plane: Plane) -> None:
                 await aws.deploy(one)
             back = await aws.rollback("behave")
             first = await aws.rollback("behave", packages[0].version[:12])
-            with pytest.raises(BackendFailed, match="no version before"):
+            with pytest.raises(UnknownFunction, match="has no version before"):
                 await aws.rollback("behave")
-            with pytest.raises(BackendFailed, match="no version 'ffff'"):
+            with pytest.raises(UnknownFunction, match="has no version 'ffff'"):
                 await aws.rollback("behave", "ffff")
             uploads = plane.calls["PUT /code"]
             forward = await aws.deploy(packages[2])
@@ -251,9 +253,9 @@ def test_concurrency_is_reserved_if_asked(plane: Plane) -> None:
     assert (first.concurrency, second.concurrency, second.provider_version) == (3, 5, "1")
 
 
-def test_logs_are_read_oldest_first(plane: Plane) -> None:
+def test_logs_are_read_oldest_first_and_followed_with_the_run_of_each_call(plane: Plane) -> None:
     async def main() -> Any:
-        async with deployer(plane) as aws:
+        async with deployer(plane) as aws, AwsLambdaBackend(settings(plane), run="lake-1") as backend:
             await aws.deploy(package())
             answer = client(plane).invoke(
                 FunctionName="rollart-behave",
@@ -261,9 +263,26 @@ def test_logs_are_read_oldest_first(plane: Plane) -> None:
                 Payload=json.dumps([{"id": "shown", "messages": [], "metadata": {"do": "raise"}}]).encode(),
             )
             answer["Payload"].read()
-            return await aws.logs("behave"), await aws.logs("behave", limit=1)
+            lines, last = await aws.logs("behave"), await aws.logs("behave", limit=1)
+            followed = []
+            async with asyncio.timeout(60.0):
+                async for line in aws.follow("behave", since_s=3600.0):
+                    if line.text.startswith("ValueError"):
+                        followed.append((line.text, line.run, line.items))
+                        if len(followed) == 1:
+                            await backend.attach("behave")
+                            event = [encode(item(key, do="raise")) for key in ("first", "second")]
+                            await backend.invoke("behave", event, deadline_s=60.0)
+                    if len(followed) == 3:
+                        break
+            return lines, last, followed
 
-    lines, last = asyncio.run(main())
+    lines, last, followed = asyncio.run(main())
+    assert followed == [
+        ("ValueError: no such shown", "", ("shown",)),
+        ("ValueError: no such first", "lake-1", ("first",)),
+        ("ValueError: no such second", "lake-1", ("second",)),
+    ]
     assert any("ValueError: no such shown" in line.text for line in lines)
     assert [line.t for line in lines] == sorted(line.t for line in lines)
     assert last == lines[-1:]

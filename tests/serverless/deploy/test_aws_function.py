@@ -16,8 +16,9 @@ import pytest
 from serverless.deploy.aws import AwsDeployer
 from serverless.deploy.aws_function import AwsSettings, bundle
 from serverless.errors import PackageError
-from tests.serverless.aws.provider import MISSING, archive, at, client, settings
+from tests.serverless.aws.provider import MISSING, at, client, settings
 from tests.serverless.aws.provider import plane as new_plane
+from tests.serverless.deploy.wheels import write_wheel
 from tests.serverless.support import package
 
 if TYPE_CHECKING:
@@ -32,9 +33,13 @@ def plane() -> Iterator[Plane]:
         yield one
 
 
-def test_a_large_archive_goes_through_s3(plane: Plane, tmp_path: pathlib.Path) -> None:
+def test_a_large_archive_goes_through_s3(plane: Plane, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a limit of 1 MB in place of 50, which the plane enforces too: packing 50 MB takes seconds."""
+    monkeypatch.setattr("serverless.deploy.aws_control.DIRECT_BYTES", 1_000_000)
+    monkeypatch.setattr("serverless.deploy.aws_function.DIRECT_BYTES", 1_000_000)
+    monkeypatch.setattr("tests.serverless.aws.plane._DIRECT_BYTES", 1_000_000)
     weights = tmp_path / "weights.bin"
-    weights.write_bytes(os.urandom(51_000_000))
+    weights.write_bytes(os.urandom(1_200_000))
     one = package(artefacts=(str(weights),))
 
     async def main() -> Any:
@@ -65,10 +70,10 @@ def test_more_than_lambda_unpacks_is_refused(plane: Plane, tmp_path: pathlib.Pat
 
 def test_requirements_are_in_the_archive(plane: Plane, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The environment of the function holds nothing but the archive: the import below finds the wheel's module."""
-    pytest.importorskip("pip")
-    _wheel(tmp_path, "tiny_reward", "1.5", "def score():\n    return 0.75\n")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    pytest.importorskip("uv")
+    write_wheel(tmp_path / "index", "tiny_reward", "1.5", "def score():\n    return 0.75\n")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", (tmp_path / "index").as_uri())
+    monkeypatch.setenv("UV_NO_CACHE", "1")
     source = tmp_path / "uses.py"
     source.write_text("import tiny_reward\n\n\ndef uses(sample):\n    return tiny_reward.score()\n")
 
@@ -92,15 +97,3 @@ def test_the_archive_is_the_same_bytes_each_time() -> None:
     names = zipfile.ZipFile(io.BytesIO(first)).namelist()
     assert names == sorted(names)
     assert {"rollart_handler.py", "function/behave.py", "serverless/types.py"} <= set(names)
-
-
-def _wheel(directory: pathlib.Path, name: str, version: str, text: str) -> None:
-    info = f"{name}-{version}.dist-info"
-    files = {
-        f"{name}.py": text,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
-    path = directory / f"{name}-{version}-py3-none-any.whl"
-    path.write_bytes(archive({k: v.encode() for k, v in files.items()}))

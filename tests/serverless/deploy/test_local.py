@@ -57,7 +57,7 @@ def test_versions_and_the_way_back(tmp_path: pathlib.Path) -> None:
         with pytest.raises(UnknownFunction, match="no version before"):
             await deployer.rollback("f")
         assert (await deployer.rollback("f", two.version[:8])).version == two.version
-        with pytest.raises(UnknownFunction, match="has no version nope"):
+        with pytest.raises(UnknownFunction, match="has no version 'nope'"):
             await deployer.rollback("f", "nope")
         assert [f.version for f in await deployer.functions()] == [two.version]
         await deployer.delete("f")
@@ -107,7 +107,7 @@ def test_what_was_deployed_runs_as_it_is_scaled_and_its_logs_are_kept(tmp_path: 
         assert (scaled.warm, scaled.concurrency) == (1, 2)
         with pytest.raises(SpecInvalid, match="warm=3 and concurrency=2"):
             await deployer.scale("f", warm=3)
-        again = deployer.package("f")
+        again = await deployer.package("f")
         assert (again.version, again.files) == (deployed.version, deployed.files)
         assert (again.spec.warm, again.spec.concurrency) == (1, 2)
         async with LocalBackend(root=root) as backend:
@@ -126,7 +126,7 @@ def test_files_that_were_changed_are_refused(tmp_path: pathlib.Path) -> None:
         path = pathlib.Path(one.endpoint) / "rollart_handler.py"
         path.write_text(path.read_text() + "\n# more\n")
         with pytest.raises(PackageError, match="changed after it was deployed"):
-            deployer.package("f")
+            await deployer.package("f")
 
     run(work, tmp_path / "root")
 

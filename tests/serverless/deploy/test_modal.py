@@ -22,6 +22,7 @@ from serverless.providers.modal_client import DeploymentTags, ModalSettings, cal
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind
 from serverless.wire import encode
+from tests.serverless.deploy.wheels import write_wheel
 from tests.serverless.modal_plane.provider import MISSING, PlaneProcess, running_plane
 from tests.serverless.support import Books, item, until
 from tests.serverless.support import package as behaving
@@ -51,12 +52,12 @@ async def both(
 ) -> AsyncIterator[tuple[ModalDeployer, ModalBackend, str]]:
     """A deployer and a backend with their own prefix; their deployments are deleted afterwards."""
     settings = ModalSettings(prefix=plane.prefix(), keep=keep)
-    async with ModalDeployer(settings, meter=meter) as deployer, ModalBackend(settings) as backend:
+    async with ModalDeployer(settings, meter=meter) as deployer, ModalBackend(settings, run="lake-1") as backend:
         try:
             yield deployer, backend, settings.prefix
         finally:
-            for one in await deployer.functions():
-                await deployer.delete(one.function)
+            for function in {one.function for one in await deployer.functions()}:
+                await deployer.delete(function)
 
 
 async def score(backend: ModalBackend, function: str = "f") -> Any:
@@ -94,6 +95,38 @@ def test_a_deployment_is_tried_listed_and_called(plane: PlaneProcess) -> None:
     assert (trial.cause, trial.items, trial.status) == (Cause.SMOKE, 0, "ok")
     assert trial.cold_start_s > 0.0
     assert trial.billed_s >= trial.cold_start_s
+
+
+def test_an_image_is_that_of_the_function(
+    plane: PlaneProcess, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The definitions that the real client sends; the plane builds no image."""
+    (tmp_path / "Dockerfile").write_text("FROM python:3.11-slim\nCOPY table.txt /data/\n")
+    (tmp_path / "table.txt").write_text("1")
+    write_wheel(tmp_path / "index", "tiny_reward", "1.5", "")
+    monkeypatch.setenv("UV_DEFAULT_INDEX", (tmp_path / "index").as_uri())
+    monkeypatch.setenv("UV_INDEX", "")
+    index = (tmp_path / "index").as_uri()
+    cases: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+        ({"base": "python:3.12", "system": ["libgl1"]}, ("FROM python:3.12", "libgl1")),
+        ({"dockerfile": "Dockerfile"}, ("FROM python:3.11-slim", "COPY table.txt /data/")),
+    ]
+
+    async def main() -> None:
+        async with both(plane) as (deployer, _, prefix):
+            for image, expected in cases:
+                one = scoring(
+                    tmp_path, "1.0", image=image, requirements=("tiny-reward==1.5",), index_urls=(index,), gpu="L4"
+                )
+                planned = " ".join((await deployer.plan(one)).lines)
+                assert "build its image" in planned
+                assert "on a GPU of type L4" in planned
+                await deployer.deploy(one)
+                sent = plane.pool(f"{prefix}f")["layers"]
+                assert any(f"--extra-index-url {index} --index-strategy unsafe-best-match" in line for line in sent)
+                assert all(any(text in line for line in sent) for text in expected)
+
+    asyncio.run(main())
 
 
 def test_needs_become_modals_settings(plane: PlaneProcess, tmp_path: pathlib.Path) -> None:
@@ -188,14 +221,14 @@ def test_versions_are_pinned_rolled_back_and_pruned(plane: PlaneProcess, tmp_pat
             assert await score(backend) == 1.0  # a run goes on with the version that it began with
             async with ModalBackend(ModalSettings(prefix=prefix)) as later:
                 assert await score(later) == 2.0
-            with pytest.raises(BackendFailed, match="no version 'ffffffffffff'"):
+            with pytest.raises(UnknownFunction, match="has no version 'ffffffffffff'"):
                 await deployer.rollback("f", "ffffffffffff")
 
             before = published(plane)
             back = await deployer.rollback("f")
             assert (back.version, back.provider_version, back.current) == (one.version, "1", True)
             assert [v.current for v in await deployer.versions("f")] == [False, True]
-            with pytest.raises(BackendFailed, match="no version before"):
+            with pytest.raises(UnknownFunction, match="has no version before"):
                 await deployer.rollback("f")
             assert "kept, no upload" in (await deployer.plan(scoring(tmp_path, "2.0"))).lines[0]
             assert (await deployer.deploy(scoring(tmp_path, "2.0"))).version == two.version
@@ -290,8 +323,22 @@ def test_logs_are_what_the_function_printed(plane: PlaneProcess, tmp_path: pathl
                     await asyncio.sleep(0.05)
             assert await said() == [f"said item-{n}" for n in range(3)]
             last = (await deployer.logs("f", limit=1))[0]
-            assert (last.text, last.source) == ("said item-2", "stdout")
+            assert (last.text, last.source, last.run, last.items) == ("said item-2", "stdout", "lake-1", ("item-2",))
             assert last.t.endswith("+00:00")
+            followed = []
+            async with asyncio.timeout(LONG_S), asyncio.TaskGroup() as group:
+                async for line in deployer.follow("f", since_s=3600.0):
+                    if "said" in line.text:
+                        followed.append((line.text, line.items))
+                        if line.text == "said item-2":
+                            event = [encode(item(key)) for key in ("x", "y")]
+                            group.create_task(backend.invoke("f", event, deadline_s=LONG_S))
+                    if line.text == "said y":
+                        break
+            assert followed == [
+                *[(f"said item-{n}", (f"item-{n}",)) for n in range(3)],
+                *[(f"said {key}", ("x", "y")) for key in ("x", "y")],
+            ]
 
     asyncio.run(main())
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serverless.deploy.handler import adapt
+from serverless.deploy.handler import adapt, load
 from serverless.deploy.package import Package, build, zip_archive
 from serverless.errors import PackageError, SpecInvalid
 from serverless.pipeline.offload import Offload
@@ -92,8 +92,10 @@ def test_a_package_holds_the_handler_the_manifest_the_source_and_the_artefacts(t
             "serverless/calling.py",
             "serverless/declare.py",
             "serverless/errors.py",
+            "serverless/output.py",
             "serverless/signatures.py",
             "serverless/types.py",
+            "serverless/usage.py",
             "shims/rollart/__init__.py",
         ]
     packed.write(tmp_path / "out")
@@ -159,6 +161,44 @@ def test_every_cost_of_a_version_is_in_its_digest(tmp_path: pathlib.Path) -> Non
     }
     assert len(same) == 1
     assert str(tmp_path).encode() not in zip_archive(pack(tmp_path).files)
+
+
+def test_variables_are_in_the_digest_by_name_and_plain_ones_by_value(tmp_path: pathlib.Path) -> None:
+    plain = pack(tmp_path)
+    assert "env" not in plain.spec.identity()
+    assert "secrets" not in plain.spec.identity()
+    settings: list[dict[str, Any]] = [
+        {"secrets": ("ONE_KEY",)},
+        {"secrets": ("OTHER_KEY",)},
+        {"secrets": ("ONE_KEY", "OTHER_KEY")},
+        {"env": {"MODEL": "a"}},
+        {"env": {"MODEL": "b"}},
+    ]
+    assert len({plain.version, *(pack(tmp_path, **one).version for one in settings)}) == 6
+    assert pack(tmp_path, secrets=("OTHER_KEY", "ONE_KEY", "ONE_KEY")).version == pack(tmp_path, **settings[2]).version
+
+
+def test_plain_variables_of_the_spec_and_the_decorator_are_merged(tmp_path: pathlib.Path) -> None:
+    text = "@reward(env={'MODEL': 'a', 'URL': 'u'}, secrets=['JUDGE_KEY'])\ndef f(s): ..."
+    packed = pack(tmp_path, text, env={"MODEL": "b"})
+    assert packed.spec.env == {"MODEL": "b", "URL": "u"}
+    assert packed.spec.secrets == ("JUDGE_KEY",)
+
+
+@pytest.mark.parametrize(
+    "declared",
+    ["secrets={'JUDGE_KEY': 'sk-hush'}", "secrets=['sk-hush']", "secrets='sk-hush'", "secrets=[['sk-hush']]"],
+)
+def test_a_value_in_place_of_a_secret_name_is_not_repeated(tmp_path: pathlib.Path, declared: str) -> None:
+    with pytest.raises(SpecInvalid, match="secrets") as refused:
+        pack(tmp_path, f"@reward({declared})\ndef f(s): ...")
+    assert "hush" not in str(refused.value)
+
+
+@pytest.mark.parametrize("settings", [{"env": {"AWS_REGION": "x"}}, {"secrets": ["PATH"]}, {"env": {"A": "x"}}])
+def test_variables_that_a_provider_sets_are_refused(tmp_path: pathlib.Path, settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        FunctionSpec.model_validate({"name": "f", "source": "f.py", **settings})
 
 
 PACKAGE = {
@@ -387,3 +427,68 @@ def test_the_same_package_runs_under_the_local_backend(tmp_path: pathlib.Path, r
             return await offload.submit("score", Item("a", ({"role": "assistant", "content": "four or five"},)), 20.0)
 
     assert asyncio.run(main()) == Scored(1.0)
+
+
+CONFIGURED = """
+class Near:
+    def __init__(self, *, target, tolerance=0.5):
+        self.target, self.tolerance = target, tolerance
+
+    def __call__(self, sample):
+        return float(abs(float(sample.completion) - self.target) <= self.tolerance)
+
+
+def above(sample, *, least):
+    return float(float(sample.completion) > least)
+"""
+
+
+def configured(directory: pathlib.Path, handler: str, **arguments: Any) -> Package:
+    (directory / "near.py").write_text(CONFIGURED)
+    return build(FunctionSpec(name="near", source="near.py", handler=handler, arguments=arguments), base=directory)
+
+
+@pytest.mark.parametrize(("handler", "arguments"), [("Near", {"target": 3.0}), ("above", {"least": 2})])
+def test_arguments_reach_a_class_and_a_function(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, handler: str, arguments: Any
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "rollart_function", None)
+    packed = configured(tmp_path, handler, **arguments)
+    packed.write(tmp_path / "packed")
+    event = [{"id": text, "messages": [{"role": "assistant", "content": text}]} for text in ("3.2", "1")]
+    answers = load(tmp_path / "packed")(event, None)
+    assert [answer["aggregate_reward_score"] for answer in answers] == [1.0, 0.0]
+
+
+def test_arguments_are_part_of_the_version_only_where_given(tmp_path: pathlib.Path) -> None:
+    packed = [configured(tmp_path, "Near", target=target) for target in (3.0, 3.0, 4.0)]
+    assert packed[0].version == packed[1].version != packed[2].version
+    assert b"arguments" not in pack(tmp_path).files["rollart_manifest.json"]
+    assert "arguments" not in pack(tmp_path).spec.identity()
+
+
+@pytest.mark.parametrize(
+    ("handler", "arguments", "error"),
+    [
+        ("Near", {"target": 1, "tolerence": 2}, "Near has no argument 'tolerence' .did you mean 'tolerance'"),
+        ("Near", {}, "Near needs the argument 'target'"),
+        ("above", {"less": 2}, "above has no argument 'less'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    tmp_path: pathlib.Path, handler: str, arguments: Any, error: str
+) -> None:
+    with pytest.raises(SpecInvalid, match=error):
+        configured(tmp_path, handler, **arguments)
+
+
+def test_a_ready_made_reward_travels_with_what_imports_it(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from serverless.rewards.math_verify import MathVerify\n\ndef mine(sample):\n    return MathVerify and 1.0\n"
+    )
+    packed = build(FunctionSpec(name="mine", source="mine.py"), base=tmp_path)
+    assert {name for name in packed.files if name.startswith("serverless/rewards")} == {
+        "serverless/rewards/__init__.py",
+        "serverless/rewards/math_verify.py",
+    }

@@ -1,6 +1,8 @@
 """A function that does not load."""
 
-import no_such_module  # noqa: F401
+import importlib
+
+importlib.import_module("no_such_module")
 
 
 def handler(sample):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from google.protobuf.empty_pb2 import Empty
@@ -183,6 +184,21 @@ class Apps:
                 file_descriptor=entry.descriptor,  # type: ignore[arg-type]
             )
         return answer
+
+    async def AppGetLogs(self, request: api_pb2.AppGetLogsRequest) -> AsyncIterator[api_pb2.TaskLogsBatch]:
+        """New entries, from the one after `last_entry_id` on, until the request's time has passed."""
+        logs = self._app(request.app_id).logs
+        position = int(request.last_entry_id or len(logs))
+        ends = asyncio.get_running_loop().time() + request.timeout
+        while asyncio.get_running_loop().time() < ends:
+            for entry in logs[position:]:
+                position += 1
+                batch = api_pb2.TaskLogsBatch(
+                    task_id=entry.task_id, function_id=entry.function_id, entry_id=str(position)
+                )
+                batch.items.add(data=entry.text, timestamp=entry.t, file_descriptor=entry.descriptor)
+                yield batch
+            await asyncio.sleep(0.02)
 
     def _logs(self, request: Any) -> list[Any]:
         since, until = request.since.ToNanoseconds() / 1e9, request.until.ToNanoseconds() / 1e9

@@ -226,6 +226,9 @@ class Pool:
         )
         path = self.state.root / f"{container.id[-8:]}.args"
         path.write_bytes(arguments.SerializeToString())
+        variables: dict[str, str] = {}
+        for secret in self.function.definition.secret_ids:
+            variables |= self.state.secrets[secret]
         container.process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -245,6 +248,7 @@ class Pool:
                 "MODAL_TASK_ID": container.id,
                 "MODAL_IS_REMOTE": "1",
                 "MODAL_HEARTBEAT_INTERVAL": "0.5",
+                **variables,
             },
         )
 

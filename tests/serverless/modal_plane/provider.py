@@ -47,9 +47,9 @@ class PlaneProcess:
         return state
 
     def pool(self, app: str, version: int = 0) -> dict[str, Any]:
-        """Of an app's deployment, by default the newest that was ever called or published."""
+        """Of the reward of an app's deployment, by default the newest that was ever called or published."""
         pools: list[dict[str, Any]] = self.state()["pools"]
-        found = [p for p in pools if p["app"] == app and version in (0, p["version"])]
+        found = [p for p in pools if (p["app"], p["name"]) == (app, "call") and version in (0, p["version"])]
         return max(found, key=lambda p: int(p["version"]))
 
     def fail(self, method: str, status: str, message: str = "", times: int = 1) -> None:
@@ -125,8 +125,8 @@ class ModalFunctions(Provider):
                     await backend.deploy(one)
                 yield backend
             finally:
-                for deployed in await deployer.functions():
-                    await deployer.delete(deployed.function)
+                for function in {deployed.function for deployed in await deployer.functions()}:
+                    await deployer.delete(function)
 
     def workers(self, backend: Backend, function: str) -> int | None:
         return len(self.plane.pool(self.prefix + function)["containers"])

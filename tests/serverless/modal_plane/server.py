@@ -57,6 +57,7 @@ def _http(plane: Plane) -> web.Application:
             {
                 "app": p.app.name,
                 "function": p.function.id,
+                "name": p.function.name,
                 "version": next((n for n, v in enumerate(p.app.versions, 1) if p.function.id in v.values()), 0),
                 "starts": p.starts,
                 "pending": len(p.pending),
@@ -72,6 +73,7 @@ def _http(plane: Plane) -> web.Application:
                 "single_use": p.function.definition.single_use_containers,
                 "concurrent": p.function.definition.max_concurrent_inputs,
                 "retries": p.function.definition.retry_policy.retries,
+                "layers": [c for image in plane.state.images.values() for c in image.dockerfile_commands],
                 "image": [
                     c for i in [plane.state.images[p.function.definition.image_id]] for c in i.dockerfile_commands
                 ],

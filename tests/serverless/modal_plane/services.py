@@ -74,7 +74,9 @@ def client_service(plane: Plane) -> grpclib.server.IServable:
                 raise GRPCError(Status[fault.status], fault.message)
 
     return _servable(
-        [Apps(plane.state, plane.pools, plane.pool), Builds(plane.state), Functions(plane)], plane.state, admit
+        [Apps(plane.state, plane.pools, plane.pool), Builds(plane.state), Functions(plane), Secrets(plane.state)],
+        plane.state,
+        admit,
     )
 
 
@@ -101,6 +103,10 @@ def _servable(parts: list[Any], state: State, admit: Callable[[str, Any], Awaita
                 await stream.send_message(state.answered[key])
                 return
             answer = method(request)
+            if inspect.isasyncgen(answer):
+                async for part in answer:
+                    await stream.send_message(part)
+                return
             if inspect.isawaitable(answer):
                 answer = await answer
             if key is not None and name in _ONCE:
@@ -116,6 +122,35 @@ def _servable(parts: list[Any], state: State, admit: Callable[[str, Any], Awaita
 
 _ONCE = frozenset({"FunctionMap", "FunctionPutInputs", "AppPublish", "AppCreate"})
 """Requests with an effect that a repetition must not have twice."""
+
+
+class Secrets:
+    """Named secrets and the anonymous ones of apps."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def SecretGetOrCreate(self, request: api_pb2.SecretGetOrCreateRequest) -> api_pb2.SecretGetOrCreateResponse:
+        name = request.deployment_name
+        if request.object_creation_type:
+            found = self.state.secret_ids.get(name) or self.state.new_id("st")
+            self.state.secrets[found] = dict(request.env_dict)
+            if name:
+                self.state.secret_ids[name] = found
+        elif name not in self.state.secret_ids:
+            raise GRPCError(Status.NOT_FOUND, f"Secret '{name}' not found in environment 'main'")
+        else:
+            found = self.state.secret_ids[name]
+            if missing := set(request.required_keys) - self.state.secrets[found].keys():
+                raise GRPCError(Status.FAILED_PRECONDITION, f"Secret is missing key(s): {', '.join(missing)}")
+        keys = list(self.state.secrets[found])
+        return api_pb2.SecretGetOrCreateResponse(
+            secret_id=found, metadata=api_pb2.SecretMetadata(name=name, keys=keys, environment_name="main")
+        )
+
+    def SecretUpdate(self, request: api_pb2.SecretUpdateRequest) -> Empty:
+        self.state.secrets[request.secret_id] |= {one.key: one.value for one in request.updates}
+        return Empty()
 
 
 class Functions:

@@ -138,6 +138,10 @@ class State:
     calls: dict[str, Call] = field(default_factory=dict)
     mounts: dict[str, list[api_pb2.MountFile]] = field(default_factory=dict)
     images: dict[str, api_pb2.Image] = field(default_factory=dict)
+    secrets: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Variables by id."""
+    secret_ids: dict[str, str] = field(default_factory=dict)
+    """Ids by name."""
     files: dict[str, bytes] = field(default_factory=dict)
     blobs: Blobs = field(default_factory=Blobs)
     answered: dict[str, object] = field(default_factory=dict)

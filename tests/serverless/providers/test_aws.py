@@ -92,6 +92,39 @@ def test_the_end_of_an_environment_is_a_typed_fault_and_is_billed(
     assert sum(i.billed_s for i in books.invocations) == pytest.approx(plane.billed_s())
 
 
+def test_what_is_larger_than_lambdas_payload_goes_through_a_bucket(plane: Plane) -> None:
+    from tests.serverless.aws.plane import refusal
+
+    books, text = Books(), "é" * 5_000_000
+    s3 = client(plane, "s3")
+
+    async def main() -> None:
+        large = [
+            encode(item("a", do="steps", text=text, count=1)),
+            encode(item("b", do="steps", text="", count=600_000)),
+        ]
+        one = package(memory_mb=1024, timeout_s=30.0)
+        async with lambdas(plane, one, books=books) as backend:
+            refused = await backend.invoke("behave", large, deadline_s=20.0)
+            assert refused.fault is not None
+            assert (refused.fault.kind, "bucket" in refused.fault.detail) == (FaultKind.ENVIRONMENT, True)
+        s3.create_bucket(Bucket="ours")
+        async with lambdas(plane, one, books=books, bucket="ours") as backend:
+            reply = await backend.invoke("behave", large, deadline_s=60.0)
+            assert reply.fault is None, reply.fault
+            assert [len(answer["step_rewards"]) for answer in reply.body] == [1, 600_000]
+            assert reply.body[0]["aggregate_reward_score"] == 5_000_000
+            plane.failures.append(refusal(500, "ServiceException", "try again"))
+            assert (await backend.invoke("behave", large, deadline_s=60.0)).fault is not None
+            s3.delete_bucket(Bucket="ours")  # it is empty: nothing is left of either call
+            lost = await backend.invoke("behave", large, deadline_s=20.0)
+            assert lost.fault is not None
+            assert (lost.fault.kind, lost.fault.retryable, lost.invocation) == (FaultKind.UNAVAILABLE, True, None)
+        assert [i.status for i in calls(books)] == ["ok"]
+
+    asyncio.run(main())
+
+
 def test_a_crash_loop_ends_as_a_fault_and_every_start_is_billed(plane: Plane) -> None:
     books = Books()
 

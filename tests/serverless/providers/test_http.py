@@ -189,6 +189,55 @@ def test_a_host_slower_than_the_deadline_has_one_execution_and_is_told_to_end() 
     assert (reply.fault.kind, reply.fault.retryable, requests) == (FaultKind.DEADLINE, False, 1)
 
 
+def test_a_long_call_becomes_a_job_that_is_asked_for_until_it_answers() -> None:
+    answers: list[Callable[[], web.StreamResponse] | None] = [
+        lambda: web.Response(status=202, headers={"Location": "/jobs/7"}),
+        None,
+        lambda: web.Response(status=503),
+        lambda: web.Response(status=202),
+        lambda: json_answer(**{"X-Rollart-Billed-Ms": "2000", "X-Rollart-Request-Id": "r"}),
+    ]
+    asked = []
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        assert request.headers["Authorization"] == "Bearer t0"
+        asked.append(f"{request.method} {request.path} {request.headers['Prefer']}")
+        chosen = answers[len(asked) - 1]
+        if chosen is None:
+            assert request.transport is not None
+            request.transport.abort()
+            await asyncio.sleep(60.0)
+        assert chosen is not None
+        return chosen()
+
+    async def main() -> Reply:
+        async with hosted(answer, books, timeout_s=901.0) as (backend, _):
+            return await backend.invoke("behave", EVENT, deadline_s=900.0)
+
+    books = Books()
+    reply = asyncio.run(main())
+    assert (reply.body, reply.fault) == (OK, None)
+    assert [(i.billed_s, i.provider_id, i.status) for i in books.invocations] == [(2.0, "r", "ok")]
+    assert asked == ["POST /f respond-async, wait=30"] + ["GET /jobs/7 respond-async, wait=30"] * 4
+
+
+def test_a_job_is_ended_at_its_deadline_and_a_job_elsewhere_is_not_followed() -> None:
+    async def main(location: str) -> tuple[Reply, list[str]]:
+        asked = []
+
+        async def answer(request: web.BaseRequest) -> web.StreamResponse:
+            asked.append(request.method)
+            return web.Response(status=202, headers={"Location": location})
+
+        async with hosted(answer, timeout_s=901.0) as (backend, _):
+            return await backend.invoke("behave", EVENT, deadline_s=0.7), asked
+
+    reply, asked = asyncio.run(main("/jobs/7"))
+    assert (reply.fault and reply.fault.kind, asked) == (FaultKind.DEADLINE, ["POST", "GET", "GET", "DELETE"])
+    reply, asked = asyncio.run(main("http://elsewhere.invalid/jobs/7"))
+    assert (reply.fault and reply.fault.kind, asked) == (FaultKind.UNAVAILABLE, ["POST"])
+
+
 def test_a_cancelled_call_closes_its_connection_and_is_billed() -> None:
     books = Books()
 

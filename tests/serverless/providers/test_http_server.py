@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rollart.sim import loop as virtual
 from serverless.deploy.package import Package
 from serverless.meter import WorkerState
-from serverless.providers.faults import parse_report
+from serverless.providers.faults import decode, parse_report
 from serverless.providers.http_server import (
     FunctionHttpServer,
     IdempotencyStore,
@@ -193,6 +193,37 @@ def test_a_caller_who_hangs_up_ends_a_plain_call_and_not_one_of_lambdas(path: st
     assert [i.status for i in books.invocations] == [status]
 
 
+def test_a_call_becomes_a_job_that_is_asked_for_and_ended() -> None:
+    books = Books()
+    job = {"Prefer": "respond-async, wait=0", "Authorization": "Bearer t"}
+
+    async def main() -> None:
+        one = package(timeout_s=901.0, concurrency=2)
+        async with opened([one], books, token="t") as (front, _), aiohttp.ClientSession(front.url) as session:
+            for seconds in (0.3, 60.0):
+                call = body(do="sleep", seconds=seconds)
+                async with session.post("/functions/behave", data=call, headers=job) as response:
+                    assert (response.status, float(response.headers["X-Rollart-Lease-S"])) == (202, 60.0)
+                    url = response.headers["Location"]
+                async with session.get(url) as response:
+                    assert response.status == 403
+                if seconds > 1.0:
+                    async with session.delete(url, headers=job) as response:
+                        assert response.status == 204
+                async with session.get(url, headers=job | {"Prefer": "respond-async, wait=30"}) as response:
+                    answer = await response.read()
+                if seconds > 1.0:
+                    assert (response.status, decode(answer) is not None) == (409, True)
+                else:
+                    assert (response.status, len(json.loads(answer))) == (200, 1)
+                    assert float(response.headers["X-Rollart-Billed-Ms"]) >= 300
+            async with session.get("/jobs/other", headers=job) as response:
+                assert response.status == 409
+
+    asyncio.run(main())
+    assert [i.status for i in books.invocations] == ["ok", "cancelled"]
+
+
 def test_closing_with_calls_in_flight_is_quick() -> None:
     async def call(url: str, session: aiohttp.ClientSession) -> None:
         with contextlib.suppress(aiohttp.ClientError):
@@ -218,14 +249,20 @@ class Work:
         self.runs: list[str] = []
 
     async def call(
-        self, key: str, *, seconds: float = 1.0, body: bytes = b"x", executed: bool = True
+        self,
+        key: str,
+        *,
+        seconds: float = 1.0,
+        body: bytes = b"x",
+        executed: bool = True,
+        linger_s: float | None = None,
     ) -> IdempotentResponse:
         async def run() -> IdempotentResponse:
             self.runs.append(key)
             await asyncio.sleep(seconds)
             return IdempotentResponse(200, body, executed=executed)
 
-        return await self.once.call(key, b"digest", run)
+        return await self.once.call(key, b"digest", run, linger_s=linger_s)
 
 
 def test_calls_of_one_key_share_one_execution_while_it_runs_and_after() -> None:
@@ -261,6 +298,31 @@ def test_who_comes_back_in_time_finds_the_call_and_who_does_not_ends_it() -> Non
                 else:
                     assert await work.call(key) == outcome
             assert work.runs == ["0.9", "1.1"]
+
+    virtual.run(main())
+
+
+def test_a_job_lives_as_long_as_it_is_asked_for_and_its_lease_after_that() -> None:
+    async def main() -> None:
+        async with asyncio.TaskGroup() as group:
+            work = Work(group)
+            for seconds, away, polls in ((300.0, 59.0, 4), (300.0, 61.0, 1), (30.0, 59.0, 0)):
+                key = f"{seconds} {away}"
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(1.0):
+                        await work.call(key, seconds=seconds, linger_s=60.0)
+                for _ in range(polls):
+                    await asyncio.sleep(away)
+                    with contextlib.suppress(TimeoutError, ResponseGone):
+                        async with asyncio.timeout(1.0):
+                            await work.once.join(key)
+                if away < 60.0:
+                    await asyncio.sleep(away)
+                    assert (await work.once.join(key)).status == 200
+                else:
+                    with pytest.raises(ResponseGone):
+                        await work.once.join(key)
+            assert len(work.runs) == 3
 
     virtual.run(main())
 

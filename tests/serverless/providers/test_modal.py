@@ -106,11 +106,12 @@ def test_many_calls_share_as_many_containers_as_allowed(plane: PlaneProcess) -> 
     assert sum(bill.cold_start_s > 0.0 for bill in bills) == 1  # the other container began with the trial
 
 
-def test_five_megabytes_go_and_come(plane: PlaneProcess) -> None:
-    text = "é" * 2_500_000
+@pytest.mark.parametrize("timeout_s", [30, 901])  # the second is submitted and polled
+def test_payloads_above_lambdas_limit_go_and_come(plane: PlaneProcess, timeout_s: int) -> None:
+    text = "é" * 4_000_000
 
     async def main() -> Reply:
-        async with deployed(plane, acts(timeout_s=30)) as case:
+        async with deployed(plane, acts(timeout_s=timeout_s)) as case:
             return await case.call(do="echo", text=text)
 
     assert done(asyncio.run(main())) == text
@@ -299,6 +300,22 @@ def test_a_cancelled_call_is_billed_and_the_backend_goes_on(plane: PlaneProcess)
             assert done(await case.call(do="after")) == "after"
             assert [i.status for i in case.books.invocations] == ["ok", "cancelled", "ok"]
             assert case.books.invocations[1].billed_s > 0.0
+
+    asyncio.run(main())
+
+
+def test_a_submitted_call_outlives_a_lost_poll_and_is_cancelled_at_its_deadline(
+    plane: PlaneProcess, tmp_path: pathlib.Path
+) -> None:
+    async def main() -> None:
+        async with deployed(plane, acts(concurrency=1, timeout_s=901)) as case:
+            done(await case.call())
+            plane.fail("FunctionGetOutputs", "UNAVAILABLE", times=2)
+            assert done(await case.call(do="sleep", seconds=0.3, count=str(tmp_path / "runs"))) == "sleep"
+            assert (tmp_path / "runs").read_text() == "x"
+            late = await case.call(do="sleep", seconds=2.0, deadline_s=0.3)
+            assert (fault(late).kind, late.invocation and late.invocation.status) == (FaultKind.DEADLINE, "deadline")
+            assert plane.state()["requests"]["FunctionCallCancel"] == 1
 
     asyncio.run(main())
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rollart.testing.functions import Meter
 from serverless.errors import BackendFailed
 from serverless.pipeline.offload import Offload
 from serverless.pipeline.stages import PipelineSpec, RetrySpec
@@ -141,7 +142,7 @@ def test_a_zygote_killed_under_a_call_costs_a_retry() -> None:
 
 def test_what_a_function_started_ends_with_it(tmp_path: pathlib.Path) -> None:
     async def main() -> tuple[int, int]:
-        one = package(timeout_s=3.0)
+        one = package(timeout_s=1.5)
         file = tmp_path / "pids"
         async with LocalBackend() as backend:
             await backend.deploy(one)
@@ -254,7 +255,7 @@ def printed(backend: LocalBackend, *, since_s: float = 3600.0, limit: int = 1000
 def test_logs_say_who_printed_what_and_when(tmp_path: pathlib.Path) -> None:
     async def main() -> None:
         one = package(concurrency=1)
-        async with LocalBackend(root=tmp_path) as backend:
+        async with LocalBackend(root=tmp_path, run="lake-1") as backend:
             await backend.deploy(one)
             for key, do in (("a", "raise"), ("quiet", "score"), ("b", "raise"), ("c", "whisper")):
                 await backend.invoke("behave", [encode(item(key, do=do))], deadline_s=60.0)
@@ -264,6 +265,7 @@ def test_logs_say_who_printed_what_and_when(tmp_path: pathlib.Path) -> None:
                 "ValueError: no such b",
             ]
             assert all(line.t and line.source == "0" for line in lines)
+            assert {(line.run, line.items) for line in lines if line.text} == {("lake-1", ("a",)), ("lake-1", ("b",))}
             assert [line.t for line in lines] == sorted(line.t for line in lines)
             assert [line.text for line in printed(backend, limit=1)] == [lines[-1].text]
             assert printed(backend, since_s=-3600.0) == []
@@ -340,23 +342,6 @@ def test_a_missing_requirement_is_refused_at_deployment() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("provider", ["local", "hosted", "awslambdaric"])
-def test_a_reward_that_forks_gets_the_answers_of_its_own_items(provider: str) -> None:
-    """A child that returns from the handler must neither answer nor take a later call. Its exit code is its own."""
-    ways = [{"do": way, "raises": raises} for way in ("os", "libc") for raises in (False, True, "exit")]
-    items = [item("same", value=float(n), **ways[n % 6]) for n in range(8)]
-    items += [item("same", value=8.0, do="multiprocessing"), item("same", value=9.0, do="os", raises=False)]
-
-    async def main() -> list[Outcome]:
-        one = package("forks", concurrency=1, batch={"max_items": 1}, deterministic=False)
-        async with PROVIDERS[provider]().open([one]) as backend, Offload([one], backend) as offload:
-            return [await offload.submit("forks", each, 60.0) for each in items]
-
-    if PROVIDERS[provider].missing:
-        pytest.skip(PROVIDERS[provider].missing)
-    assert run(main()) == [Scored(float(n)) for n in range(10)]
-
-
 @pytest.mark.parametrize("preload", [(), ("xml.dom",)])
 def test_a_zygote_that_hangs_is_replaced_and_the_calls_that_waited_are_made(preload: tuple[str, ...]) -> None:
     """Stopped, not dead: its socket stays open, and no new worker would ever come."""
@@ -389,3 +374,42 @@ def test_a_zygote_that_hangs_as_it_imports_is_replaced() -> None:
                 return await offload.submit("behave", item(), 60.0)
 
     assert run(main()) == Scored(1.0)
+
+
+@pytest.mark.parametrize("provider", ["local", "hosted"])
+def test_a_process_that_outlives_its_call_ends_with_its_worker(provider: str) -> None:
+    """The answer counts. What was started with the function, and what has ended, does not count as left behind."""
+    does = ("none", "ended", "none", "shared", "child", "daemon", "none")
+
+    async def main() -> tuple[list[Outcome], Outcome]:
+        one = package("leaves:Leaves", concurrency=1, batch={"max_items": 1}, deterministic=False, stateless=True)
+        async with PROVIDERS[provider]().open([one]) as backend, Offload([one], backend) as offload:
+            answers = [await offload.submit("Leaves", item("a", do=do), 60.0) for do in does]
+            failed = await offload.submit("Leaves", item("a", do="child", raises=True), 60.0)
+            started = [int(a.metrics["started"]) for a in answers if isinstance(a, Scored)]
+            await until(lambda: not any(alive(pid) for pid in started if pid))
+            return answers, failed
+
+    answers, failed = run(main())
+    assert isinstance(failed, InfraFault)
+    assert failed.detail == "ValueError: after it started a process"
+    workers = [a.value for a in answers if isinstance(a, Scored)]
+    assert len(workers) == 7
+    assert len(set(workers[:5])) == 1, "one worker, with its helper, until a call leaves a process"
+    assert len({*workers[4:]}) == 3, "each process that is left ends a worker"
+    zombies = [a.metrics["zombies"] for a in answers if isinstance(a, Scored)]
+    assert zombies[2] == 0, "an orphan that has ended is reaped"
+
+
+def test_processes_left_behind_are_reported() -> None:
+    async def main() -> Meter:
+        meter = Meter()
+        one = package("leaves:Leaves", concurrency=1, deterministic=False, stateless=True)
+        async with LocalBackend(meter=meter) as backend:
+            await backend.deploy(one)
+            for do in ("none", "child"):
+                await backend.invoke("Leaves", [encode(item(do=do))], deadline_s=60.0)
+        return meter
+
+    (left,) = run(main()).usage["Leaves"].left
+    assert left.startswith("sleep (")

@@ -14,12 +14,14 @@ from typing import Any
 import pytest
 
 from serverless.errors import BackendFailed
+from serverless.output import RUN
 from serverless.pipeline.offload import Offload
 from serverless.types import Cause, FaultKind, Outcome, Scored
 from serverless.wire import encode
 from serverless.workers.channel import encode_message, read_message
 from serverless.workers.host import FUNCTION_HOST_TOKEN, WorkerHost
 from serverless.workers.local import LocalBackend
+from serverless.workers.logs import read as read_logs
 from serverless.workers.remote import HostedBackend, HostLink, HostLost, WorkerHosts
 from tests.serverless.support import Books, alive, children, item, package, until
 
@@ -77,7 +79,7 @@ class Machines:
             "--logs",
             str(self._logs),
             stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, FUNCTION_HOST_TOKEN: "the token"},
+            env={**os.environ, FUNCTION_HOST_TOKEN: "the token", RUN: "lake-1"},
         )
         self.processes[name] = process
         self._stack.push_async_callback(self._end, process)
@@ -236,6 +238,7 @@ async def _life(directory: pathlib.Path) -> None:
         two = await fleet.start("two")
         assert (await waits).fault is None, "what came meanwhile is deployed there"
         assert two.answered == 1
+        await backend.invoke("behave", [encode(item("t/9", do="raise"))], deadline_s=LIMIT_S)
 
         workers = [pid for zygote in children(two.pid) for pid in children(zygote)]
         assert workers
@@ -246,4 +249,5 @@ async def _life(directory: pathlib.Path) -> None:
         assert not fleet.hosts.machines, "nothing is kept of a machine that is gone"
     logs = sorted(path.name for path in (directory / "behave").iterdir())
     assert set(logs) <= {"0.log", "1.log"}
-    assert logs
+    printed = read_logs(directory, "behave", since_s=3600.0, limit=100)
+    assert {(line.run, line.items) for line in printed} == {("lake-1", ("t/9",))}

@@ -40,12 +40,12 @@ def replies(*whats: str, source: str = "behave", memory_mb: int = 256, **setting
     [
         ("exit", FaultKind.CRASH, "the worker exited with code 3"),
         ("eat", FaultKind.OUT_OF_MEMORY, "MemoryError"),
-        ("sleep", FaultKind.TIMEOUT, "no answer in 4 s (timeout_s)"),
+        ("sleep", FaultKind.TIMEOUT, "no answer in 2 s (timeout_s)"),
         ("next", FaultKind.CRASH, "the worker was ended by signal 9"),  # an event before it has answered this one
     ],
 )
 def test_a_call_that_ends_its_worker_fails_alone(what: str, kind: FaultKind, detail: str) -> None:
-    first, guilty, last = replies("score", what, "score", timeout_s=4.0 if what == "sleep" else 30.0)
+    first, guilty, last = replies("score", what, "score", timeout_s=2.0 if what == "sleep" else 30.0)
     assert (first.fault, last.fault) == (None, None)
     assert guilty.fault is not None
     assert (guilty.fault.kind, guilty.fault.retryable) == (kind, True)

@@ -74,6 +74,7 @@ RESULTS = {
     "infra": lambda s: InfraFault(FaultKind.THROTTLED, retryable=False, detail="judge"),
     "scored": lambda s: Scored(0.5, {"m": 2.0}, (0.25, 0.25)),
     "dict": lambda s: {"score": 0.5, "metrics": {"m": 2}, "steps": [0.25, 0.25]},
+    "steps": lambda s: Scored(len(s.metadata["text"]), {}, (0.123456789,) * s.metadata["count"]),
     "nan": lambda s: float("nan"),
     "inf": lambda s: float("inf"),
     "none": lambda s: None,

@@ -1,0 +1,1 @@
+"""`rollart rewards`: write, test, deploy and operate reward functions."""

@@ -1,0 +1,85 @@
+"""Names of function providers: ours, and those that other distributions register as entry points.
+
+    [project.entry-points."rollart.function_backends"]
+    nebula = "rollart_nebula:PLUGIN"        # a serverless.providers.plugin.ProviderPlugin
+
+Names are read from the metadata of installed distributions; a plugin's code is imported where its provider is used.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rollart.errors import ProviderError
+from rollart.settings.prices import PriceEntry, PriceList
+
+if TYPE_CHECKING:
+    from importlib import metadata
+
+    from serverless.providers.plugin import ProviderPlugin
+
+BUILT_IN = ("local", "aws_lambda", "modal", "http")
+"""Provider names as in the ledger and the price list."""
+
+GROUP = "rollart.function_backends"
+
+PLUGIN_NAME = r"[a-z][a-z0-9_]{0,63}"
+
+RESERVED = frozenset({*BUILT_IN, "aws", "lambda", "backend", "price", "allow_unsafe", "pipeline", "scaling"})
+"""Names that a plugin cannot have: other keys of `functions`, and other names of providers."""
+
+
+def installed_plugins() -> Mapping[str, metadata.EntryPoint]:
+    """Entry points by provider. A name that is reserved or no lower-case identifier is none."""
+    return _installed(tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=4)
+def _installed(path: tuple[str, ...]) -> Mapping[str, metadata.EntryPoint]:
+    from importlib import metadata  # late: only a name that is not ours is looked up
+
+    found = sorted(metadata.entry_points(group=GROUP), key=lambda one: one.name)
+    return {one.name: one for one in found if one.name not in RESERVED and re.fullmatch(PLUGIN_NAME, one.name)}
+
+
+def provider_names() -> tuple[str, ...]:
+    """Ours first."""
+    return (*BUILT_IN, *installed_plugins())
+
+
+def plugin(name: str) -> ProviderPlugin:
+    """The plugin of an installed provider. ProviderError if it cannot be imported or is none."""
+    from serverless.providers.plugin import ProviderPlugin  # late: commands that use no plugin need not import it
+
+    entry = installed_plugins()[name]
+    source = f"provider '{name}' of {entry.dist.name if entry.dist else entry.value}"
+    try:
+        found = entry.load()
+    except Exception as error:
+        raise ProviderError(
+            f"{source} cannot be imported: {type(error).__name__}: {error}", remedy="reinstall or remove it"
+        ) from None
+    if not isinstance(found, ProviderPlugin):
+        raise ProviderError(
+            f"{source} is a {type(found).__name__} (rule: a serverless.providers.plugin.ProviderPlugin)",
+            remedy="ask its author for a version for this rollart",
+        )
+    return found
+
+
+def with_plugin_prices(prices: PriceList, providers: Sequence[str]) -> PriceList:
+    """The list with prices that plugins among the providers bring, where it has none of that provider and unit."""
+    known = {(p.name, p.unit) for p in prices.prices}
+    more = [
+        PriceEntry.model_validate(asdict(price) | {"name": name})
+        for name in providers
+        if name not in BUILT_IN
+        for price in plugin(name).prices
+        if (name, price.unit) not in known
+    ]
+    return PriceList(currency=prices.currency, prices=[*prices.prices, *more]) if more else prices

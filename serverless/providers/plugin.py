@@ -1,0 +1,50 @@
+"""A provider of functions from another distribution: its settings, its backend and its control plane.
+
+A backend implements `serverless.providers.base.Backend`; `serverless.workers.pool.PooledBackend` brings queues, scaling
+and metering to one that can start workers. `rollart.testing.backends` has the conformance suite.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from serverless.meter import MeterSink
+from serverless.providers.base import Backend, Deployer
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderContext:
+    """`meter` receives bills; `root` is a directory for logs and local state; `run` an id of the calling run that is
+    unique in the provider's account, '' outside runs."""
+
+    meter: MeterSink | None = None
+    root: pathlib.Path | None = None
+    run: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ListPrice:
+    """A price of the provider in dollars per unit ("GB-second", "core-second", "gpu-second", "million-requests",
+    "idle-..."), with its source and the date on which it was read (YYYY-MM-DD)."""
+
+    unit: str
+    usd: float
+    source: str
+    date: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProviderPlugin:
+    """`settings` validates the mapping under `functions.<name>` of a cluster spec. `backend` and `deployer` get the
+    valid settings; what they raise is one of `serverless.errors`. Without a deployer, functions are deployed by runs
+    alone. `prices` are used where the user's price list has none of this provider."""
+
+    settings: type[BaseModel]
+    backend: Callable[[Any, ProviderContext], Backend]
+    deployer: Callable[[Any, ProviderContext], Deployer] | None = None
+    prices: tuple[ListPrice, ...] = ()

@@ -1,0 +1,144 @@
+"""A backend for callers that name a deployed function: each call goes to a version drawn by the weights of `live`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from serverless.deploy.package import Package
+from serverless.errors import BackendFailed, ServerlessError, UnknownFunction
+from serverless.providers.base import Backend, DeployedFunction, Deployer, Reply, find_version
+from serverless.types import Cause
+
+OpenVersion = Callable[[DeployedFunction], AbstractAsyncContextManager[Backend]]
+"""A backend that calls one version of a function."""
+
+REFRESH_S = 5.0
+"""Seconds between two readings of the weights. A rollback reaches callers after this time at most."""
+
+
+@dataclass(slots=True, eq=False)
+class _OpenVersion:
+    """The backend of one version, in a task of its own, with the number of calls that use it."""
+
+    opened: asyncio.Future[Backend]
+    leave: asyncio.Event = field(default_factory=asyncio.Event)
+    calls: int = 0
+
+
+class WeightedBackend:
+    """Implements `Backend` for one deployed function. Owns a task per version in use, which holds its backend, and one
+    that reads the weights. `control` is open and stays the caller's.
+
+    Any number of tasks may call `invoke`; the first call of a version waits until its backend is open. Invariants: a
+    call is made by exactly one version, which had a weight (or was the one `wanted`) at the last reading; a version
+    that has lost its weight ends its calls, and its backend is closed then. While the weights cannot be read, the last
+    ones hold.
+    """
+
+    def __init__(
+        self,
+        control: Deployer,
+        function: str,
+        open_version: OpenVersion,
+        *,
+        draw: Callable[[], float],
+        wanted: str = "live",
+        refresh_s: float = REFRESH_S,
+    ) -> None:
+        """`draw` gives a number in [0, 1) per call; `wanted` is as for `find_version`."""
+        self._control = control
+        self._function = function
+        self._open_version = open_version
+        self._draw = draw
+        self._wanted = wanted
+        self._refresh_s = refresh_s
+        self._versions: Sequence[DeployedFunction] = ()
+        self._used: dict[str, _OpenVersion] = {}
+        self._stack = contextlib.AsyncExitStack()
+        self._group: asyncio.TaskGroup | None = None
+
+    @property
+    def provider(self) -> str:
+        return self._control.provider
+
+    @property
+    def versions(self) -> Sequence[DeployedFunction]:
+        """The versions at the last reading."""
+        return self._versions
+
+    async def deploy(self, package: Package) -> None:
+        raise BackendFailed(f"{self._function} is called as it is deployed", remedy="deploy with a `Deployer`")
+
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        """See `Backend`."""
+        if function != self._function:
+            raise UnknownFunction(f"no function {function!r} is served", remedy=f"served: {self._function}")
+        if self._group is None:
+            raise BackendFailed("the backend is not open", remedy="use `async with`")
+        chosen = find_version(function, self._versions, self._wanted, draw=self._draw())
+        used = self._used.get(chosen.provider_version) or self._use(self._group, chosen)
+        used.calls += 1
+        try:
+            backend = await asyncio.shield(used.opened)
+            return await backend.invoke(function, event, deadline_s=deadline_s, cause=cause)
+        finally:
+            used.calls -= 1
+
+    async def __aenter__(self) -> WeightedBackend:
+        await self._read()
+        self._group = await self._stack.enter_async_context(asyncio.TaskGroup())
+        refresh = self._group.create_task(self._refresh(), name="weights")
+        self._stack.callback(refresh.cancel)
+        self._stack.callback(self._leave_all)
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self._group = None
+        await self._stack.aclose()
+
+    async def _read(self) -> None:
+        versions = await self._control.versions(self._function)
+        find_version(self._function, versions, self._wanted, draw=0.0)
+        self._versions = versions
+
+    async def _refresh(self) -> None:
+        """Read the weights until cancelled, and close the backends of versions that nothing calls any more."""
+        while True:
+            await asyncio.sleep(self._refresh_s)
+            with contextlib.suppress(ServerlessError):
+                await self._read()
+            weighted = {one.provider_version for one in self._versions if one.weight > 0.0}
+            for number, used in list(self._used.items()):
+                if self._wanted == "live" and number not in weighted and not used.calls:
+                    del self._used[number]
+                    used.leave.set()
+
+    def _use(self, group: asyncio.TaskGroup, version: DeployedFunction) -> _OpenVersion:
+        used = self._used[version.provider_version] = _OpenVersion(asyncio.get_running_loop().create_future())
+        group.create_task(self._hold(version, used), name=f"version {version.provider_version}")
+        return used
+
+    async def _hold(self, version: DeployedFunction, used: _OpenVersion) -> None:
+        """Keep the backend of a version open until it is left. A failure to open it is the error of its first calls;
+        the next call tries again."""
+        try:
+            async with self._open_version(version) as backend:
+                used.opened.set_result(backend)
+                await used.leave.wait()
+        except ServerlessError as error:
+            if used.opened.done():
+                raise
+            self._used.pop(version.provider_version, None)
+            used.opened.set_exception(error)
+            used.opened.exception()  # marks it as seen, if every caller has left
+
+    def _leave_all(self) -> None:
+        for used in self._used.values():
+            used.leave.set()

@@ -1,0 +1,201 @@
+"""Secrets of functions as their callers know them: the source of each value by provider, and values on this machine.
+
+Values are read when a worker starts or a request is sent, held by nothing that is printed or stored, and never part of
+a package. `secret_runtime` has the part inside a function's process.
+"""
+
+from __future__ import annotations
+
+import base64
+import ipaddress
+import json
+import os
+import pathlib
+import urllib.parse
+from collections.abc import Mapping
+
+from pydantic import Field, RootModel, model_validator
+
+from serverless.errors import CredentialsMissing
+from serverless.secret_runtime import REFERENCES, Mask
+from serverless.spec import FunctionSpec, Settings, Variable
+
+DOTENV = ".env"
+
+HEADER = "X-Rollart-Secrets"
+"""The header of a call that has its secrets: a JSON object of values by name, in base64 with the alphabet of URLs."""
+
+
+class SecretSource(Settings):
+    """The sources of one secret. A provider without an entry has it under the variable's own name.
+
+    On AWS Lambda it is one of `aws_secret`, `ssm` and `lambda_env`; none is `aws_secret`.
+    """
+
+    env: str = Field(default="", pattern=r"^([A-Za-z_][A-Za-z0-9_]*)?$")
+    """Variable of the environment or the `.env` file on this machine: for local workers, `http` and `lambda_env`."""
+    aws_secret: str = Field(
+        default="", pattern=r"^(arn:[\w-]+:secretsmanager:[^:\s]+:\d{12}:secret:)?[^:\s]*(:[^:\s]+)?$"
+    )
+    """Name or ARN of a secret of AWS Secrets Manager; `:key` for one key of a JSON object."""
+    ssm: str = Field(default="", pattern=r"^(arn:[\w-]+:ssm:[^:\s]+:\d{12}:parameter)?[\w./-]*$")
+    """Name or ARN of a SecureString parameter of AWS Systems Manager."""
+    lambda_env: bool = False
+    """The value is stored in Lambda's encrypted environment at deployment. A new value takes a deployment."""
+    modal: str = Field(default="", pattern=r"^[A-Za-z0-9_.-]{0,63}$")
+    """Name of a `modal.Secret` that has the variable."""
+
+    @model_validator(mode="after")
+    def _one_of_aws(self) -> SecretSource:
+        if sum((bool(self.aws_secret), bool(self.ssm), self.lambda_env)) > 1:
+            raise ValueError("one of aws_secret, ssm and lambda_env")
+        return self
+
+
+class SecretSources(RootModel[dict[Variable, SecretSource]]):
+    """`functions.secrets` of a cluster: the sources by variable."""
+
+    root: dict[Variable, SecretSource] = {}
+
+
+class SecretMissing(CredentialsMissing):
+    """A declared secret has no value where its provider looks for it."""
+
+
+class Secrets:
+    """The sources of a cluster, and the values that this machine has.
+
+    A value is that of the environment, else of the file `.env` in `directory`, which is read again when it has changed.
+    With `late`, callers send missing values with their calls (`providers.http_server`).
+    """
+
+    def __init__(
+        self,
+        sources: Mapping[str, SecretSource] | None = None,
+        *,
+        directory: pathlib.Path | None = None,
+        late: bool = False,
+    ) -> None:
+        self._sources = dict(sources or {})
+        self._file = None if directory is None else directory.resolve() / DOTENV
+        self._late = late
+        self._read: tuple[tuple[int, int, int] | None, dict[str, str]] = (None, {})
+
+    def source(self, name: str) -> SecretSource:
+        return self._sources.get(name, _DEFAULT)
+
+    def require(self, spec: FunctionSpec, *names: str) -> None:
+        """Raise `SecretMissing` for a secret of a function that has no value here; `names` in place of all."""
+        for name in names or spec.secrets:
+            if not self._late and not self._value(name):
+                variable = self.source(name).env or name
+                looked = "the environment" if self._file is None else f"the environment nor in {self._file}"
+                also = "" if variable == name else f" ({variable} here)"
+                raise SecretMissing(
+                    f"function {spec.name} has no value of the secret {name}{also}: it is "
+                    f"{'not in' if self._file is None else 'neither in'} {looked}",
+                    remedy=f"export {variable}=…" + ("" if self._file is None else f", or write it to {DOTENV}"),
+                )
+
+    def values(self, spec: FunctionSpec, *names: str) -> dict[str, str]:
+        """The values of a function's secrets here, without missing ones; `names` in place of all."""
+        return {name: value for name in names or spec.secrets if (value := self._value(name))}
+
+    def variables(self, spec: FunctionSpec, given: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The environment variables of a worker on this machine; `given` are secrets that its caller sent. Raises
+        `SecretMissing`."""
+        given = given or {}
+        if missing := [name for name in spec.secrets if name not in given]:
+            self.require(spec, *missing)
+        return {**spec.env, **self.values(spec), **given}
+
+    def header(self, spec: FunctionSpec) -> str:
+        """The values of a function's secrets as the value of the header `HEADER`."""
+        return base64.urlsafe_b64encode(json.dumps(self.values(spec)).encode()).decode()
+
+    def stored_in_lambda(self, spec: FunctionSpec) -> tuple[str, ...]:
+        """The function's secrets whose values are in Lambda's encrypted environment."""
+        return tuple(name for name in spec.secrets if self.source(name).lambda_env)
+
+    def in_modal(self, spec: FunctionSpec) -> dict[str, list[str]]:
+        """The variables that a function takes from each `modal.Secret`, by the secret's name."""
+        found: dict[str, list[str]] = {}
+        for name in spec.secrets:
+            found.setdefault(self.source(name).modal or name, []).append(name)
+        return found
+
+    def reference(self, name: str) -> dict[str, str]:
+        """The reference to a secret on AWS (`secret_runtime`), empty for one in Lambda's encrypted environment."""
+        source = self.source(name)
+        if source.lambda_env:
+            return {}
+        if source.ssm:
+            return {"ssm": source.ssm}
+        parts = (source.aws_secret or name).split(":")
+        size = 7 if parts[0] == "arn" else 1
+        return {"aws_secret": ":".join(parts[:size]), "key": ":".join(parts[size:])}
+
+    def lambda_variables(self, spec: FunctionSpec, ttl_s: float) -> dict[str, str]:
+        """The environment variables of a function on Lambda: plain values, references, and the values of secrets that
+        are stored in Lambda's encrypted environment. Raises `SecretMissing`."""
+        stored = self.stored_in_lambda(spec)
+        if stored:
+            self.require(spec, *stored)
+        found = {**spec.env, **(self.values(spec, *stored) if stored else {})}
+        references = {name: self.reference(name) for name in spec.secrets if name not in stored}
+        if references:
+            found[REFERENCES] = json.dumps({"ttl_s": ttl_s, "from": references}, sort_keys=True)
+        return found
+
+    def _value(self, name: str) -> str:
+        variable = self.source(name).env or name
+        return os.environ.get(variable) or self._of_file().get(variable, "")
+
+    def _of_file(self) -> Mapping[str, str]:
+        """The variables of `.env`, none if there is no such file."""
+        if self._file is None:
+            return {}
+        try:
+            state = self._file.stat()
+        except OSError:
+            self._read = (None, {})
+            return {}
+        stamp = (state.st_mtime_ns, state.st_size, state.st_ino)
+        if self._read[0] != stamp:
+            from dotenv import dotenv_values
+
+            try:
+                found = dotenv_values(self._file, interpolate=False)
+            except (OSError, UnicodeDecodeError) as error:
+                raise SecretMissing(f"{self._file} cannot be read: {type(error).__name__}") from None
+            self._read = (stamp, {key: value for key, value in found.items() if value})
+        return self._read[1]
+
+
+_DEFAULT = SecretSource()
+
+
+def given_secrets(header: str) -> dict[str, str]:
+    """The values in the header `HEADER` of a request. Raises `ValueError`, without the text, for another form."""
+    try:
+        found = json.loads(base64.urlsafe_b64decode(header))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+        raise ValueError(f"the header {HEADER} is not a JSON object of texts in base64")
+    return found
+
+
+def private_url(url: str) -> bool:
+    """True if others cannot read what is sent to a URL: it is https, or of this machine."""
+    parts = urllib.parse.urlsplit(url)
+    try:
+        local = ipaddress.ip_address(parts.hostname or "").is_loopback
+    except ValueError:
+        local = parts.hostname == "localhost"
+    return parts.scheme == "https" or local
+
+
+def masked(variables: Mapping[str, str], names: tuple[str, ...]) -> Mask:
+    """The mask of a worker's secrets among its variables."""
+    return Mask({name: variables[name] for name in names if name in variables})

@@ -1,0 +1,103 @@
+"""The tutorial of rewards runs as written, on local workers, on AWS Lambda's API and on Modal's."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serverless.aws.provider import REGION, AwsLambda
+from tests.serverless.modal_plane.provider import MISSING, running_plane
+
+TUTORIAL = Path(__file__).parents[2] / "docs/tutorial-rewards.md"
+
+EXPECTED = (
+    r"wrong +ok +0",
+    r"spelled +out_of_memory +every +3 masked",
+    r"create|Lambda function",
+    r'"aggregate_reward_score": 1.0',
+    r"\+ +right = sum",
+    r"50.0%",
+    r'"aggregate_reward_score": 0.333',
+    r"finished: 3 steps",
+    r"reference: spelled@live",
+    r"first-\w+ spell-[\d.]+ wrong: \w{8}",
+    r"canary +2",
+    r"100.0%",
+    r"Agreement of scores",
+    r"Function calls",
+    r"spelled",
+)
+"""One line of each command's output, in the order of the commands."""
+
+
+def blocks() -> Iterator[tuple[str, str, str]]:
+    """The language, file name and text of each code block that has a language."""
+    yield from re.findall(r"^```(\w+)(?: (\S+))?\n(.*?)^```$", TUTORIAL.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@contextlib.contextmanager
+def account(provider: str, key: str) -> Iterator[dict[str, str]]:
+    """The environment of a user of the provider, who has stored the secret there."""
+    with contextlib.ExitStack() as stack:
+        if provider == "aws_lambda":
+            from tests.serverless.aws.provider import client, plane
+
+            aws = stack.enter_context(plane())
+            client(aws, "secretsmanager").create_secret(Name="rollart/log-key", SecretString=key)
+            yield {"AWS_ENDPOINT_URL": aws.url, "AWS_REGION": REGION}
+        elif provider == "modal":
+            stack.enter_context(running_plane())
+            import modal
+
+            modal.Secret.objects.create("rollart-log-key", {"LOG_KEY": key})
+            yield {}
+        else:
+            yield {}
+
+
+@pytest.mark.slow  # commands and a run in processes of their own
+@pytest.mark.parametrize("provider", ["local", "aws_lambda", "modal"])
+def test_the_tutorial_runs_as_written(provider: str, tmp_path: Path) -> None:
+    missing = {"aws_lambda": AwsLambda.missing, "modal": MISSING}.get(provider)
+    if missing:
+        pytest.skip(str(missing))
+    key = "0123456789abcdef"
+    script = ["set -eu -o pipefail"]
+    for number, (language, name, text) in enumerate(blocks()):
+        if name:
+            (tmp_path / str(number)).write_text(text)
+            script.append(f"mkdir -p $(dirname {name}) && cp {number} {name}")
+        elif language == "bash":
+            script.append(text.replace("PROVIDER=local", f"PROVIDER={provider}"))
+    with account(provider, key) as variables:
+        done = subprocess.run(
+            ["bash", "-c", "\n".join(script)],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=500,
+            env={
+                **os.environ,
+                **variables,
+                "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+                "OMP_NUM_THREADS": "1",
+                "NO_COLOR": "1",
+                "COLUMNS": "200",
+            },
+        )
+    assert done.returncode == 0, done.stdout[-8000:]
+    for value in (key, (tmp_path / ".env").read_text().strip().partition("=")[2]):
+        assert value not in done.stdout
+    at = 0
+    for pattern in EXPECTED:
+        found = re.compile(pattern).search(done.stdout, at)
+        assert found is not None, f"{pattern} after {done.stdout[at : at + 6000]}"
+        at = found.end()
