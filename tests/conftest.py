@@ -20,8 +20,9 @@ settings.register_profile("any speed", deadline=None)
 if not os.environ.get("CI"):  # with it, Hypothesis has a profile of its own: no deadline, the same examples every time
     settings.load_profile("any speed")
 
-MAX_CPU_S = 0.5
-"""CPU-seconds of this process that the body of a test without the mark `slow` may take on an idle machine."""
+MAX_CPU_S = 1.0
+"""CPU-seconds of this process that the body of a test without the mark `slow` may take on an idle machine. Aim at half
+of them: machines of one kind were seen to differ by 1.7 beyond what `slowdown` measures."""
 
 REFERENCE = "def f(a, b):\n    return {a: [b, a + b], 'c': (a, b)}\n" * 1500
 IDLE_REFERENCE_S = 0.045
