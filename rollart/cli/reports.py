@@ -54,7 +54,7 @@ def offload(run: str | None, output: str, runs_dir: Path, wait_s: float, check: 
 
         with native_output_to_stderr():
             simulated = seconds_saved_without(prepare_from_run(directory), list(trace.domains))
-    print_report(offloads.offload(rows, trace, wait_s=wait_s, simulated=simulated), output)
+    print_report(offloads.offload(rows, trace, wait_s=wait_s, counterfactual_s=simulated), output)
 
 
 def bias(run: str | None, output: str, runs_dir: Path) -> None:

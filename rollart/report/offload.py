@@ -139,10 +139,10 @@ def _specs(config: Mapping[str, Any]) -> dict[str, FunctionSpec]:
 
 
 def offload(
-    rows: RunRows, trace: CallTrace, *, wait_s: float = 0.25, simulated: Mapping[str, float] | None = None
+    rows: RunRows, trace: CallTrace, *, wait_s: float = 0.25, counterfactual_s: Mapping[str, float] | None = None
 ) -> Report:
-    """The report. `wait_s` is the largest p99 of the wait for a dedicated worker; `simulated`: by function the seconds
-    that the run is shorter in a simulation with the function at 0 s."""
+    """The report. `wait_s` is the largest p99 of the wait for a dedicated worker; `counterfactual_s`: by function the
+    seconds that the run is shorter in a simulation with the function at 0 s."""
     by_function: dict[str, list[Invocation]] = defaultdict(list)
     for row in trace.calls:
         if row.items and row.cause in SERVED:
@@ -159,7 +159,7 @@ def offload(
         cases.append(_OffloadCase(rows, trace, ALL, tuple(recorded), recorded, matched, waits, wait_s))
     notes = list(_notes(rows, trace, cases, wait_s))
     found = [(case, list(_deployments(case))) for case in cases]
-    tables = (_exposed(cases, simulated), _summary(found), _serving_options(found))
+    tables = (_exposed(cases, counterfactual_s), _summary(found), _serving_options(found))
     return Report("offload", rows.run, tables, tuple(notes))
 
 
@@ -444,7 +444,7 @@ def _serving_options(found: Found) -> Iterator[Row]:
 
 
 @table("exposed", "Seconds of the run that functions cost")
-def _exposed(cases: Iterable[_OffloadCase], simulated: Mapping[str, float] | None) -> Iterator[Row]:
+def _exposed(cases: Iterable[_OffloadCase], counterfactual_s: Mapping[str, float] | None) -> Iterator[Row]:
     for case in cases:
         exposed_s = case.exposed_s if case.found else None  # without a trajectory that waited, it is unknown
         row: dict[str, Cell | FormattedCell] = {
@@ -454,8 +454,8 @@ def _exposed(cases: Iterable[_OffloadCase], simulated: Mapping[str, float] | Non
             "share_of_run": as_share(None if exposed_s is None else ratio(exposed_s, case.seconds)),
             "exposed_usd": as_usd(None if exposed_s is None else exposed_s * case.device_usd_s),
         }
-        if simulated is not None:
-            by = simulated.get(case.name)
+        if counterfactual_s is not None:
+            by = counterfactual_s.get(case.name)
             error = None if by is None or exposed_s is None else ratio(exposed_s - by, case.seconds)
             row |= {"simulated_s": as_seconds(by), "error_of_run": as_share(error)}
         yield row

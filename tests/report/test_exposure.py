@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.report.exposure import TRAINER, RunTiming, Span, TrajectoryLife
@@ -107,6 +107,7 @@ def runs(draw: st.DrawFn) -> tuple[list[Span], list[TrajectoryLife], bool]:
     return spans(*trained), lives, drained
 
 
+@settings(max_examples=50)
 @given(runs(), st.data())
 def test_laws_of_retiming(run: tuple[list[Span], list[TrajectoryLife], bool], data: st.DataObject) -> None:
     """Nothing saved is nothing gained; more saved is never less gained; a step gains at most the largest saving."""
@@ -135,7 +136,7 @@ def test_the_report_of_two_functions_of_one_trajectory() -> None:
     }
     calls: list[Invocation] = [slow, quick]
     trace = CallTrace(calls, lives, **fields)
-    report = offload(rows(invocations=[], device_hours=[(36.0, 100 / 3600)]), trace, simulated={"f": 3.0})
+    report = offload(rows(invocations=[], device_hours=[(36.0, 100 / 3600)]), trace, counterfactual_s={"f": 3.0})
     exposed = {row["function"]: row for row in cells(report, "exposed")}
     assert (exposed["f"]["exposed_s"], exposed["f"]["busy_s"]) == (4, 6)
     assert exposed["g"]["exposed_s"] == 0
