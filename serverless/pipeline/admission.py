@@ -64,9 +64,8 @@ class ConcurrencyWindow:
     Below the cap the window grows by the root of its size per window of answers; above it, by 1, 2, 4, ... calls. The
     first probe above the cap waits for up to 16 windows of answers: for one after a refusal below the former cap, where
     other runs compete for it, and for twice as long after each refusal at the same cap. The new cap is then halfway to
-    the former one. The yield is 15 % while the
-    wait is shorter than 16 windows, else one call. Additive growth and multiplicative yields converge to equal shares
-    among runs; `weight` multiplies the growth of a run and divides its yields.
+    the former one. The yield is 15 % while the wait is shorter than 16 windows, else one call. Additive growth and
+    multiplicative yields converge to equal shares among runs.
 
     `retry_after_s` is the wait of the refused call itself. It delays other calls only if the limit applies to all calls
     (the third row). With no call in flight, they begin after a pause with full jitter over its upper half, which
@@ -77,10 +76,9 @@ class ConcurrencyWindow:
     least 1 - 1/c of the capacity is used.
     """
 
-    def __init__(self, most: int, settings: AdmissionSpec | None = None, *, weight: float = 1.0) -> None:
+    def __init__(self, most: int, settings: AdmissionSpec | None = None) -> None:
         self._most = most
         self._settings = settings or AdmissionSpec()
-        self._weight = weight
         self._size = float(min(most, _BURST) if self._settings.enabled else most)
         self._widens = -math.inf if self._size < most else math.inf
         """The time of the next doubling of the first burst; infinite once it has ended."""
@@ -159,8 +157,7 @@ class ConcurrencyWindow:
         elif self._size < self._restart_to:
             self._size = min(self._most, self._size + 1.0)
         elif self._size < self._cap:
-            growth = self._weight * math.sqrt(self._size)
-            self._size = min(self._most, self._cap, self._size + growth * window)
+            self._size = min(self._most, self._cap, self._size + math.sqrt(self._size) * window)
             self._waited = 0.0
         else:
             self._waited += window
@@ -204,8 +201,7 @@ class ConcurrencyWindow:
             self._restart_to, self._widens = 0.0, math.inf
         level = max(1.0, level)
         self._cap = max(level, self._returns_to)
-        share = 1.0 - (1.0 - _YIELD) / self._weight
-        least = level * share if self._patience < _PATIENCE else level - (level > 2.0)
+        least = level * _YIELD if self._patience < _PATIENCE else level - (level > 2.0)
         self._size = max(1.0, min(self._size, least))
         self._probes_at = now + _PROBE_S if reserved and self._patience == _PATIENCE else -math.inf
 
@@ -218,7 +214,7 @@ class ConcurrencyWindow:
         elif self._size > self._cap or self._waited < self._patience * (_DEFERRED if deferred else 1.0):
             return
         self._waited = 0.0
-        self._size = min(self._most, self._size + self._weight * self._step)
+        self._size = min(self._most, self._size + self._step)
 
     def _slower(self, seconds: float, items: int) -> bool:
         """Record a latency. True if it shrank the window: by a tenth, at most once per window of answers.

@@ -81,7 +81,7 @@ class ProviderQueue:
         batch = spec.batch.model_copy(update=single)
         self._queue = WaitingItems(batch, by_length=batching and settings.batch.by_length)
         self._groups: deque[list[PendingItem]] = deque()
-        self._window = ConcurrencyWindow(spec.concurrency, settings.admission, weight=settings.admission.weight)
+        self._window = ConcurrencyWindow(spec.concurrency, settings.admission)
         self._quota = quota
         self._refusals = Counter[str]()
         self.breaker = CircuitBreaker(settings.breaker)

@@ -57,8 +57,6 @@ class AdmissionSpec(StageSpec):
     """Also reduce the calls in flight when latency rises, before the provider refuses any."""
     latency_factor: float = Field(default=2.0, gt=1.0)
     """Ratio of the latency of recent calls to the usual one for their size that counts as load."""
-    weight: float = Field(default=1.0, gt=0.0)
-    """The run's share of a limit that it shares with other runs, relative to theirs."""
     max_throttles: int = Field(default=12, ge=0)
     """Maximum refusals per item at one provider. A refused call is not executed and is no attempt; after this number,
     halving has reduced any concurrency to one."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from rollart.sim import loop as virtual
 from rollart.testing.functions import LimitedAccount, LimitedBackend, fairness
 from serverless.pipeline.offload import Offload
-from serverless.pipeline.stages import OffloadStage, PipelineSpec
+from serverless.pipeline.stages import OffloadStage
 from serverless.providers.base import Backend, Reply
 from serverless.types import Cause, FaultKind, InfraFault, Scored, Throttle
 from tests.serverless.modelled import Modelled, takes
@@ -100,9 +99,7 @@ def test_the_limit_is_remembered_and_probed_rarely_and_a_higher_one_is_found() -
 # Runs that share an account
 
 
-async def share(
-    runs: int, capacity: int, *, late_s: float, seconds: float, seed: int = 0, weights: Sequence[float] = ()
-) -> list[LimitedBackend]:
+async def share(runs: int, capacity: int, *, late_s: float, seconds: float, seed: int = 0) -> list[LimitedBackend]:
     """Runs that always have calls to make, each `late_s` after the one before."""
     account, rng, loop = LimitedAccount(capacity), random.Random(seed), asyncio.get_running_loop()
     backends = [
@@ -119,10 +116,8 @@ async def share(
                 n = next(numbers)
                 await offload.submit("behave", item(f"{position}.{n}", value=n), 1000.0)
 
-        admission = {"weight": weights[position] if weights else 1.0}
-        settings = PipelineSpec.model_validate({"admission": admission})
         async with (
-            Offload([BEHAVE[64]], [backends[position]], seed=100 * seed + position, settings=settings) as offload,
+            Offload([BEHAVE[64]], [backends[position]], seed=100 * seed + position) as offload,
             asyncio.TaskGroup() as group,
         ):
             for _ in range(4 * capacity):
@@ -193,12 +188,6 @@ def test_a_quota_bounds_a_run_and_its_functions_take_turns(
         assert "concurrency" not in limits, "no call was refused"
         if seed is None and quota + functions <= 12 * functions:
             assert len(set(order[quota : quota + functions])) == functions
-
-
-@pytest.mark.slow
-def test_a_weight_of_two_gets_about_twice_the_share() -> None:
-    light, heavy = virtual.run(share(2, 24, late_s=3.0, seconds=33.0, seed=1, weights=(1.0, 2.0)), seed=1)
-    assert 1.3 <= ended(heavy, 13.0, 33.0) / ended(light, 13.0, 33.0) <= 2.7
 
 
 # An API behind the function
