@@ -8,6 +8,7 @@ ServerlessError
 ├── BackendFailed      a backend cannot start or was closed
 │   ├── CredentialsMissing  a provider knows no user, or refuses the one it knows
 │   ├── ExtraMissing        a provider's client library is not installed
+│   ├── IndexUnreachable    a package index does not answer, so that wheels are not known
 │   └── SandboxUnavailable  no isolation of untrusted programs works here
 └── PolicyFault        raised *by a reward function*: the policy's own output made scoring impossible
 
@@ -20,6 +21,7 @@ __all__ = [
     "BackendFailed",
     "CredentialsMissing",
     "ExtraMissing",
+    "IndexUnreachable",
     "NotOffloadable",
     "PackageError",
     "PolicyFault",
@@ -73,6 +75,10 @@ class CredentialsMissing(BackendFailed):
 class ExtraMissing(BackendFailed):
     def __init__(self, library: str, extra: str) -> None:
         super().__init__(f"{library} is not installed", remedy=f"pip install 'rollart[{extra}]'")
+
+
+class IndexUnreachable(BackendFailed):
+    pass
 
 
 class SandboxUnavailable(BackendFailed):

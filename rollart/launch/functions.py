@@ -38,6 +38,7 @@ from serverless.errors import (
     BackendFailed,
     CredentialsMissing,
     ExtraMissing,
+    IndexUnreachable,
     PackageError,
     ServerlessError,
     SpecInvalid,
@@ -439,20 +440,29 @@ def check_targets(package: Package, functions: ClusterFunctions) -> None:
 
 def build_lines(package: Package, functions: ClusterFunctions) -> Iterator[str]:
     """The archives and images that a launch would build of a package with requirements or an image, with their sizes
-    from the indexes' metadata. Raises `PackageError` for requirements without wheels there, and for code that does not
-    fit; no provider is asked."""
+    from the indexes' metadata; without an answer of the indexes, a line that says so. Raises `PackageError` for
+    requirements without wheels there, and for code that does not fit; no provider is asked."""
     spec = package.spec
     if not spec.requirements and spec.image is None:
         return
-    if "aws_lambda" in functions.chain:
+    for provider in ("aws_lambda", "modal"):
+        if provider not in functions.chain:
+            continue
+        try:
+            lines = _provider_build_lines(provider, package, functions)
+        except IndexUnreachable as error:
+            lines = [f"its wheels are not checked: {error}"]
+        yield f"{spec.name} on {provider}: {'; '.join(lines)}"
+
+
+def _provider_build_lines(provider: str, package: Package, functions: ClusterFunctions) -> list[str]:
+    if provider == "aws_lambda":
         from serverless.deploy.aws_function import aws_function
 
-        yield f"{spec.name} on aws_lambda: {'; '.join(aws_function(package, _aws(functions)).build_lines())}"
-    if "modal" in functions.chain:
-        from serverless.deploy.images import modal_lines
+        return aws_function(package, _aws(functions)).build_lines()
+    from serverless.deploy.images import modal_lines
 
-        python = function_settings("modal", functions).python
-        yield f"{spec.name} on modal: {'; '.join(modal_lines(package, python))}"
+    return modal_lines(package, function_settings("modal", functions).python)
 
 
 def _aws(functions: ClusterFunctions) -> AwsSettings:

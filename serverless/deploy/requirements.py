@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from serverless.errors import ExtraMissing, PackageError
+from serverless.errors import ExtraMissing, IndexUnreachable, PackageError
 from serverless.spec import FunctionSpec
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ _OF_BUILD = ("cuda-", "nvidia-", "pytorch-triton", "triton")
 _RESOLVE_S, _INSTALL_S = 120.0, 600.0
 
 _UNREACHABLE = re.compile(r"failed to fetch|error sending request|failed to lookup|connection", re.IGNORECASE)
+_CHECK_NETWORK = "check the network and the package indexes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +232,7 @@ def index_urls(spec: FunctionSpec) -> tuple[str, ...]:
 
 def resolve(spec: FunctionSpec, target: WheelTarget) -> tuple[Wheel, ...]:
     """The wheels of a function's pins and of their dependencies for a target, from the indexes' metadata: none
-    is downloaded. Raises `PackageError` for one that has no wheel there, and if an index cannot be reached."""
+    is downloaded. Raises `PackageError` for one that has no wheel there, and `IndexUnreachable`."""
     if not spec.requirements:
         return ()
     found = _uv(spec, target, ["compile", "--format", "pylock.toml", "--no-header", "-"], _RESOLVE_S)
@@ -258,7 +259,7 @@ def _uv(spec: FunctionSpec, target: WheelTarget, command: Sequence[str], limit_s
     arguments += ["--index-strategy", "unsafe-best-match"]  # as pip: an index of builds has old versions of others
     for url in target.index_urls:
         arguments += ["--index", url]
-    environment = {"UV_PYTHON_DOWNLOADS": "never", **_pip_indexes(), **os.environ}
+    environment = {"UV_PYTHON_DOWNLOADS": "never", "UV_HTTP_RETRIES": "1", **_pip_indexes(), **os.environ}
     problem = f"function {spec.name}: requirements for {target}"
     try:
         done = subprocess.run(
@@ -270,13 +271,15 @@ def _uv(spec: FunctionSpec, target: WheelTarget, command: Sequence[str], limit_s
             env=environment,
         )
     except subprocess.TimeoutExpired:
-        raise PackageError(f"{problem}: not done in {limit_s:g} s", remedy="check the package indexes") from None
+        raise IndexUnreachable(f"{problem}: not done in {limit_s:g} s", remedy=_CHECK_NETWORK) from None
     if done.returncode:
         cause = " ".join(done.stderr.split())
-        remedy = "require versions with wheels for that machine; `index_urls` names further indexes"
         if _UNREACHABLE.search(cause):
-            remedy = "check the network and the package indexes"
-        raise PackageError(f"{problem}: {cause[:500]}", remedy=remedy)
+            raise IndexUnreachable(f"{problem}: {cause[:500]}", remedy=_CHECK_NETWORK)
+        raise PackageError(
+            f"{problem}: {cause[:500]}",
+            remedy="require versions with wheels for that machine; `index_urls` names further indexes",
+        )
     return done.stdout
 
 

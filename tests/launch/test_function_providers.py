@@ -144,3 +144,8 @@ def test_a_dry_run_says_what_is_built_and_refuses_what_does_not_fit(
     with pytest.raises(PackageError, match="at least 263 MB unpacked") as error:
         list(build_lines(large, functions))
     assert "image={}" in error.value.remedy
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    lines = list(build_lines(packed(requirements=("tiny-reward==1.5",)), functions))
+    assert [line.partition(": ")[0] for line in lines] == ["f on aws_lambda", "f on modal"]
+    assert all("its wheels are not checked" in line for line in lines)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from serverless.deploy.images import IMAGE_BYTES, SizeEstimate, build_context, check_image_size, find_engine
 from serverless.deploy.package import Package, build
 from serverless.deploy.requirements import TORCH_CPU, Wheel, WheelTarget, index_urls, lock, resolve
-from serverless.errors import PackageError, SpecInvalid
+from serverless.errors import IndexUnreachable, PackageError, SpecInvalid
 from serverless.spec import FunctionSpec
 from tests.serverless.deploy.wheels import write_wheel
 
@@ -228,6 +228,6 @@ def test_wheels_are_those_of_the_target(tmp_path: pathlib.Path, monkeypatch: pyt
         found(python="3.11", architecture="arm64")
     monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
     monkeypatch.setenv("UV_HTTP_RETRIES", "0")
-    with pytest.raises(PackageError, match="requirements") as error:
+    with pytest.raises(IndexUnreachable, match="requirements") as error:
         found()
     assert error.value.remedy == "check the network and the package indexes"
