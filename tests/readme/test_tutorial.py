@@ -36,6 +36,9 @@ EXPECTED = (
 )
 """One line of each command's output, in the order of the commands."""
 
+ANYWHERE = r"^rollart rewards (?:test|doctor) .*\n"
+"""Commands that ask no provider. They run in the local variant alone."""
+
 
 def blocks() -> Iterator[tuple[str, str, str]]:
     """The language, file name and text of each code block that has a language."""
@@ -75,6 +78,7 @@ def test_the_tutorial_runs_as_written(provider: str, tmp_path: Path) -> None:
             (tmp_path / str(number)).write_text(text)
             script.append(f"mkdir -p $(dirname {name}) && cp {number} {name}")
         elif language == "bash":
+            text = text if provider == "local" else re.sub(ANYWHERE, "", text, flags=re.MULTILINE)
             script.append(text.replace("PROVIDER=local", f"PROVIDER={provider}"))
     with account(provider, key) as variables:
         done = subprocess.run(
@@ -97,7 +101,7 @@ def test_the_tutorial_runs_as_written(provider: str, tmp_path: Path) -> None:
     for value in (key, (tmp_path / ".env").read_text().strip().partition("=")[2]):
         assert value not in done.stdout
     at = 0
-    for pattern in EXPECTED:
+    for pattern in EXPECTED if provider == "local" else EXPECTED[2:]:
         found = re.compile(pattern).search(done.stdout, at)
         assert found is not None, f"{pattern} after {done.stdout[at : at + 6000]}"
         at = found.end()
