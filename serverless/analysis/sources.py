@@ -8,6 +8,7 @@ requirements.
 from __future__ import annotations
 
 import ast
+import fnmatch
 import importlib.util
 import pathlib
 import sys
@@ -16,8 +17,8 @@ from dataclasses import dataclass
 
 from serverless.errors import PackageError, SpecInvalid
 
-_SKIPPED = frozenset({"__pycache__", ".git", ".DS_Store", ".mypy_cache", ".ruff_cache", ".pytest_cache"})
-"""Names that are never packed."""
+_SKIPPED = ("__pycache__", ".git", ".DS_Store", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".env", ".env.*")
+"""Patterns of names that are never packed. Files of environment variables hold secrets."""
 
 _OURS = frozenset({"rollart", "serverless", "rollart_handler", "rollart_function"})
 """Top-level names that a package already holds."""
@@ -98,8 +99,13 @@ def files_below(directory: pathlib.Path) -> dict[str, pathlib.Path]:
     return {
         file.relative_to(directory.parent).as_posix(): file
         for file in sorted(directory.rglob("*"))
-        if file.is_file() and not _SKIPPED.intersection(file.relative_to(directory).parts)
+        if file.is_file() and not any(map(is_skipped, file.relative_to(directory).parts))
     }
+
+
+def is_skipped(name: str) -> bool:
+    """True for a file or directory that is never packed."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _SKIPPED)
 
 
 def tree(path: pathlib.Path) -> ast.Module:

@@ -6,7 +6,7 @@ import pathlib
 import shlex
 from collections.abc import Iterator
 
-from serverless.analysis.sources import files_below
+from serverless.analysis.sources import files_below, is_skipped
 from serverless.errors import PackageError
 
 IMAGE = "image/"
@@ -81,11 +81,15 @@ def _context_files(root: pathlib.Path, source: str, function: str) -> dict[str, 
     matches = [root] if pattern in (".", "./") else sorted(root.glob(pattern))
     found: dict[str, bytes] = {}
     for match in matches:
-        files = files_below(match).values() if match.is_dir() else [match]
+        if match.is_dir():
+            files = list(files_below(match).values())
+        else:
+            files = [] if is_skipped(match.name) else [match]
         found |= {f"{IMAGE}context/{file.relative_to(root).as_posix()}": file.read_bytes() for file in files}
     if not found:
+        reason = "which is never packed" if matches else f"and there is no such file in {root}"
         raise PackageError(
-            f"Dockerfile of function {function}: it copies {source}, and there is no such file in {root}",
-            remedy="mend the COPY, or add the file",
+            f"Dockerfile of function {function}: it copies {source}, {reason}",
+            remedy="mend the COPY, or add the file; secrets are declared (`secrets`) and not copied",
         )
     return found

@@ -31,7 +31,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from serverless import keys
-from serverless.analysis.sources import SourceDefinition, SourceFiles, collect, files_below, tree
+from serverless.analysis.sources import SourceDefinition, SourceFiles, collect, files_below, is_skipped, tree
 from serverless.analysis.stateless import Stateful, inspect_source
 from serverless.declare import declarations
 from serverless.deploy.dockerfile import dockerfile_files
@@ -428,6 +428,11 @@ def _check_arguments(spec: FunctionSpec, found: SourceDefinition) -> None:
 
 
 def _artefact(path: pathlib.Path, name: str) -> dict[str, bytes]:
+    if is_skipped(path.name):
+        raise PackageError(
+            f"artefact of function {name}: {path.name} is never packed",
+            remedy="declare secrets in place of a file of environment variables",
+        )
     if path.is_dir():
         return {f"artefacts/{relative}": file.read_bytes() for relative, file in files_below(path).items()}
     try:

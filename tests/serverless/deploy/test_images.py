@@ -101,6 +101,19 @@ def test_a_dockerfile_that_cannot_be_built_is_refused(tmp_path: pathlib.Path, te
         packed(tmp_path, image=dockerfile(tmp_path, text))
 
 
+def test_files_of_environment_variables_are_never_packed(tmp_path: pathlib.Path) -> None:
+    """A Dockerfile that copies its directory would pack the secrets of the `.env` beside it."""
+    (tmp_path / "app").mkdir()
+    for name in (".env", ".env.local", "app/.env", "app/kept.txt"):
+        (tmp_path / name).write_text("JUDGE_API_KEY=sk-0123456789")
+    (tmp_path / "app/kept.txt").write_text("kept")
+    one = packed(tmp_path, image=dockerfile(tmp_path, "FROM debian\nCOPY . /app\n"))
+    assert "image/context/app/kept.txt" in one.files
+    assert not any(b"sk-0123456789" in data for data in one.files.values())
+    with pytest.raises(PackageError, match=r"copies \.env, which is never packed"):
+        packed(tmp_path, image=dockerfile(tmp_path, "FROM debian\nCOPY .env /app/\n"))
+
+
 def test_copies_from_other_stages_and_urls_need_no_file(tmp_path: pathlib.Path) -> None:
     text = "FROM a AS b\nFROM python\nCOPY --from=b /x /x\nADD https://example.org/y /y\nUSER 0\n"
     assert packed(tmp_path, image=dockerfile(tmp_path, text)).version

@@ -286,6 +286,20 @@ def test_a_module_is_packed_by_its_import_path() -> None:
     assert build(FunctionSpec(name="f", source="tests.serverless.functions.rules")).version == packed.version
 
 
+def test_files_of_environment_variables_are_never_packed(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "judge").mkdir()
+    (tmp_path / "judge/__init__.py").write_text(SOURCE)
+    (tmp_path / "judge/.env").write_text("JUDGE_API_KEY=sk-0123456789")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/.env.prod").write_text("JUDGE_API_KEY=sk-0123456789")
+    (tmp_path / "data/words.txt").write_text("words")
+    one = build(FunctionSpec(name="f", source="judge", handler="two", artefacts=("data",)), base=tmp_path)
+    assert "artefacts/data/words.txt" in one.files
+    assert not any(b"sk-0123456789" in data for data in one.files.values())
+    with pytest.raises(PackageError, match="never packed"):
+        build(FunctionSpec(name="f", source="judge", handler="two", artefacts=("judge/.env",)), base=tmp_path)
+
+
 def test_a_class_is_loaded_once_with_its_artefacts(tmp_path: pathlib.Path) -> None:
     class Model:
         loads = 0
