@@ -34,11 +34,15 @@ _RETRY_S = 30.0
 """Seconds before a failed refresh is repeated. The values before it stay in use."""
 
 
+_PROTOCOL_FIELDS = frozenset({"id", "kind", "throttle"})
+"""Fields of an answer with values of ours, in which a secret such as `test` may stand by chance."""
+
+
 class Mask:
     """Replaces values of secrets in texts, also as JSON, URL, base64 and hex encode them."""
 
-    def __init__(self, values: Mapping[str, str]) -> None:
-        forms = {form: name for name, value in values.items() for form in _forms(value)}
+    def __init__(self, *values: Mapping[str, str]) -> None:
+        forms = {form: name for one in values for name, value in one.items() for form in _forms(value)}
         self._names = {form.encode(): name for form, name in forms.items()}
         longest_first = sorted(self._names, key=len, reverse=True)
         self._pattern = re.compile(b"|".join(map(re.escape, longest_first))) if longest_first else None
@@ -54,21 +58,23 @@ class Mask:
         return text if masked is data or masked == data else masked.decode(errors="surrogatepass")
 
     def tree(self, value: Any) -> Any:
-        """A JSON value with masked texts, keys included."""
+        """A JSON value with masked texts, keys included; those of protocol fields stay."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, dict):
-            return {self.tree(key): self.tree(one) for key, one in value.items()}
+            return {self.tree(k): one if k in _PROTOCOL_FIELDS else self.tree(one) for k, one in value.items()}
         if isinstance(value, list | tuple):
             return [self.tree(one) for one in value]
         return value
 
-    def error(self, error: Exception) -> Exception:
+    def error(self, error: Exception | SystemExit) -> Exception | SystemExit:
         """The error, or one of the same type's name with a masked message."""
         text = str(error)
         masked = self.text(text)
         if masked == text:
             return error
+        if isinstance(error, SystemExit):
+            return SystemExit(masked)
         kind: type[Exception] = type(type(error).__name__, (Exception,), {"__module__": type(error).__module__})
         return kind(masked)
 
@@ -82,10 +88,12 @@ def _forms(value: str) -> Iterator[str]:
         yield part
         for encode in (urllib.parse.quote, urllib.parse.quote_plus):
             yield encode(part, safe="")
+            yield encode(part, safe="/")
         yield json.dumps(part)[1:-1]
         yield repr(part)[1:-1]
         raw = part.encode()
         yield raw.hex()
+        yield raw.hex().upper()
         for before in range(3):  # base64 of a longer text that holds the value, by its offset in groups of three bytes
             encoded = base64.b64encode(b"\0" * before + raw).decode().rstrip("=")
             kept = encoded[(0, 2, 3)[before] : len(encoded) - (1 if (before + len(raw)) % 3 else 0)]
@@ -134,7 +142,9 @@ class GuardedFunction:
         missing = [name for name in self._names if not os.environ.get(name)]
         if missing:
             raise RuntimeError(f"the secret {missing[0]} is not set in the function's environment")
-        self._mask = self._made()
+        self._values = self._present()
+        self._mask = Mask(self._values)
+        self._stale = False
         sys.stdout = _MaskedStream(sys.stdout, lambda: self._mask)
         sys.stderr = _MaskedStream(sys.stderr, lambda: self._mask)
         if "AWS_LAMBDA_RUNTIME_API" in os.environ:
@@ -144,9 +154,11 @@ class GuardedFunction:
     def __call__(self, event: Any, context: Any) -> Any:
         if self._references and time.monotonic() >= self._due:
             self._refresh()
+        if self._stale:
+            self._reload()
         try:
             return self._mask.tree(self._call(event, context))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             masked = self._mask.error(error)
             if masked is error:
                 raise
@@ -155,17 +167,17 @@ class GuardedFunction:
     def _loaded(self) -> Callable[[Any, Any], Any]:
         try:
             return self._load()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             masked = self._mask.error(error)
             if masked is error:
                 raise
         raise masked
 
-    def _made(self) -> Mask:
-        return Mask({name: os.environ[name] for name in self._names})
+    def _present(self) -> dict[str, str]:
+        return {name: os.environ[name] for name in self._names}
 
     def _refresh(self) -> None:
-        """Fetch the values again, and load the function again if one has changed."""
+        """Fetch the values again. The function has to be loaded again if one has changed."""
         try:
             found = _fetched(self._references)
         except Exception as error:
@@ -175,11 +187,19 @@ class GuardedFunction:
         self._due = time.monotonic() + self._ttl_s
         if any(os.environ.get(name) != value for name, value in found.items()):
             os.environ.update(found)
-            self._mask = self._made()
-            for name, module in list(sys.modules.items()):
-                if str(getattr(module, "__file__", "")).startswith(self._directory):
-                    del sys.modules[name]
-            self._call = self._loaded()
+            former, self._values = self._values, self._present()
+            self._mask = Mask(self._values, former)
+            self._stale = True
+
+    def _reload(self) -> None:
+        """Load the function again. If that fails, the call fails, and the next one tries again."""
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", "")).startswith(self._directory):
+                del sys.modules[name]
+        loaded = self._loaded()
+        if (close := getattr(self._call, "close", None)) is not None:
+            close()
+        self._call, self._stale = loaded, False
 
     def _mask_records(self) -> None:
         """AWS's runtime writes log records past `sys.stdout`."""

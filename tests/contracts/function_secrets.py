@@ -6,7 +6,9 @@ import abc
 import base64
 import contextlib
 import hashlib
+import json
 import pathlib
+import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -67,6 +69,9 @@ def forms(value: str) -> list[bytes]:
         value.encode(),
         base64.b64encode(value.encode()).rstrip(b"=")[:-1],
         base64.b64encode(f"user:{value}".encode()),
+        value.encode().hex().upper().encode(),
+        urllib.parse.quote(value).encode(),
+        json.dumps(value)[1:-1].encode(),
     ]
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import json
 import logging
 import os
 import subprocess
@@ -24,6 +25,7 @@ def secretive(sample):
     print("called with", value)
     if do == "print":
         print(base64.b64encode(f"user:{value}".encode()).decode(), urllib.parse.quote(value), repr({"key": value}))
+        print(value.encode().hex().upper(), urllib.parse.quote_plus(value), json.dumps({"key": value}))
         logging.getLogger("judge").warning("asking with %s", value)
         if sample.metadata.get("children"):
             subprocess.run(["sh", "-c", "echo child $JUDGE_KEY; echo $JUDGE_KEY >&2"], check=True)
