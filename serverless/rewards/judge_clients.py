@@ -169,8 +169,10 @@ def read_openai(body: str, headers: Mapping[str, str], settings: JudgeSettings) 
     """Read a chat completion. Raises `JudgeFailed` if it has another form."""
     try:
         answer = json.loads(body)
-        choice, counts = answer["choices"][0], answer.get("usage") or {}
-        message, finish = choice["message"], choice.get("finish_reason")
+        counts, choices = answer.get("usage") or {}, answer["choices"]
+        if counts and choices == []:  # content filters of compatible servers
+            choices = [{"message": {}, "finish_reason": "content_filter"}]
+        message, finish = choices[0]["message"], choices[0].get("finish_reason")
         details = counts.get("prompt_tokens_details") or {}
         cached, written = int(details.get("cached_tokens") or 0), int(details.get("cache_write_tokens") or 0)
         prompt, completion = int(counts.get("prompt_tokens", 0)), int(counts.get("completion_tokens", 0))

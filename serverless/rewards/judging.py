@@ -104,7 +104,7 @@ class Rubric:
                 raise InvalidVerdict(f"the score of {criterion.name} is {_shown(value)}, not a number")
             if not criterion.low <= value <= criterion.high:
                 scale = f"{criterion.low:g} to {criterion.high:g}"
-                raise InvalidVerdict(f"the score of {criterion.name} is {value:g}, outside its scale of {scale}")
+                raise InvalidVerdict(f"the score of {criterion.name} is {_shown(value)}, outside its scale of {scale}")
             found[criterion.name] = criterion.share(value)
         return found
 

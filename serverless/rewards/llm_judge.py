@@ -112,7 +112,9 @@ class LlmJudge:
     structured           schema (JSON schema), json (JSON object) or text, for endpoints of the openai API that do not
                          have the first; the verdict is checked in any case
     requests_per_minute, tokens_per_minute   the endpoint's limits, for this function's workers on one machine; 0: none
-    wait_s               most seconds that a request waits for these here; the caller waits longer
+    wait_s               most seconds that an item waits here while others use these up; the caller waits longer. More
+                         requests per item than a tenth of `requests_per_minute` are spread over the minute, within
+                         `timeout_s` of the function
     request_timeout_s    for one request; `timeout_s` of the function is for a call with all of its items
     extra                more fields for the body of each request
     """
@@ -191,8 +193,14 @@ class LlmJudge:
             return ModelFault(0.0, "empty completion")
         prompts = self._task.prompts(item)
         asked = [prompt for _ in range(self._samples) for prompt in prompts]
+        estimates = [self._estimated(prompt) for prompt in asked]
+        taken, waits = self._limited().take(*estimates, most_s=self._wait_s)
+        if not taken:
+            detail = f"the judge's own limit of requests or tokens per minute leaves none for {waits[0]:.3g} s"
+            return InfraFault(FaultKind.THROTTLED, True, detail, Throttle.RATE, waits[0])
         # All of them: a request that is under way is paid for.
-        found = await asyncio.gather(*map(self._verdict, asked), return_exceptions=True)
+        calls = map(self._verdict, asked, estimates, waits)
+        found = await asyncio.gather(*calls, return_exceptions=True)
         faults = [error.fault for error in found if isinstance(error, JudgeFailed)]
         if faults:  # the one that ends the item's attempts, else the longest wait
             return min(faults, key=lambda fault: (fault.retryable, -(fault.retry_after_s or 0.0)))
@@ -209,17 +217,16 @@ class LlmJudge:
             metrics["spread"] = statistics.pstdev(scores)
         return Scored(aggregated(scores, self._aggregate), metrics)
 
-    async def _verdict(self, prompt: Prompt) -> dict[str, float]:
-        """Ask once. Raises `JudgeFailed`."""
+    def _estimated(self, prompt: Prompt) -> float:
+        """Tokens of a request and its answer."""
+        characters = len(prompt.system) + len(prompt.user)
+        return characters / _CHARACTERS_PER_TOKEN + min(_ANSWER_TOKENS, self._settings.max_tokens)
+
+    async def _verdict(self, prompt: Prompt, estimate: float, wait_s: float) -> dict[str, float]:
+        """Ask once, after `wait_s`. Raises `JudgeFailed`."""
         settings, limit = self._settings, self._limited()
-        estimate = (len(prompt.system) + len(prompt.user)) / _CHARACTERS_PER_TOKEN
-        estimate += min(_ANSWER_TOKENS, settings.max_tokens)
-        taken, wait = limit.take(estimate, most_s=self._wait_s)
-        if not taken:
-            detail = f"the judge's own limit of requests or tokens per minute leaves none for {wait:.3g} s"
-            raise JudgeFailed(InfraFault(FaultKind.THROTTLED, True, detail, Throttle.RATE, wait))
-        if wait > 0.0:
-            await asyncio.sleep(wait)
+        if wait_s > 0.0:
+            await asyncio.sleep(wait_s)
         try:
             reply = await self._ready().ask(prompt.system, prompt.user, self._schema)
         except JudgeFailed as failed:

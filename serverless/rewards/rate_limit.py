@@ -22,6 +22,9 @@ MINUTE_S = 60.0
 _BURST = 0.1
 """The burst as a share of the minute's limit. The steady rate is the rest, so a minute has at most the limit."""
 
+_HOLD_MOST_S = 3600.0
+"""Longest announced wait that is believed: the state outlives its worker, and one absurd header would hold it."""
+
 
 @dataclass(slots=True)
 class LimitState:
@@ -38,16 +41,30 @@ class LimitState:
 class RateLimit:
     """At most `requests` and `tokens` per minute; 0 for no limit. Pure: the state and the time are arguments.
 
-    Two token buckets; requests begin in order of arrival: `take` reserves at once and returns the wait. Bound: in any
+    Two token buckets; requests begin in order of arrival: `take` reserves at once and returns the waits. Bound: in any
     60 seconds at most `requests` requests begin, and their tokens are at most `tokens` and the largest request.
     """
 
     requests: float = 0.0
     tokens: float = 0.0
 
-    def take(self, state: LimitState, now: float, tokens: float, *, most_s: float) -> tuple[bool, float]:
-        """Reserve a request of an estimated number of tokens. Returns True and the seconds until it may begin, or False
-        and the seconds after which to ask again, if those are more than `most_s`: nothing is reserved then."""
+    def take(self, state: LimitState, now: float, *tokens: float, most_s: float) -> tuple[bool, tuple[float, ...]]:
+        """Reserve requests of an estimated number of tokens each, all or none: those of one item, of which a part is
+        worth nothing. Returns True and the seconds until each may begin. If others make them wait for more than
+        `most_s`, nothing is reserved: False and, once, the seconds after which to ask again. Requests that exceed the
+        burst are spread over the time that a full bucket needs for them, which is no reason to refuse them."""
+        trial = dataclasses.replace(state)
+        waits = tuple(self._begin(trial, now, amount) - now for amount in tokens)
+        full = LimitState(_shape(self.requests)[0], _shape(self.tokens)[0], now)
+        least = [self._begin(full, now, amount) - now for amount in tokens]
+        if (others_s := waits[-1] - least[-1]) > most_s:
+            return False, (others_s,)
+        for field in dataclasses.fields(LimitState):
+            setattr(state, field.name, getattr(trial, field.name))
+        return True, waits
+
+    def _begin(self, state: LimitState, now: float, tokens: float) -> float:
+        """Reserve one request, and return the time at which it begins."""
         begin = max(now, state.held)
         limited = [
             (name, amount, *_shape(limit))
@@ -56,14 +73,12 @@ class RateLimit:
         ]
         for name, amount, burst, rate in limited:
             begin = max(begin, state.at, state.at + (min(amount, burst) - getattr(state, name)) / rate)
-        if begin - now > most_s:
-            return False, begin - now
         for name, amount, burst, rate in limited:
             level = min(burst, getattr(state, name) + (begin - state.at) * rate)
             setattr(state, name, level - amount)
         if limited:
             state.at = begin
-        return True, begin - now
+        return begin
 
     def settle(self, state: LimitState, estimated: float, used: float) -> None:
         """Correct a reservation by the tokens that the request really used."""
@@ -102,9 +117,9 @@ class SharedLimit:
     def shared(self) -> bool:
         return self._file is not None
 
-    def take(self, tokens: float, *, most_s: float) -> tuple[bool, float]:
+    def take(self, *tokens: float, most_s: float) -> tuple[bool, tuple[float, ...]]:
         with self._state() as state:
-            return self._limit.take(state, self._clock(), tokens, most_s=most_s)
+            return self._limit.take(state, self._clock(), *tokens, most_s=most_s)
 
     def settle(self, estimated: float, used: float) -> None:
         if self._limit.tokens:
@@ -113,7 +128,7 @@ class SharedLimit:
 
     def hold(self, seconds: float) -> None:
         with self._state() as state:
-            self._limit.hold(state, self._clock() + seconds)
+            self._limit.hold(state, self._clock() + min(seconds, _HOLD_MOST_S))
 
     @contextlib.contextmanager
     def _state(self) -> Iterator[LimitState]:

@@ -206,6 +206,7 @@ def test_equal_items_have_equal_prompts() -> None:
         '{"reasoning": "x", "scores": {"correct": Infinity, "clear": 1}}',
         '{"reasoning": "x", "scores": {"correct": 10.5, "clear": 1}}',
         '{"reasoning": "x", "scores": {"correct": -1, "clear": 1}}',
+        '{"reasoning": "x", "scores": {"correct": 1' + "0" * 400 + ', "clear": 1}}',
         '{"reasoning": "x", "scores": {"correct": 1, "correct": 9, "clear": 1}}',
         '{"reasoning": "x", "scores": {"correct": 1, "clear": 1}} and more',
         "[" * 100_000,
@@ -246,6 +247,18 @@ def test_a_throttled_judge_asks_nothing_before_its_retry_after(scripted: Any) ->
     assert len(asked.asked) == 1
     assert (second.kind, second.throttle, second.retryable) == (FaultKind.THROTTLED, Throttle.RATE, True)
     assert second.retry_after_s == pytest.approx(30.0, abs=1.0)
+
+
+def test_an_item_whose_requests_do_not_all_fit_asks_nothing(scripted: Any) -> None:
+    """60 requests a minute are a burst of six: the second item needs four and finds two."""
+    judge, asked = scripted(
+        lambda system, user: verdict(good=9), criteria={"good": "It is."}, samples=4, requests_per_minute=60
+    )
+    assert isinstance(asyncio.run(judge(item())), Scored)
+    second = asyncio.run(judge(item()))
+    assert len(asked.asked) == 4
+    assert (second.kind, second.throttle, second.retryable) == (FaultKind.THROTTLED, Throttle.RATE, True)
+    assert second.retry_after_s == pytest.approx(2 / 0.9, abs=0.2)
 
 
 def test_a_key_that_is_not_set_is_named(scripted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,6 +328,11 @@ def chat(message: Mapping[str, Any], finish: str = "stop", usage: Mapping[str, A
     [
         (chat({"content": None, "refusal": "I cannot."}), "refused: I cannot.", False),
         (chat({"content": ""}, "content_filter"), "the content filter stopped it", False),
+        (
+            '{"choices": [], "usage": {"prompt_tokens": 12, "completion_tokens": 3}}',
+            "the content filter stopped it",
+            False,
+        ),
         (chat({"content": '{"sco'}, "length"), "cut off at 100 tokens: raise max_tokens", False),
         (chat({"content": "  "}), "it is empty", False),
     ],
