@@ -14,12 +14,39 @@ from serverless.types import TokenUsage
 
 _recorded: ContextVar[list[TokenUsage] | None] = ContextVar("recorded", default=None)
 
+_unattributed: list[TokenUsage] = []
+"""Recorded outside the context of an item: by threads, and by handlers that take the whole list."""
+
+_calls = 0
+"""Calls under way in this process."""
+
 
 def record_tokens(usage: TokenUsage) -> None:
-    """Add a request's tokens to the bill of the item that is being scored. No effect outside a function's call."""
+    """Add a request's tokens to the bill of the item that is being scored; those recorded in threads are in the bill of
+    the call's first item. No effect outside a function's call."""
     recorded = _recorded.get()
     if recorded is not None:
         recorded.append(usage)
+    elif _calls:
+        _unattributed.append(usage)
+
+
+def begin_call() -> None:
+    """Count a call under way."""
+    global _calls
+    if not _calls:
+        _unattributed.clear()
+    _calls += 1
+    _recorded.set(None)  # a worker's calls share a context
+
+
+def end_call() -> list[TokenUsage]:
+    """The tokens that were recorded outside the context of an item since the last end of a call."""
+    global _calls
+    _calls -= 1
+    taken = _unattributed.copy()
+    del _unattributed[: len(taken)]
+    return taken
 
 
 def recording() -> list[TokenUsage]:

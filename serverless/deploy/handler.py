@@ -32,7 +32,7 @@ from serverless.calling import CALLS, ConventionAdapter
 from serverless.errors import PolicyFault, SpecInvalid
 from serverless.signatures import ACCEPTED, OPTIONS, CallableSignature, Convention, Unknown, of_object, recognise
 from serverless.types import InfraFault, Item, ModelFault, Scored, TokenUsage
-from serverless.usage import encoded, recording
+from serverless.usage import begin_call, encoded, end_call, recording
 
 REFERENCE = "rollart_reference"
 """The key of an event, and of an answer, that is stored elsewhere (`serverless.providers.payloads`)."""
@@ -73,12 +73,12 @@ def adapt(
     target = _ending_children(target, asynchronous)
     if call is None:
         listed = target if convention is Convention.EVENT else lambda event, context: target(event)
-        return _finished(listed) if asynchronous else listed
+        return _AsyncHandler(_billed_async(listed)) if asynchronous else _billed(listed)
     if asynchronous:
-        return _finished(lambda event, _: _score_all(target, call, shape, event))
+        return _AsyncHandler(_billed_async(lambda event, _: _score_all(target, call, shape, event)))
     if call.batch:
-        return lambda event, _: _score_batch(target, call, shape, event)
-    return lambda event, _: _score_each(target, call, shape, event)
+        return _billed(lambda event, _: _score_batch(target, call, shape, event))
+    return _billed(lambda event, _: _score_each(target, call, shape, event))
 
 
 def end_if_child(process: int, error: BaseException | None = None) -> None:
@@ -143,20 +143,61 @@ def is_async(target: Any) -> bool:
     )
 
 
-def _finished(handler: ListHandler) -> ListHandler:
-    """Run an async handler in an event loop that lives as long as the worker: clients and pools stay usable."""
-    import asyncio
-
-    runner = asyncio.Runner()
+def _billed(handler: ListHandler) -> ListHandler:
+    """Add the tokens that were recorded outside the context of an item, in threads say, to the first answer."""
 
     def run(event: list[dict[str, Any]], context: Any) -> Any:
+        answers, used = None, []
+        begin_call()
+        try:
+            answers = handler(event, context)
+        finally:
+            used = end_call()
+        return _with_unattributed(answers, used)
+
+    return run
+
+
+def _billed_async(handler: Callable[..., Awaitable[Any]]) -> ListHandler:
+    async def run(event: list[dict[str, Any]], context: Any) -> Any:
+        answers, used = None, []
+        begin_call()
+        try:
+            answers = await handler(event, context)
+        finally:
+            used = end_call()
+        return _with_unattributed(answers, used)
+
+    return run
+
+
+def _with_unattributed(answers: Any, used: list[TokenUsage]) -> Any:
+    if not used or not isinstance(answers, list) or not answers or not isinstance(answers[0], dict):
+        return answers
+    known = [TokenUsage(**one) for one in answers[0].get("usage", ())]
+    return [_with_usage(answers[0], [*known, *used]), *answers[1:]]
+
+
+class _AsyncHandler:
+    """Runs an async handler in an event loop that lives as long as the worker: clients and pools stay usable."""
+
+    def __init__(self, handler: ListHandler) -> None:
+        import asyncio
+
+        self._handler = handler
+        self._runner = asyncio.Runner()
+
+    def __call__(self, event: list[dict[str, Any]], context: Any) -> Any:
+        import asyncio
+
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return runner.run(handler(event, context))
-        return handler(event, context)
+            return self._runner.run(self._handler(event, context))
+        return self._handler(event, context)
 
-    return run
+    def close(self) -> None:
+        self._runner.close()
 
 
 async def score_concurrently(target: Callable[..., Awaitable[Any]], event: list[dict[str, Any]]) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -93,6 +94,37 @@ def test_tokens_of_a_batch_are_in_its_first_answer() -> None:
     answers = adapt(batch_reward)(event("a", "b", "c"), None)
     assert [u.requests for u, _ in wire.usage(answers)] == [3]
     assert "usage" in answers[0]
+
+
+def test_tokens_recorded_in_threads_are_in_the_first_answer_of_their_call() -> None:
+    pool = ThreadPoolExecutor(2)
+
+    def reward(sample: Item) -> float:
+        record_tokens(ONE)
+        list(pool.map(record_tokens, [ONE] * int(sample.metadata["asks"])))
+        return 1.0
+
+    handler = adapt(reward)
+    for asks in (3, 0, 2):
+        answers = handler(event("a", "b", asks=asks), None)
+        assert [u.requests for u, _ in wire.usage(answers)] == [1 + 2 * asks, 1]
+        record_tokens(ONE)
+    pool.shutdown()
+
+
+def test_a_handler_of_the_whole_list_is_billed_too() -> None:
+    """It answers in the wire form, and may have no usage of its own."""
+
+    def handler(event: list[dict[str, Any]], context: Any) -> list[dict[str, Any]]:
+        record_tokens(ONE)
+        return [{"id": raw["id"], "aggregate_reward_score": 1.0, "metrics_list": []} for raw in event]
+
+    async def concurrent(event: list[dict[str, Any]], context: Any) -> list[dict[str, Any]]:
+        await asyncio.sleep(0)
+        return handler(event, context)
+
+    for one in (handler, concurrent):
+        assert [u.requests for u, _ in wire.usage(adapt(one)(event("a", "b"), None))] == [1]
 
 
 def test_an_item_that_is_not_scored_has_its_tokens_too() -> None:
