@@ -12,39 +12,50 @@ from typing import Any
 from serverless.deploy.package import Package
 from serverless.errors import BackendFailed, ServerlessError, UnknownFunction
 from serverless.providers.base import Backend, DeployedFunction, Deployer, Reply, find_version
-from serverless.types import Cause
+from serverless.types import Cause, FaultKind, InfraFault
 
-OpenVersion = Callable[[DeployedFunction], AbstractAsyncContextManager[Backend]]
-"""A backend that calls one version of a function."""
+VersionOpener = Callable[[DeployedFunction], AbstractAsyncContextManager[Backend]]
+"""Opens a backend that calls one version of a function."""
 
 REFRESH_S = 5.0
 """Seconds between two readings of the weights. A rollback reaches callers after this time at most."""
 
 
 @dataclass(slots=True, eq=False)
-class _OpenVersion:
-    """The backend of one version, in a task of its own, with the number of calls that use it."""
+class _VersionInUse:
+    """The backend of one version, in a task of its own, with the number of calls that use it. `opened` is the fault of
+    those calls if it cannot be opened."""
 
-    opened: asyncio.Future[Backend]
+    opened: asyncio.Future[Backend | InfraFault]
+    task: asyncio.Task[None] | None = None
     leave: asyncio.Event = field(default_factory=asyncio.Event)
     calls: int = 0
+
+    def close(self) -> None:
+        """Close the backend, or stop opening it."""
+        self.leave.set()
+        if not self.opened.done():
+            fault = InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail="closed before the version was open")
+            self.opened.set_result(fault)
+            if self.task is not None:
+                self.task.cancel()
 
 
 class WeightedBackend:
     """Implements `Backend` for one deployed function. Owns a task per version in use, which holds its backend, and one
     that reads the weights. `control` is open and stays the caller's.
 
-    Any number of tasks may call `invoke`; the first call of a version waits until its backend is open. Invariants: a
-    call is made by exactly one version, which had a weight (or was the one `wanted`) at the last reading; a version
-    that has lost its weight ends its calls, and its backend is closed then. While the weights cannot be read, the last
-    ones hold.
+    Any number of tasks may call `invoke`; the first calls of a version wait until its backend is open, until their
+    deadline or until this backend is closed. Invariants: a call is made by exactly one version, which had a weight (or
+    was the one `wanted`) at the last reading; a version that has lost its weight ends its calls, and its backend is
+    closed then. While the weights cannot be read, the last ones hold.
     """
 
     def __init__(
         self,
         control: Deployer,
         function: str,
-        open_version: OpenVersion,
+        open_version: VersionOpener,
         *,
         draw: Callable[[], float],
         wanted: str = "live",
@@ -58,7 +69,7 @@ class WeightedBackend:
         self._wanted = wanted
         self._refresh_s = refresh_s
         self._versions: Sequence[DeployedFunction] = ()
-        self._used: dict[str, _OpenVersion] = {}
+        self._used: dict[str, _VersionInUse] = {}
         self._stack = contextlib.AsyncExitStack()
         self._group: asyncio.TaskGroup | None = None
 
@@ -77,7 +88,7 @@ class WeightedBackend:
     async def invoke(
         self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
     ) -> Reply:
-        """See `Backend`."""
+        """See `Backend`. The time to open the version counts."""
         if function != self._function:
             raise UnknownFunction(f"no function {function!r} is served", remedy=f"served: {self._function}")
         if self._group is None:
@@ -85,9 +96,19 @@ class WeightedBackend:
         chosen = find_version(function, self._versions, self._wanted, draw=self._draw())
         used = self._used.get(chosen.provider_version) or self._use(self._group, chosen)
         used.calls += 1
+        now = asyncio.get_running_loop().time
+        expires = now() + deadline_s
         try:
-            backend = await asyncio.shield(used.opened)
-            return await backend.invoke(function, event, deadline_s=deadline_s, cause=cause)
+            async with asyncio.timeout_at(expires) as limit:
+                backend = await asyncio.shield(used.opened)
+            if isinstance(backend, InfraFault):
+                return Reply(fault=backend)
+            return await backend.invoke(function, event, deadline_s=expires - now(), cause=cause)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            detail = f"version {chosen.provider_version} of {function} was not open in {deadline_s:.3f} s"
+            return Reply(fault=InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail))
         finally:
             used.calls -= 1
 
@@ -118,27 +139,37 @@ class WeightedBackend:
             for number, used in list(self._used.items()):
                 if self._wanted == "live" and number not in weighted and not used.calls:
                     del self._used[number]
-                    used.leave.set()
+                    used.close()
 
-    def _use(self, group: asyncio.TaskGroup, version: DeployedFunction) -> _OpenVersion:
-        used = self._used[version.provider_version] = _OpenVersion(asyncio.get_running_loop().create_future())
-        group.create_task(self._hold(version, used), name=f"version {version.provider_version}")
+    def _use(self, group: asyncio.TaskGroup, version: DeployedFunction) -> _VersionInUse:
+        used = self._used[version.provider_version] = _VersionInUse(asyncio.get_running_loop().create_future())
+        used.task = group.create_task(self._hold(version, used), name=f"version {version.provider_version}")
         return used
 
-    async def _hold(self, version: DeployedFunction, used: _OpenVersion) -> None:
-        """Keep the backend of a version open until it is left. A failure to open it is the error of its first calls;
-        the next call tries again."""
+    async def _hold(self, version: DeployedFunction, used: _VersionInUse) -> None:
+        """Keep the backend of a version open until it is left. A failure to open it is that of the calls which wait for
+        it: an error of this package is raised there, any other is their fault. The next call tries again."""
+        number = version.provider_version
+        is_open = False
         try:
             async with self._open_version(version) as backend:
-                used.opened.set_result(backend)
+                is_open = True
+                if not used.opened.done():
+                    used.opened.set_result(backend)
                 await used.leave.wait()
-        except ServerlessError as error:
-            if used.opened.done():
+        except Exception as error:
+            if is_open:
                 raise
-            self._used.pop(version.provider_version, None)
-            used.opened.set_exception(error)
-            used.opened.exception()  # marks it as seen, if every caller has left
+            if used.opened.done():
+                return
+            self._used.pop(number, None)
+            if isinstance(error, ServerlessError):
+                used.opened.set_exception(error)
+                used.opened.exception()  # marks it as seen, if every caller has left
+            else:
+                detail = f"version {number} of {self._function} cannot be opened: {type(error).__name__}: {error}"
+                used.opened.set_result(InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=detail[:500]))
 
     def _leave_all(self) -> None:
         for used in self._used.values():
-            used.leave.set()
+            used.close()

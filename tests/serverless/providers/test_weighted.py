@@ -15,6 +15,7 @@ from rollart.sim import loop as virtual
 from serverless.errors import BackendFailed, UnknownFunction
 from serverless.providers.base import Backend, DeployedFunction, LiveVersions, Reply
 from serverless.providers.weighted import REFRESH_S, WeightedBackend
+from serverless.types import FaultKind
 
 
 class Control:
@@ -52,12 +53,15 @@ class Versions:
         self.open: list[str] = []
         self.calls: Counter[str] = Counter()
         self.fails = 0
+        self.error: Exception = BackendFailed("it does not start")
+        self.opening_s = 0.0
 
     @contextlib.asynccontextmanager
     async def backend(self, version: DeployedFunction) -> AsyncIterator[Any]:
         if self.fails:
             self.fails -= 1
-            raise BackendFailed("it does not start")
+            raise self.error
+        await asyncio.sleep(self.opening_s)
         self.open.append(version.provider_version)
         outer = self
 
@@ -136,5 +140,58 @@ def test_a_version_that_does_not_start_fails_its_call_and_is_tried_again() -> No
             with pytest.raises(BackendFailed, match="it does not start"):
                 await backend.invoke("f", [], deadline_s=9.0)
             assert await calls(backend, 3) == {"1": 3}
+
+    virtual.run(main())
+
+
+def test_an_error_of_opening_is_the_fault_of_its_calls_and_other_versions_go_on() -> None:
+    control, versions = Control(LiveVersions("1", "2", 0.5)), Versions()
+
+    async def main() -> None:
+        async with weighted(control, versions) as backend:
+            assert set(await calls(backend, 50)) == {"1", "2"}
+            control.live = LiveVersions("3")
+            versions.fails, versions.error = 1, OSError("no descriptors")
+            await asyncio.sleep(2.0 * REFRESH_S)
+            reply = await backend.invoke("f", [], deadline_s=9.0)
+            assert reply.fault is not None
+            assert (reply.fault.kind, reply.fault.retryable) == (FaultKind.UNAVAILABLE, True)
+            assert reply.fault.detail == "version 3 of f cannot be opened: OSError: no descriptors"
+            assert await calls(backend, 3) == {"3": 3}
+
+    virtual.run(main())
+
+
+def test_the_time_to_open_a_version_counts_against_the_deadline() -> None:
+    control, versions = Control(LiveVersions("1")), Versions()
+    versions.opening_s = 60.0
+
+    async def main() -> None:
+        now = asyncio.get_running_loop().time
+        async with weighted(control, versions) as backend:
+            reply = await backend.invoke("f", [], deadline_s=0.1)
+            assert now() == pytest.approx(0.1)
+            assert reply.fault is not None
+            assert (reply.fault.kind, reply.fault.retryable) == (FaultKind.DEADLINE, False)
+            assert (await backend.invoke("f", [], deadline_s=70.0)).body == "1", "the opening goes on"
+            assert now() == pytest.approx(61.0)
+
+    virtual.run(main())
+
+
+def test_a_version_that_hangs_as_it_is_opened_does_not_hold_up_the_end() -> None:
+    control, versions = Control(LiveVersions("1")), Versions()
+    versions.opening_s = 1e6
+
+    async def main() -> None:
+        now = asyncio.get_running_loop().time
+        async with asyncio.TaskGroup() as group:
+            async with weighted(control, versions) as backend:
+                call = group.create_task(backend.invoke("f", [], deadline_s=1e6))
+                await asyncio.sleep(1.0)
+            assert now() == pytest.approx(1.0)
+        assert now() == pytest.approx(1.0)
+        assert call.result().fault is not None
+        assert versions.open == []
 
     virtual.run(main())
