@@ -9,16 +9,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollart.errors import UsageError
+from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.database import FILE
 from rollart.ledger.events import FUNCTION_HEALTH, FUNCTION_VERSION
 from rollart.ledger.reader import LedgerReader
+from rollart.report.offload import SERVED
 from rollart.settings.prices import PriceList, function_gpus
 from rollart.tools.rescore import CallMeter
 from serverless import wire
 from serverless.providers.base import Backend, DeployedFunction
 from serverless.rehearse import RehearsalCase
-from serverless.types import InfraFault, ModelFault, Outcome, Scored
+from serverless.types import Cause, InfraFault, ModelFault, Outcome, Scored
 
 Z = 1.96
 """Standard deviations of a 95 % interval."""
@@ -28,15 +29,15 @@ MODEL_FAULT = "model"
 
 @dataclass(slots=True)
 class VersionFigures:
-    """What is known of one version. `outcomes` counts items, `faults` those that failed, by kind of fault (`model`: the
-    policy's own). `runs` are the recorded runs that called it."""
+    """Figures of one version. `outcomes` counts items, `faults` those that failed, by kind of fault (`model`: the
+    policy's own). `runs` counts the recorded runs that called it."""
 
     version: str
     outcomes: int = 0
     faults: Counter[str] = field(default_factory=Counter)
     scores: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """Durations of the calls that started no worker."""
+    """Durations of successful calls that started no worker."""
     items: int = 0
     usd: float = 0.0
     runs: int = 0
@@ -68,54 +69,88 @@ class VersionFigures:
             self.faults[str(outcome.kind)] += 1
         elif isinstance(outcome, ModelFault):
             self.faults[MODEL_FAULT] += 1
-        self._score(outcome)
+        self.add_score(outcome)
 
-    def _score(self, outcome: Outcome) -> None:
+    def add_score(self, outcome: Outcome) -> None:
         if isinstance(outcome, Scored):
             self.scores.append(outcome.value)
         elif isinstance(outcome, ModelFault):
             self.scores.append(outcome.floor)
 
-    def read(self, reader: LedgerReader, function: str, prices: PriceList) -> None:
-        """Add a recorded run that called this version. Scores are those of kept items (`keep` of the run)."""
+    def add_run(self, run: VersionFigures) -> None:
+        """Add the figures of one recorded run."""
         self.runs += 1
-        for event in reader.events(FUNCTION_HEALTH):
-            if event.subject == function:
-                self.outcomes += int(event.fields.get("outcomes") or 0)
-                self.faults[MODEL_FAULT] += int(event.fields.get("model_faults") or 0)
-                kinds = {k.removeprefix("fault."): v for k, v in event.fields.items() if k.startswith("fault.")}
-                self.faults.update({kind: int(n or 0) for kind, n in kinds.items()})
-        gpu = function_gpus(reader.config()).get(function, "")
-        for call in reader.invocation_sums():
-            if call.function == function:
-                self.items += call.items if call.status == "ok" else 0
-                self.usd += prices.function_usd(
-                    call.provider, billed_s=call.billed_s, memory_mb=call.memory_mb, requests=call.calls, gpu=gpu
-                )
-        self.usd += sum(prices.token_usd(one.usage) for one in reader.token_sums() if one.function == function)
-        spans = (span for span in reader.call_spans() if span[0] == function)
-        self.seconds += [t1 - t0 for _, t0, t1, _, cold in spans if not cold]
-        for kept in reader.kept():
-            found = kept.outcome(function)
-            if found is not None and found.version == self.version:
-                self._score(found.outcome)
+        self.outcomes += run.outcomes
+        self.faults += run.faults
+        self.scores += run.scores
+        self.seconds += run.seconds
+        self.items += run.items
+        self.usd += run.usd
 
 
 def recorded_figures(
     function: str, versions: Sequence[DeployedFunction], runs: Path, prices: PriceList
-) -> list[VersionFigures]:
-    """The figures of each version over the recorded runs below `runs` that called it and no other."""
+) -> tuple[list[VersionFigures], list[str]]:
+    """The figures of each version over the recorded runs below `runs` that called it, and no other version, at its
+    provider; and a note for each run that cannot be read."""
     found = {one.version: VersionFigures(one.version) for one in versions}
+    providers = {one.version: one.provider for one in versions}
+    notes: list[str] = []
     for directory in sorted(path.parent for path in runs.glob(f"*/{FILE}")):
         try:
             with LedgerReader(directory) as reader:
                 events = [event for event in reader.events(FUNCTION_VERSION) if event.subject == function]
                 called = {str(event.fields.get("version")) for event in events}
                 if len(called) == 1 and called <= found.keys():
-                    found[called.pop()].read(reader, function, prices)
+                    version = called.pop()
+                    run = _run_figures(reader, function, version, providers[version], prices)
+                    if run is not None:
+                        found[version].add_run(run)
         except UsageError:  # a run without a journal
             continue
-    return list(found.values())
+        except StorageFailed as error:
+            notes.append(f"run {directory.name} is left out: {error.message}")
+    return list(found.values()), notes
+
+
+def _run_figures(
+    reader: LedgerReader, function: str, version: str, provider: str, prices: PriceList
+) -> VersionFigures | None:
+    """The figures of a recorded run whose function had this version; None if the run made no call of it at the
+    provider. Calls are those of `SERVED`, and latencies those of successful ones. Scores are those of kept items
+    (`keep` of the run). Outcomes, scores and tokens have no provider: they are the run's, and the cost of tokens is
+    shared out by items."""
+    served = [call for call in reader.invocation_sums() if call.function == function and call.cause in SERVED]
+    here = [call for call in served if call.provider == provider]
+    if not here:
+        return None
+    figures = VersionFigures(version)
+    for event in reader.events(FUNCTION_HEALTH):
+        if event.subject == function:
+            figures.outcomes += int(event.fields.get("outcomes") or 0)
+            figures.faults[MODEL_FAULT] += int(event.fields.get("model_faults") or 0)
+            kinds = {k.removeprefix("fault."): v for k, v in event.fields.items() if k.startswith("fault.")}
+            figures.faults.update({kind: int(n or 0) for kind, n in kinds.items()})
+    gpu = function_gpus(reader.config()).get(function, "")
+    figures.items = sum(call.items for call in here if call.status == "ok")
+    figures.usd = sum(
+        prices.function_usd(provider, billed_s=call.billed_s, memory_mb=call.memory_mb, requests=call.calls, gpu=gpu)
+        for call in here
+    )
+    items = sum(call.items for call in served if call.status == "ok")
+    if items:
+        tokens = (one for one in reader.token_sums() if one.function == function and one.cause != Cause.HEDGE)
+        figures.usd += sum(prices.token_usd(one.usage) for one in tokens) * figures.items / items
+    figures.seconds = [
+        call.t1 - call.t0
+        for call in reader.calls(provider)
+        if call.function == function and call.cause in SERVED and call.status == "ok" and not call.cold_start_s
+    ]
+    for kept in reader.kept():
+        scored = kept.outcome(function)
+        if scored is not None and scored.version == version:
+            figures.add_score(scored.outcome)
+    return figures
 
 
 async def measured_figures(
@@ -138,7 +173,8 @@ async def measured_figures(
         reply = await backend.invoke(version.function, event, deadline_s=_LONGEST_S)
         answers = [reply.fault] if reply.fault else wire.outcomes(reply.body, event, deterministic=True)
         figures.add(answers[0])
-        if (bill := reply.invocation) is not None and not bill.cold_start_s:
+        bill = reply.invocation
+        if bill is not None and bill.status == "ok" and not bill.cold_start_s:
             figures.seconds.append(bill.t1 - bill.t0)
     figures.items = len(cases)
     figures.usd = sum(

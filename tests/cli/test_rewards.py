@@ -132,6 +132,26 @@ def test_the_life_of_a_canary(rollart: Call, monkeypatch: pytest.MonkeyPatch) ->
     assert (none.code, "f has no canary" in none.err) == (2, True)
 
 
+@pytest.mark.slow  # function workers are processes
+def test_a_canary_that_was_not_compared_is_not_promoted(rollart: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def deploy(value: float, *options: str) -> None:
+        Path("f.py").write_text(f"from rollart import reward\n\n@reward\ndef f(sample):\n    return {value}\n")
+        assert rollart("rewards", "deploy", "f.py", *options).code == 0
+
+    def another_is_deployed(*_: str) -> bool:
+        deploy(3.0, "--canary", "0.5")
+        return True
+
+    deploy(1.0)
+    deploy(2.0, "--canary", "0.5")
+    monkeypatch.setattr("rollart.cli.rewards.release.confirmed", another_is_deployed)
+    done = rollart("rewards", "promote", "f")
+    assert done.code == 2, done.err
+    assert "version 2 of f was compared, and now the canary is version 3" in done.err
+    listed = [(row["number"], row["weight"]) for row in rows(rollart("rewards", "list", "--json").out, "functions")]
+    assert listed == [("1", 0.5), ("3", 0.5)]
+
+
 @pytest.mark.slow  # the real clients of AWS against its plane, real workers
 @pytest.mark.skipif(bool(aws.MISSING), reason=f"not installed: {aws.MISSING}")
 def test_a_call_of_a_file_leaves_what_is_current_and_a_name_calls_it(rollart: Call) -> None:

@@ -179,16 +179,19 @@ def promote(
     if current is None or canary is None:
         with translated_errors():
             raise no_canary(function)
-    prices = PriceList(prices=effective_prices(cluster))
+    prices, unread = PriceList(prices=effective_prices(cluster)), list[str]()
     if cases is not None:
         before, after = _on_cases((current, canary), cases, provider, cluster, root, prices)
         source = f"{before.outcomes} cases, each called alone on {provider} now"
     else:
-        before, after = recorded_figures(function, (current, canary), runs, prices)
-        source = f"runs below {runs}: {before.runs} of the current version, {after.runs} of the canary"
+        (before, after), unread = recorded_figures(function, (current, canary), runs, prices)
+        source = (
+            f"calls on {canonical_provider(provider)} of runs below {runs}: {before.runs} of the current version, "
+            f"{after.runs} of the canary"
+        )
     difference = fault_difference(before, after)
     worse = difference is not None and difference[0] > 0.0
-    notes = [f"from {source}"]
+    notes = [f"from {source}", *unread]
     if not before.outcomes or not after.outcomes:
         notes.append("the versions are not compared: give --cases, or --runs with runs that called both")
     elif not before.scores or not after.scores:
@@ -211,12 +214,28 @@ def promote(
     ):
         click.echo(f"version {number} of {function} stays a canary", err=True)
         return
-    promoted = on_provider(provider, cluster, root, lambda target: target.promote(function))
+    promoted = on_provider(provider, cluster, root, lambda target: _promote_compared(target, canary))
     if output == "table":
         show_deployed([promoted], output)
     else:
         released = deployed_table([promoted], people=output in FOR_PEOPLE)
         print_report(Report("promote", function, (compared, released), tuple(notes)), output)
+
+
+async def _promote_compared(target: Deployer, compared: DeployedFunction) -> DeployedFunction:
+    """Make the compared canary the only current version. UsageError if it is no longer the canary: minutes may have
+    passed since it was compared."""
+    function = compared.function
+    canary = next((one for one in await target.versions(function) if CANARY in one.aliases), None)
+    if canary is None or (canary.version, canary.provider_version) != (compared.version, compared.provider_version):
+        now = "there is no canary" if canary is None else f"the canary is version {canary.provider_version}"
+        raise UsageError(
+            f"version {compared.provider_version} of {function} was compared, and now {now} (rule: only a compared "
+            "version is promoted)",
+            remedy=f"rollart rewards versions {function}, then promote it again",
+        )
+    # By its number, where `Deployer.promote` would take a canary that is deployed at this moment.
+    return await target.rollback(function, compared.provider_version)
 
 
 def _on_cases(
