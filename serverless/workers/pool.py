@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from secrets import token_hex
 from typing import Any, Protocol, Self
 
 from serverless.deploy.package import Package
@@ -106,6 +107,8 @@ class PooledBackend:
         self._old: list[WorkerPool] = []
         self._callers: dict[tuple[object, ...], str] = {}
         """Names of the pools for secrets of callers, the least recently used first."""
+        self._caller_pools: dict[str, WorkerPool] = {}
+        """These pools by name. A name is random and in no error or answer, so that no request can guess it."""
         self._callers_seen = 0
 
     async def __aenter__(self) -> Self:
@@ -114,9 +117,11 @@ class PooledBackend:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        for pool in (*self._pools.values(), *self._old):
+        for pool in (*self._pools.values(), *self._caller_pools.values(), *self._old):
             pool.close()
         self._pools.clear()
+        self._callers.clear()
+        self._caller_pools.clear()
         self._old.clear()
         if self._group is not None:
             group, self._group = self._group, None
@@ -155,11 +160,11 @@ class PooledBackend:
             pool.close()
 
     def pool(self, function: str) -> WorkerPool:
-        try:
-            return self._pools[function]
-        except KeyError:
+        pool = self._pools.get(function) or self._caller_pools.get(function)
+        if pool is None:
             known = ", ".join(self._pools) or "none"
-            raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}") from None
+            raise UnknownFunction(f"no function {function!r} is deployed", remedy=f"deployed: {known}")
+        return pool
 
     def given(self, function: str, secrets: Mapping[str, str]) -> str:
         """See `SecretsBackend`. Each set of values has workers of its own, for the last `_CALLERS` sets."""
@@ -170,13 +175,13 @@ class PooledBackend:
             return function
         key = (function, current.package.version, tuple(chosen.items()))
         name = self._callers.pop(key, "")
-        if name not in self._pools:
+        if not name:
             self._callers_seen += 1
-            name, first = f"{function}~{self._callers_seen}", self._callers_seen * _SLOTS
-            self._pools[name] = WorkerPool(current.package, self, self._group, given=chosen, first_slot=first)
+            name, first = f"{function}~{token_hex(16)}", self._callers_seen * _SLOTS
+            self._caller_pools[name] = WorkerPool(current.package, self, self._group, given=chosen, first_slot=first)
         self._callers[key] = name
         if len(self._callers) > _CALLERS:
-            oldest = self._pools.pop(self._callers.pop(next(iter(self._callers))))
+            oldest = self._caller_pools.pop(self._callers.pop(next(iter(self._callers))))
             oldest.close(drain=True)
             self._old.append(oldest)
         return name

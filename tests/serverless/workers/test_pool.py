@@ -1,6 +1,6 @@
 """Many direct callers of one pool, who come, are cancelled and give up at any moment: bounds and books hold.
 
-The time limit of a pool's calls, against asyncio.timeout, on virtual time.
+The time limit of a pool's calls, against asyncio.timeout, on virtual time. The secrets of a pool's workers.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.sim import loop as virtual
+from serverless.deploy.package import Package
+from serverless.errors import UnknownFunction
 from serverless.types import FaultKind
 from serverless.wire import encode
-from serverless.workers.pool import ReusableTimeout
+from serverless.workers.pool import PooledBackend, ReusableTimeout, WorkerReply, WorkerRequest
 from tests.serverless.support import Books, Simulated, item, package
 
 EVENT = [encode(item())]
@@ -161,3 +164,46 @@ def test_an_error_in_the_block_is_that_error() -> None:
 
     with pytest.raises(KeyError):
         virtual.run(main())
+
+
+class EnvironmentWorker:
+    """Answers each call with the variables that it was started with."""
+
+    init_s = 0.0
+
+    def __init__(self, variables: Mapping[str, str]) -> None:
+        self._variables = variables
+        self.alive = True
+
+    async def call(self, request: WorkerRequest) -> WorkerReply:
+        await asyncio.sleep(1.0)
+        return WorkerReply(dict(self._variables), 1.0)
+
+    def kill(self) -> None:
+        self.alive = False
+
+
+class EnvironmentLauncher:
+    async def start(self, package: Package, slot: int, gone: Callable[[], None]) -> EnvironmentWorker:
+        return EnvironmentWorker(package.variables)
+
+
+def test_workers_with_the_secrets_of_a_caller_have_no_name_that_a_request_can_give(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KEY", "the machine's")
+
+    async def main() -> None:
+        async with PooledBackend(EnvironmentLauncher(), "fake") as backend:
+            await backend.deploy(package(secrets=["KEY"]))
+            name = backend.given("behave", {"KEY": "a caller's"})
+            assert (await backend.invoke(name, EVENT, deadline_s=9.0)).body == {"KEY": "a caller's"}
+            assert backend.given("behave", {"KEY": "a caller's"}) == name
+            assert backend.given("behave", {"KEY": "another's"}) != name
+            for number in range(9):
+                with pytest.raises(UnknownFunction) as refused:
+                    await backend.invoke(f"behave~{number}", EVENT, deadline_s=9.0)
+                assert refused.value.remedy == "deployed: behave"
+            assert (await backend.invoke("behave", EVENT, deadline_s=9.0)).body == {"KEY": "the machine's"}
+
+    virtual.run(main())
