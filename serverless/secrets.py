@@ -86,8 +86,9 @@ class Secrets:
 
     def require(self, spec: FunctionSpec, *names: str) -> None:
         """Raise `SecretMissing` for a secret of a function that has no value here; `names` in place of all."""
+        present = {} if self._late else self.values(spec, *names)
         for name in names or spec.secrets:
-            if not self._late and not self._value(name):
+            if not self._late and name not in present:
                 variable = self.source(name).env or name
                 looked = "the environment" if self._file is None else f"the environment nor in {self._file}"
                 also = "" if variable == name else f" ({variable} here)"
@@ -99,15 +100,25 @@ class Secrets:
 
     def values(self, spec: FunctionSpec, *names: str) -> dict[str, str]:
         """The values of a function's secrets here, without missing ones; `names` in place of all."""
-        return {name: value for name in names or spec.secrets if (value := self._value(name))}
+        found: dict[str, str] = {}
+        of_file: Mapping[str, str] | None = None
+        for name in names or spec.secrets:
+            variable = self.source(name).env or name
+            value = os.environ.get(variable)
+            if not value:
+                of_file = self._of_file() if of_file is None else of_file
+                value = of_file.get(variable)
+            if value:
+                found[name] = value
+        return found
 
     def variables(self, spec: FunctionSpec, given: Mapping[str, str] | None = None) -> dict[str, str]:
         """The environment variables of a worker on this machine; `given` are secrets that its caller sent. Raises
         `SecretMissing`."""
-        given = given or {}
-        if missing := [name for name in spec.secrets if name not in given]:
+        found = {**self.values(spec), **(given or {})}
+        if missing := [name for name in spec.secrets if name not in found]:
             self.require(spec, *missing)
-        return {**spec.env, **self.values(spec), **given}
+        return {**spec.env, **found}
 
     def header(self, spec: FunctionSpec) -> str:
         """The values of a function's secrets as the value of the header `HEADER`."""
@@ -146,10 +157,6 @@ class Secrets:
         if references:
             found[REFERENCES] = json.dumps({"ttl_s": ttl_s, "from": references}, sort_keys=True)
         return found
-
-    def _value(self, name: str) -> str:
-        variable = self.source(name).env or name
-        return os.environ.get(variable) or self._of_file().get(variable, "")
 
     def _of_file(self) -> Mapping[str, str]:
         """The variables of `.env`, none if there is no such file."""

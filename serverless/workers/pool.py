@@ -320,7 +320,7 @@ class WorkerPool:
         name = self._spec.name
         if self._closed:
             return InfraFault(FaultKind.UNAVAILABLE, retryable=True, detail=f"{name} is closed")
-        if self._spec.secrets:
+        if self._spec.secrets and self._idle:
             self._retire_outdated()
         if self._idle and not self._waiters:
             return self._take(self._idle.pop())
@@ -477,7 +477,7 @@ class WorkerPool:
         if slot.worker is None or not slot.worker.alive or self._closed:
             self._failed_start(slot, fault)
             return
-        if self._spec.secrets and self._outdated(slot):
+        if self._outdated(slot):
             self._replace(slot)
             return
         began, now = slot.since, asyncio.get_running_loop().time()
@@ -524,8 +524,7 @@ class WorkerPool:
     def _release(self, slot: WorkerSlot) -> None:
         if slot.state is not WorkerState.BUSY:
             return
-        outdated = bool(self._spec.secrets) and self._outdated(slot)
-        if self._closed or slot.worker is None or not slot.worker.alive or outdated:
+        if self._closed or slot.worker is None or not slot.worker.alive or self._outdated(slot):
             self._replace(slot)
             return
         self._set_state(slot, WorkerState.IDLE)
@@ -534,18 +533,26 @@ class WorkerPool:
         self._pump()
 
     def _outdated(self, slot: WorkerSlot) -> bool:
-        """True if a secret has another value than when the worker started. A value that is missing now stays in use."""
-        try:
-            return slot.variables != self._backend.secrets.variables(self._spec, self._given)
-        except SecretMissing:
-            return False
+        """True if a secret has another value than when the worker started."""
+        present = self._present_variables() if self._spec.secrets else None
+        return present is not None and slot.variables != present
 
     def _retire_outdated(self) -> None:
-        outdated = [slot for slot in self._idle if self._outdated(slot)]
+        """End the idle workers that started with other values of the secrets."""
+        present = self._present_variables()
+        outdated = [] if present is None else [slot for slot in self._idle if slot.variables != present]
         for slot in outdated:
             self._retire(slot)
         if outdated:
             self.warm_up()
+
+    def _present_variables(self) -> Mapping[str, str] | None:
+        """The variables of a worker that starts now. None if a secret has no value any more: the values before stay in
+        use."""
+        try:
+            return self._backend.secrets.variables(self._spec, self._given)
+        except SecretMissing:
+            return None
 
     def _gone(self, slot: WorkerSlot) -> None:
         """Handle the end of a worker: drop an idle one; a busy one's call already receives the fault."""

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from rollart.sim import loop as virtual
 from serverless.deploy.package import Package
 from serverless.errors import UnknownFunction
+from serverless.secrets import Secrets
+from serverless.spec import FunctionSpec
 from serverless.types import FaultKind
 from serverless.wire import encode
 from serverless.workers.pool import PooledBackend, ReusableTimeout, WorkerReply, WorkerRequest
@@ -188,6 +190,14 @@ class EnvironmentLauncher:
         return EnvironmentWorker(package.variables)
 
 
+class CountedSecrets(Secrets):
+    reads = 0
+
+    def variables(self, spec: FunctionSpec, given: Mapping[str, str] | None = None) -> dict[str, str]:
+        self.reads += 1
+        return super().variables(spec, given)
+
+
 def test_workers_with_the_secrets_of_a_caller_have_no_name_that_a_request_can_give(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -205,5 +215,32 @@ def test_workers_with_the_secrets_of_a_caller_have_no_name_that_a_request_can_gi
                     await backend.invoke(f"behave~{number}", EVENT, deadline_s=9.0)
                 assert refused.value.remedy == "deployed: behave"
             assert (await backend.invoke("behave", EVENT, deadline_s=9.0)).body == {"KEY": "the machine's"}
+
+    virtual.run(main())
+
+
+def test_a_call_reads_the_secrets_as_often_whatever_the_number_of_idle_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KEY", "first")
+    secrets = CountedSecrets()
+
+    async def main() -> None:
+        async with PooledBackend(EnvironmentLauncher(), "fake", secrets=secrets) as backend:
+            await backend.deploy(package(secrets=["KEY"], concurrency=20))
+            await backend.deploy(package(name="plain"))
+
+            async def call(function: str = "behave") -> Any:
+                return (await backend.invoke(function, EVENT, deadline_s=9.0)).body
+
+            await asyncio.gather(*(call() for _ in range(20)))
+            assert backend.load("behave").ready == 20
+            secrets.reads = 0
+            assert await call() == {"KEY": "first"}
+            assert secrets.reads == 2, "one as it takes the worker, one as it gives it back"
+            monkeypatch.setenv("KEY", "second")
+            assert await call() == {"KEY": "second"}
+            assert backend.load("behave").ready == 1, "the others had the value before"
+            secrets.reads = 0
+            assert await call("plain") == {}
+            assert secrets.reads == 0
 
     virtual.run(main())
