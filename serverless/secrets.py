@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from pydantic import Field, RootModel, model_validator
 
-from serverless.errors import CredentialsMissing
+from serverless.errors import BackendFailed, CredentialsMissing
 from serverless.secret_runtime import REFERENCES, Mask
 from serverless.spec import FunctionSpec, Settings, Variable
 
@@ -24,6 +24,18 @@ DOTENV = ".env"
 
 HEADER = "X-Rollart-Secrets"
 """The header of a call that has its secrets: a JSON object of values by name, in base64 with the alphabet of URLs."""
+
+HEADER_BYTES = 64 * 2**10
+"""Longest value of that header which our front reads, some 48 KB of values: a file of credentials fits, and a request
+cannot fill the front's memory. Other hosts may accept less: nginx 8 KB, Amazon's API Gateway 10 KB of all headers."""
+
+_PART, _LAST_PART = 12, 4
+"""Characters of the shortest part of a secret or of the header that is masked in the text of a host, and of one at its
+end, where the host or its client may have cut it."""
+
+_ECHO = 600
+"""Most characters of a masked text of a host: the search takes some 30 ms with secrets of 48 KB. The rest is cut off.
+"""
 
 
 class SecretSource(Settings):
@@ -120,10 +132,6 @@ class Secrets:
             self.require(spec, *missing)
         return {**spec.env, **found}
 
-    def header(self, spec: FunctionSpec) -> str:
-        """The values of a function's secrets as the value of the header `HEADER`."""
-        return base64.urlsafe_b64encode(json.dumps(self.values(spec)).encode()).decode()
-
     def stored_in_lambda(self, spec: FunctionSpec) -> tuple[str, ...]:
         """The function's secrets whose values are in Lambda's encrypted environment."""
         return tuple(name for name in spec.secrets if self.source(name).lambda_env)
@@ -182,6 +190,19 @@ class Secrets:
 _DEFAULT = SecretSource()
 
 
+def secrets_header(function: str, values: Mapping[str, str]) -> str:
+    """The values of a function's secrets as the value of the header `HEADER`. Raises `BackendFailed` above
+    `HEADER_BYTES`."""
+    header = base64.urlsafe_b64encode(json.dumps(values).encode()).decode()
+    if len(header) > HEADER_BYTES:
+        raise BackendFailed(
+            f"the secrets of function {function} ({', '.join(values)}) make a header {HEADER} of {len(header):,} bytes "
+            f"(rule: at most {HEADER_BYTES:,})",
+            remedy="shorten them, or store them at the host and take `send_secrets` out of the function's endpoint",
+        )
+    return header
+
+
 def given_secrets(header: str) -> dict[str, str]:
     """The values in the header `HEADER` of a request. Raises `ValueError`, without the text, for another form."""
     try:
@@ -191,6 +212,45 @@ def given_secrets(header: str) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
         raise ValueError(f"the header {HEADER} is not a JSON object of texts in base64")
     return found
+
+
+class EchoMask:
+    """Masks secrets in the text of a host, which may repeat the header of a request, in whole or cut short."""
+
+    def __init__(self, values: Mapping[str, str]) -> None:
+        self._mask = Mask(values)
+        header = base64.urlsafe_b64encode(json.dumps(dict(values)).encode()).decode()
+        self._sources = [header] if values else []
+        for value in values.values():
+            self._sources += {value, json.dumps(value)[1:-1]}
+
+    def text(self, text: str) -> str:
+        """The text, cut to `_ECHO` characters, with `[secret NAME]` for each value and `[secret]` for each longer part
+        of a value or of the header."""
+        if not self._sources:
+            return text
+        text = self._mask.text(text)[:_ECHO]
+        shown: list[str] = []
+        start = 0
+        while start < len(text):
+            size = self._part_at(text, start)
+            shown.append("[secret]" if size else text[start])
+            start += size or 1
+        return "".join(shown)
+
+    def _part_at(self, text: str, start: int) -> int:
+        """Characters of the longest part of a secret that begins here; 0 for none."""
+        left = len(text) - start
+        if left < _PART:
+            cut = left >= _LAST_PART and any(source.startswith(text[start:]) for source in self._sources)
+            return left if cut else 0
+        longest = 0
+        for source in self._sources:
+            size = _PART if text[start : start + _PART] in source else 0
+            while size and size < left and text[start : start + size + 1] in source:
+                size += 1
+            longest = max(longest, size)
+        return longest
 
 
 def private_url(url: str) -> bool:

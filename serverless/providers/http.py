@@ -32,7 +32,7 @@ import datetime
 import json
 import urllib.parse
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from secrets import token_hex
 from typing import Any
 
@@ -45,7 +45,7 @@ from serverless.providers import faults, signing
 from serverless.providers.base import Reply
 from serverless.providers.faults import LambdaReport, function_fault, parse_report
 from serverless.retries import HTTP_LOST
-from serverless.secrets import HEADER, Secrets, private_url
+from serverless.secrets import HEADER, EchoMask, Secrets, private_url, secrets_header
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
@@ -128,12 +128,15 @@ class HttpBackend:
         self._calls = 0
 
     async def deploy(self, package: Package) -> None:
+        """See `Backend`. Raises `SecretMissing` for a secret to send that has no value, and `BackendFailed` if they are
+        too long for a header."""
         name = package.spec.name
         if name not in self._endpoints:
             known = ", ".join(self._endpoints) or "none"
             raise UnknownFunction(f"function {name} has no URL", remedy=f"give it one; with a URL: {known}")
         if self._endpoints[name].send_secrets:
             self._secrets.require(package.spec)
+            secrets_header(name, self._secrets.values(package.spec))
         self._packages[name] = package
 
     async def invoke(
@@ -150,19 +153,38 @@ class HttpBackend:
         except (TypeError, ValueError) as error:
             detail = f"the event has no wire form: {error}"
             return Reply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
+        try:
+            values, header = self._values(package.spec)
+        except BackendFailed as error:  # values may have changed since the deployment
+            return Reply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=str(error)))
         now = asyncio.get_running_loop().time
         t0 = now()
         answer: _HttpReply | None = None
         bill: Invocation | None = None
         self._calls += 1
         try:
-            key = f"{self._run}-{self._calls}"
-            answer = await self._call(self._session, package.spec, body, key, t0 + deadline_s)
+            headers = {"Idempotency-Key": f"{self._run}-{self._calls}", **header}
+            answer = await self._call(self._session, package.spec, body, headers, t0 + deadline_s)
         finally:
             if answer is None or answer.reached:
                 bill = _bill(package.spec, answer, t0, now(), len(event), cause)
                 self._meter.invocation(bill)
-        return Reply(answer.body, answer.fault, bill)
+        fault = answer.fault
+        if fault is not None and values:
+            fault = replace(fault, detail=EchoMask(values).text(fault.detail))
+        return Reply(answer.body, fault, bill)
+
+    def _values(self, spec: FunctionSpec) -> tuple[dict[str, str], dict[str, str]]:
+        """The values of a function's secrets here, and the header with those that its endpoint gets. Raises
+        `BackendFailed` if they cannot be read or are too long."""
+        send = self._endpoints[spec.name].send_secrets
+        try:
+            values = self._secrets.values(spec)
+        except BackendFailed:
+            if send:
+                raise
+            return {}, {}
+        return values, {HEADER: secrets_header(spec.name, values)} if send and spec.secrets else {}
 
     async def __aenter__(self) -> HttpBackend:
         connector = aiohttp.TCPConnector(limit=_CONNECTIONS)
@@ -176,7 +198,12 @@ class HttpBackend:
             await session.close()
 
     async def _call(
-        self, session: aiohttp.ClientSession, spec: FunctionSpec, body: bytes, key: str, expires: float
+        self,
+        session: aiohttp.ClientSession,
+        spec: FunctionSpec,
+        body: bytes,
+        headers: Mapping[str, str],
+        expires: float,
     ) -> _HttpReply:
         """Send a call, and again if its connection is lost and the host recognises the key; all within its time
         limit."""
@@ -187,7 +214,7 @@ class HttpBackend:
 
         async def send() -> _HttpReply:
             nonlocal lost
-            answer = await self._send(session, spec, body, key, expires - now())
+            answer = await self._send(session, spec, body, headers, expires - now())
             if answer.job:
                 return await self._job_answer(session, spec, answer.job)
             if not answer.lost and (answer.reached or lost is None):
@@ -213,19 +240,22 @@ class HttpBackend:
         return lost
 
     async def _send(
-        self, session: aiohttp.ClientSession, spec: FunctionSpec, body: bytes, key: str, left_s: float
+        self,
+        session: aiohttp.ClientSession,
+        spec: FunctionSpec,
+        body: bytes,
+        headers: Mapping[str, str],
+        left_s: float,
     ) -> _HttpReply:
         endpoint = self._endpoints[spec.name]
         headers = {
+            **headers,
             "Content-Type": "application/json",
             "X-Rollart-Deadline-Ms": str(int(left_s * 1000.0)),
-            "Idempotency-Key": key,
             **_authorization(endpoint, "POST", endpoint.url, body),
         }
         if spec.timeout_s > _HELD_S:
             headers["Prefer"] = _PREFER
-        if endpoint.send_secrets and spec.secrets:
-            headers[HEADER] = self._secrets.header(spec)
         try:
             async with session.post(endpoint.url, data=body, headers=headers, allow_redirects=False) as response:
                 if endpoint.idempotent is None and response.headers.get("X-Rollart-Idempotent") == "1":

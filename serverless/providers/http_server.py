@@ -17,7 +17,7 @@ hanging up ends the call. 422 for a key with another body, 409 for a key whose a
 
 A plain call with `Prefer: respond-async, wait=SECONDS` that takes longer than its wait is answered 202 with the
 `Location` of its job. GET of it waits in the same way and returns the answer of the call, or 202 while it runs; DELETE
-ends it. A job has a lease: if nobody asks for it for X-Rollart-Lease-S seconds, it is ended, and so is its bill.
+ends it. A job has a lease: without a request for it in X-Rollart-Lease-S seconds, it is ended, and so is its bill.
 
 Source: the service model of Lambda's API 2015-03-31 (botocore); IETF draft-ietf-httpapi-idempotency-key-header; RFC
 7240, section 4.
@@ -39,12 +39,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from aiohttp import web
+from aiohttp import http_exceptions, web
 
 from serverless.errors import ServerlessError, SpecInvalid, UnknownFunction
 from serverless.providers import faults
 from serverless.providers.base import Backend, Reply, SecretsBackend
-from serverless.secrets import HEADER, given_secrets
+from serverless.secrets import HEADER, HEADER_BYTES, given_secrets
 from serverless.types import FaultKind, InfraFault, Invocation
 
 HEALTH = "/health"
@@ -96,7 +96,8 @@ class FunctionHttpServer:
         self._calls = 0
 
     async def __aenter__(self) -> FunctionHttpServer:
-        handler = web.Server(self._handle, access_log=None, handler_cancellation=True)
+        longest = len(HEADER) + HEADER_BYTES
+        handler = _Server(self._handle, access_log=None, handler_cancellation=True, max_field_size=longest)
         server = await asyncio.get_running_loop().create_server(handler, *self._address, backlog=1024)
         address, port = server.sockets[0].getsockname()[:2]
         self.url = f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
@@ -224,6 +225,35 @@ class FunctionHttpServer:
             return await self._backend.invoke(function, event, deadline_s=deadline_s)
         except ServerlessError as error:
             return error
+
+
+class _Connection(web.RequestHandler):
+    """A connection that answers an unreadable request without its text, which may hold a secret. aiohttp's own handler
+    repeats a part of it in the answer and in the server's log."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if isinstance(exc, http_exceptions.LineTooLong):
+            longest = f"a header is longer than {self.max_field_size} bytes, or the URL than {self.max_line_size}"
+            response = _error(431, "RequestHeaderFieldsTooLargeException", longest)
+        elif isinstance(exc, http_exceptions.HttpProcessingError):
+            response = _error(400, "InvalidRequestException", "the request is not valid HTTP")
+        else:
+            return super().handle_error(request, status, exc, message)
+        response.force_close()
+        return response
+
+
+class _Server(web.Server):
+    def __call__(self) -> _Connection:
+        return _Connection(self, loop=self._loop, **self._kwargs)
 
 
 class _Ended(Exception):
@@ -393,7 +423,7 @@ class _StoredResponse:
     """The task has ended, and its answer was stored if there is one."""
     waiting: int = 0
     unattended: asyncio.TimerHandle | None = None
-    """Cancels the task, which nobody waits for."""
+    """Cancels the task, which has no waiter."""
 
     def attend(self) -> None:
         if self.unattended is not None:

@@ -19,6 +19,7 @@ from serverless.pipeline.retrying import is_outcome_unknown
 from serverless.providers import signing
 from serverless.providers.base import Reply
 from serverless.providers.http import Bearer, Endpoint, HttpBackend, Signed
+from serverless.secrets import HEADER
 from serverless.types import FaultKind
 from serverless.wire import encode
 from tests.serverless.support import Books, item, package, until
@@ -36,6 +37,7 @@ class Host:
         self._answer = answer
         self.requests: list[dict[str, str]] = []
         self.ended = 0
+        self.url = ""
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self.requests.append(dict(request.headers))
@@ -57,7 +59,7 @@ async def hosted(
     host = Host(answer)
     handler = web.Server(host.handle, access_log=None, handler_cancellation=True)
     server = await asyncio.get_running_loop().create_server(handler, "127.0.0.1", 0)
-    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{path}"
+    url = host.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{path}"
     try:
         async with HttpBackend({"behave": Endpoint(url, auth or Bearer("t0"))}, meter=books) as backend:
             await backend.deploy(package(**settings))
@@ -148,6 +150,40 @@ def test_an_answer_that_is_not_json(deterministic: bool, retryable: bool) -> Non
     assert reply.fault is not None
     assert (reply.fault.kind, reply.fault.retryable) == (FaultKind.BAD_ANSWER, retryable)
     assert [i.status for i in books.invocations] == ["bad_answer"]
+
+
+@pytest.mark.parametrize("value", ["sk-0123456789/+ab", "sk-short", "k" * 40 + "".join(map(str, range(900)))])
+@pytest.mark.parametrize("shown", ["header", "body", "json"])
+@pytest.mark.parametrize("size", [None, 100, 60])
+def test_a_host_that_repeats_the_secrets_of_a_call_does_not_bring_them_into_a_fault(
+    value: str, shown: str, size: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KEY", value)
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        header = request.headers[HEADER]
+        if shown == "header":
+            return web.Response(status=400, text=f"Got more than 8190 bytes when reading: b'{header[:size]}...'")
+        text = json.loads(base64.urlsafe_b64decode(header))["KEY"][:size]
+        if shown == "json":
+            fault = {"kind": "crash", "retryable": False, "detail": f"no {text}", "throttle": None}
+            return web.json_response({"fault": {**fault, "retry_after_s": None}}, status=500)
+        return web.Response(status=401, text=f"Bearer {text}")
+
+    async def main() -> Reply:
+        async with hosted(answer, secrets=["KEY"]) as (_, host):
+            endpoint = Endpoint(host.url, send_secrets=True)
+            async with HttpBackend({"behave": endpoint}) as backend:
+                await backend.deploy(package(secrets=["KEY"]))
+                return await backend.invoke("behave", EVENT, deadline_s=20.0)
+
+    fault = asyncio.run(main()).fault
+    assert fault is not None
+    assert "[secret" in fault.detail
+    encoded = base64.urlsafe_b64encode(json.dumps({"KEY": value}).encode()).decode()
+    for source in (value, encoded):
+        parts = {source[n : n + 12] for n in range(len(source)) if len(source) - n >= min(12, len(source))}
+        assert not [part for part in parts if part in fault.detail], fault.detail
 
 
 def test_a_redirect_is_not_followed() -> None:

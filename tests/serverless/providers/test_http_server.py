@@ -6,8 +6,10 @@ One execution per key, on virtual time.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
+import pathlib
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
@@ -19,8 +21,11 @@ from hypothesis import strategies as st
 
 from rollart.sim import loop as virtual
 from serverless.deploy.package import Package
+from serverless.errors import BackendFailed
 from serverless.meter import WorkerState
+from serverless.providers.base import Reply
 from serverless.providers.faults import decode, parse_report
+from serverless.providers.http import Endpoint, HttpBackend
 from serverless.providers.http_server import (
     FunctionHttpServer,
     IdempotencyStore,
@@ -28,6 +33,7 @@ from serverless.providers.http_server import (
     KeyReused,
     ResponseGone,
 )
+from serverless.secrets import HEADER, HEADER_BYTES, Secrets
 from serverless.wire import encode
 from serverless.workers.local import LocalBackend
 from tests.serverless.support import Books, item, package, until
@@ -222,6 +228,60 @@ def test_a_call_becomes_a_job_that_is_asked_for_and_ended() -> None:
 
     asyncio.run(main())
     assert [i.status for i in books.invocations] == ["ok", "cancelled"]
+
+
+@contextlib.asynccontextmanager
+async def late_front() -> AsyncIterator[FunctionHttpServer]:
+    """The front of a function whose secrets come with the calls."""
+    async with LocalBackend(secrets=Secrets(late=True)) as backend, FunctionHttpServer(backend) as front:
+        await backend.deploy(package("secretive"))
+        yield front
+
+
+def test_workers_with_a_callers_secrets_answer_no_other_request() -> None:
+    async def main() -> list[int]:
+        header = base64.urlsafe_b64encode(json.dumps({"JUDGE_KEY": "a caller's"}).encode()).decode()
+        statuses = []
+        async with late_front() as front, aiohttp.ClientSession() as session:
+            for name, headers in (("secretive", {HEADER: header}), ("secretive~1", {}), ("secretive%7E1", {})):
+                async with session.post(f"{front.url}/functions/{name}", data=body(), headers=headers) as response:
+                    statuses.append(response.status)
+        return statuses
+
+    assert asyncio.run(main()) == [200, 404, 404]
+
+
+def test_secrets_of_many_kilobytes_arrive_and_longer_ones_are_refused_before_a_call(tmp_path: pathlib.Path) -> None:
+    async def main() -> Reply:
+        async with late_front() as front:
+            endpoints = {"secretive": Endpoint(f"{front.url}/functions/secretive", send_secrets=True)}
+            async with HttpBackend(endpoints, secrets=Secrets(directory=tmp_path)) as backend:
+                (tmp_path / ".env").write_text(f"JUDGE_KEY={'k' * HEADER_BYTES}\n")
+                with pytest.raises(BackendFailed, match=r"JUDGE_KEY.* header .* of 87,\d+ bytes.*at most 65,536"):
+                    await backend.deploy(package("secretive"))
+                (tmp_path / ".env").write_text(f"JUDGE_KEY={'k' * 48_000}\n")
+                await backend.deploy(package("secretive"))
+                return await backend.invoke("secretive", [encode(item())], deadline_s=60.0)
+
+    reply = asyncio.run(main())
+    assert reply.fault is None
+    assert reply.invocation is not None
+
+
+@pytest.mark.parametrize("value", ["c2VjcmV0" * (HEADER_BYTES // 8 + 4), "c2VjcmV0\x00"], ids=["long", "invalid"])
+def test_a_request_that_cannot_be_read_is_not_repeated(value: str, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> bytes:
+        async with opened([]) as (front, _):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(front.url.rpartition(":")[2]))
+            writer.write(f"POST /functions/f HTTP/1.1\r\nHost: h\r\n{HEADER}: {value}\r\n\r\n".encode())
+            answer = await reader.read()
+            writer.close()
+            return answer
+
+    answer = asyncio.run(main())
+    assert answer.split()[1] in (b"400", b"431")
+    assert b"c2VjcmV0" not in answer
+    assert "c2VjcmV0" not in caplog.text
 
 
 def test_closing_with_calls_in_flight_is_quick() -> None:
