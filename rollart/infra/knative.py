@@ -40,6 +40,29 @@ START_S = 30
 LONGEST_S = 600
 """Knative's default `max-revision-timeout-seconds`."""
 
+GPU_PRODUCT = "nvidia.com/gpu.product"
+"""The node label with the name of its GPUs, by NVIDIA's GPU feature discovery, which the GPU operator installs."""
+
+GPU_PRODUCTS: Mapping[str, tuple[str, ...]] = {
+    "ANY": (),
+    "T4": ("Tesla-T4", "NVIDIA-T4"),
+    "L4": ("NVIDIA-L4",),
+    "L40S": ("NVIDIA-L40S",),
+    "A10": ("NVIDIA-A10", "NVIDIA-A10G"),
+    "A100-40GB": ("NVIDIA-A100-SXM4-40GB", "NVIDIA-A100-PCIE-40GB"),
+    "A100-80GB": ("NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-80GB-PCIe"),
+    "H100": ("NVIDIA-H100-80GB-HBM3", "NVIDIA-H100-PCIe", "NVIDIA-H100-NVL"),
+    "H200": ("NVIDIA-H200", "NVIDIA-H200-NVL"),
+    "B200": ("NVIDIA-B200",),
+}
+"""The values of that label, the names of NVIDIA's driver with '-' for spaces, by the type of a function's GPU."""
+
+AFFINITY_STEP = (
+    "kubectl patch configmap config-features -n knative-serving --type merge "
+    """-p '{"data": {"kubernetes.podspec-affinity": "enabled"}}'"""
+)
+"""Knative refuses pods with node affinity by default."""
+
 _NAME = re.compile(r"^[a-z]([-a-z0-9]{0,61}[a-z0-9])?$")
 
 
@@ -51,10 +74,18 @@ def knative(
     documents: list[Mapping[str, Any]] = []
     files: dict[str, bytes] = {}
     builds: list[str] = []
+    named: dict[str, str] = {}
     for package in packages:
         spec = package.spec
         refuse_image(spec)
         service = _service_name(spec)
+        if service in named:
+            raise SpecError(
+                f"functions '{named[service]}' and '{spec.name}' are both the Service '{service}' of Kubernetes (rule: "
+                "one name each, in lower case and with '-' for '_')",
+                remedy="rename one of them",
+            )
+        named[service] = spec.name
         image = images.get(spec.name) or images[""]
         if spec.requirements and spec.name not in images:
             package.check_pinned()
@@ -74,7 +105,6 @@ def knative(
         documents.append(_service(service, name, package, meta, image))
     files["functions.yaml"] = yaml_text(*documents, about=header("knative", name))
     secrets = sorted({variable for package in packages for variable in package.spec.secrets})
-    given = " ".join(f"--from-literal={key}=..." for key in (TOKEN, *secrets))
     # A pod knows the Idempotency-Keys of its own calls alone: a lost call might be repeated by another pod.
     urls = ", ".join(
         f"{spec.name}: {{url: 'http://{_service_name(spec)}.{namespace}.svc.cluster.local/functions/{spec.name}', "
@@ -82,8 +112,11 @@ def knative(
         for spec in (package.spec for package in packages)
     )
     steps = (
-        f"kubectl create secret generic {name}-rewards -n {namespace} {given}",
+        # Values on a command line would be in the process list.
+        f"write a file rewards.env with a line KEY=VALUE, without quotes, for each of {', '.join((TOKEN, *secrets))}",
+        f"kubectl create secret generic {name}-rewards -n {namespace} --from-env-file=rewards.env",
         *builds,
+        *([AFFINITY_STEP] if any(_affinity(package.spec) for package in packages) else ()),
         "kubectl apply -f functions.yaml",
         f"in the cluster spec of runs: functions: {{backend: http, http: {{{urls}}}}}",
     )
@@ -168,6 +201,7 @@ def _service(service: str, cluster: str, package: Package, meta: Mapping[str, An
             "containerConcurrency": 1,
             "timeoutSeconds": timeout_s,
             "enableServiceLinks": False,
+            **_affinity(spec),
             "containers": [container],
             "volumes": [{"name": "package", "configMap": {"name": f"{service}-package"}}],
         },
@@ -187,5 +221,25 @@ def _resources(spec: FunctionSpec) -> dict[str, Any]:
     cores = spec.cpu or max(0.1, spec.memory_mb / MB_PER_CORE)
     limits: dict[str, Any] = {"memory": memory}
     if spec.gpu:
-        limits["nvidia.com/gpu"] = str(int(spec.gpu.partition(":")[2] or 1))
+        limits["nvidia.com/gpu"] = str(spec.gpus[1])
     return {"requests": {"cpu": f"{math.ceil(1000 * cores)}m", "memory": memory}, "limits": limits}
+
+
+def _affinity(spec: FunctionSpec) -> dict[str, Any]:
+    """The node affinity of a pod: nodes with the function's type of GPU; none without a type. SpecError for an unknown
+    type, of which a pod could get any."""
+    kind, _ = spec.gpus
+    if not kind:
+        return {}
+    if kind not in GPU_PRODUCTS:
+        raise SpecError(
+            f"function '{spec.name}' has gpu '{spec.gpu}' (rule: on Knative one of {', '.join(GPU_PRODUCTS)}, whose "
+            f"values of the node label {GPU_PRODUCT} are known)",
+            remedy="choose one of these, or `any` where the cluster has GPUs of one type",
+        )
+    products = GPU_PRODUCTS[kind]
+    if not products:
+        return {}
+    term = {"matchExpressions": [{"key": GPU_PRODUCT, "operator": "In", "values": list(products)}]}
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
+    return {"affinity": {"nodeAffinity": required}}

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rollart.errors import SpecError, UsageError
-from rollart.infra.knative import TOKEN, knative
+from rollart.infra.knative import AFFINITY_STEP, TOKEN, knative
 from rollart.launch.functions import packages_in
 from rollart.tools.infra import render
 from serverless.deploy.package import Package, build, read_archive
@@ -47,6 +47,14 @@ def test_settings_of_a_function_become_those_of_its_service(tmp_path: Path) -> N
     resources = container["resources"]
     assert resources["requests"] == {"cpu": "2500m", "memory": "2304Mi"}
     assert resources["limits"] == {"memory": "2304Mi", "nvidia.com/gpu": "2"}
+    required = template["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    (term,) = required["nodeSelectorTerms"]
+    assert term["matchExpressions"] == [{"key": "nvidia.com/gpu.product", "operator": "In", "values": ["NVIDIA-L4"]}]
+    assert AFFINITY_STEP in knative("c", [one], images={"": "rollart:test"}).steps
+    for settings in ({}, {"gpu": "any"}):
+        other = package(tmp_path, **settings)
+        assert "affinity" not in service(other)["spec"]["template"]["spec"]
+        assert AFFINITY_STEP not in knative("c", [other], images={"": "rollart:test"}).steps
     assert "min-scale': '0'" in str(service(package(tmp_path)))
 
 
@@ -62,7 +70,10 @@ def test_secrets_are_references_and_values_are_nowhere(tmp_path: Path, monkeypat
     assert given["JUDGE_API_KEY"] == {"secretKeyRef": {"name": "c-rewards", "key": "JUDGE_API_KEY"}}
     assert given[TOKEN] == {"secretKeyRef": {"name": "c-rewards", "key": TOKEN}}
     assert "the-value" not in str(rendered)
-    assert any("JUDGE_API_KEY=..." in step for step in rendered.steps)
+    assert f"for each of {TOKEN}, JUDGE_API_KEY" in rendered.steps[0]
+    secret = next(step for step in rendered.steps if step.startswith("kubectl create secret"))
+    assert secret.endswith(" --from-env-file=rewards.env"), "a value on a command line is in the process list"
+    assert "=..." not in "".join(rendered.steps)
 
 
 def test_the_config_map_holds_the_very_version(tmp_path: Path) -> None:
@@ -97,11 +108,19 @@ def test_requirements_are_a_dockerfile_unless_the_user_has_an_image(tmp_path: Pa
         ({"timeout_s": 900.0}, "at most 600"),
         ({"name": "9lives"}, "a letter first"),
         ({"image": {"base": "python:3.12"}}, "container image"),
+        ({"gpu": "L5"}, "gpu 'L5' .*one of ANY, T4, L4"),
     ],
 )
 def test_a_function_that_no_service_holds_is_refused(tmp_path: Path, settings: dict[str, Any], problem: str) -> None:
     with pytest.raises(SpecError, match=problem):
         service(package(tmp_path, **settings))
+
+
+def test_functions_of_one_service_name_are_refused(tmp_path: Path) -> None:
+    one, two = (package(tmp_path, name=name) for name in ("My_fn", "my-fn"))
+    with pytest.raises(SpecError, match="'My_fn' and 'my-fn' are both the Service 'my-fn'") as refused:
+        knative("c", [one, two], images={"": "rollart:test"})
+    assert refused.value.remedy == "rename one of them"
 
 
 def test_a_package_that_is_too_large_is_refused(tmp_path: Path) -> None:
@@ -118,6 +137,6 @@ def test_the_run_gets_urls_of_its_functions() -> None:
     assert images["exact"] == "mine:2"
     entry = yaml.safe_load(rendered.steps[-1].partition("functions: ")[2])
     assert entry["http"]["exact"]["url"] == "http://exact.rl.svc.cluster.local/functions/exact"
-    assert shlex.split(rendered.steps[0])[:4] == ["kubectl", "create", "secret", "generic"]
+    assert shlex.split(rendered.steps[1])[:4] == ["kubectl", "create", "secret", "generic"]
     with pytest.raises(UsageError, match="there is no function 'exakt'"):
         render("knative", RUN, cluster("local"), images=["exakt=mine:2"])

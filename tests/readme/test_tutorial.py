@@ -65,6 +65,15 @@ def account(provider: str, key: str) -> Iterator[dict[str, str]]:
             yield {}
 
 
+def test_no_command_line_has_a_secret_value() -> None:
+    """Command lines are in the process list, which every user of a machine can read."""
+    for path in sorted(TUTORIAL.parent.glob("*.md")):
+        found = re.findall(
+            r"^.*(?:--secret-string|--from-literal|secret create).*(?:\$\(|=\.\.\.).*$", path.read_text(), re.M
+        )
+        assert not found, f"{path.name}: {found}"
+
+
 @pytest.mark.slow  # commands and a run in processes of their own
 @pytest.mark.parametrize("provider", ["local", "aws_lambda", "modal"])
 def test_the_tutorial_runs_as_written(provider: str, tmp_path: Path) -> None:
