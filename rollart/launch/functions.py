@@ -200,9 +200,9 @@ def secret_variables(functions: ClusterFunctions, specs: Iterable[FunctionSpec],
 
 
 def _secrets_from_here(functions: ClusterFunctions, secrets: Secrets, spec: FunctionSpec) -> tuple[str, ...]:
-    """The secrets of a function whose values no provider stores."""
+    """The secrets of a function whose values no provider stores. Plugins get those of this machine."""
     sent = "http" in functions.chain and spec.name in functions.http and functions.http[spec.name].send_secrets
-    if "local" in functions.chain or sent:
+    if "local" in functions.chain or sent or not set(BUILT_IN).issuperset(functions.chain):
         return spec.secrets
     return secrets.stored_in_lambda(spec) if "aws_lambda" in functions.chain else ()
 
@@ -232,7 +232,7 @@ def deployer(
 
             return ModalDeployer(function_settings(provider, functions), meter=meter, secrets=secrets)
         if provider in installed_plugins() and (make := plugin(provider).deployer) is not None:
-            return _made(provider, make, functions, ProviderContext(meter, root))
+            return _made(provider, make, functions, ProviderContext(meter, root, secrets=secrets))
     raise UsageError(
         f"nothing is deployed to '{provider}'", remedy=f"deploy to one of {', '.join(DEPLOYABLE_PROVIDERS)}"
     )
@@ -312,7 +312,8 @@ def backend(
 
             return HttpBackend(_endpoints(functions.http), meter=meter, secrets=secrets)
         if provider in installed_plugins():
-            return _made(provider, plugin(provider).backend, functions, ProviderContext(meter, root, run))
+            context = ProviderContext(meter, root, run, secrets)
+            return _made(provider, plugin(provider).backend, functions, context)
     raise UsageError(f"no provider '{provider}' (rule: one of {', '.join(provider_names())})")
 
 

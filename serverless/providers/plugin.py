@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel
 
 from serverless.meter import MeterSink
 from serverless.providers.base import Backend, Deployer
+from serverless.secrets import Secrets
 
 
 @dataclass(frozen=True, slots=True)
 class ProviderContext:
     """`meter` receives bills; `root` is a directory for logs and local state; `run` an id of the calling run that is
-    unique in the provider's account, '' outside runs."""
+    unique in the provider's account, '' outside runs. `secrets.variables(spec)` is the environment of a function's
+    workers: its `env`, and the values of its secrets on the calling machine."""
 
     meter: MeterSink | None = None
     root: pathlib.Path | None = None
     run: str = ""
+    secrets: Secrets = field(default_factory=Secrets)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,15 @@ from typing import Any
 import pytest
 
 from rollart.errors import ProviderError, SpecError, UsageError
-from rollart.launch.functions import TrialMeter, backend, build_lines, check_providers, packages_in
+from rollart.launch.functions import (
+    TrialMeter,
+    backend,
+    build_lines,
+    check_providers,
+    check_secrets,
+    deployer,
+    packages_in,
+)
 from rollart.settings.cluster import ClusterFunctions, LocalFunctions
 from rollart.settings.load import builtin, load_prices
 from serverless.deploy import template
@@ -55,6 +63,48 @@ def test_a_secret_that_is_not_set_is_told_before_anything_starts(monkeypatch: py
         check_providers(functions)
     monkeypatch.setenv("JUDGE_TOKEN", "secret")
     check_providers(functions)
+
+
+NEBULA = Path(__file__).parents[1] / "fixtures" / "nebula"
+
+
+@pytest.fixture
+def nebula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ClusterFunctions:
+    """The settings of a run on the provider of another distribution, which is installed."""
+    (tmp_path / "rollart_nebula-1.dist-info").mkdir()
+    entry = "[rollart.function_backends]\nnebula = rollart_nebula:PLUGIN\n"
+    (tmp_path / "rollart_nebula-1.dist-info/entry_points.txt").write_text(entry)
+    (tmp_path / "rollart_nebula-1.dist-info/METADATA").write_text("Name: rollart_nebula\nVersion: 1\n")
+    monkeypatch.syspath_prepend(NEBULA)
+    monkeypatch.syspath_prepend(tmp_path)
+    return ClusterFunctions.model_validate({"backend": "nebula", "nebula": {"root": str(tmp_path / "nebula")}})
+
+
+@pytest.mark.slow  # function workers are processes
+def test_a_provider_of_another_package_gets_secrets_of_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nebula: ClusterFunctions
+) -> None:
+    (tmp_path / "f.py").write_text(
+        "import os\nfrom rollart import reward\n\n@reward(secrets=['SIZE_KEY'], env={'MODE': 'strict'})\n"
+        "def f(sample): return float(len(os.environ['SIZE_KEY'] + os.environ['MODE']))\n"
+    )
+    (package,) = packages_in("f.py", base=tmp_path)
+    monkeypatch.delenv("SIZE_KEY", raising=False)
+    with pytest.raises(ProviderError, match="no value of the secret SIZE_KEY"):
+        check_secrets(nebula, [package.spec], tmp_path)
+    monkeypatch.setenv("SIZE_KEY", "0123456789")
+    monkeypatch.setenv("OTHER", "x")
+    check_secrets(nebula, [package.spec], tmp_path)
+
+    async def main() -> object:
+        async with deployer("nebula", nebula, root=tmp_path) as control:
+            await control.deploy(package)
+        async with backend("nebula", nebula) as target:
+            await target.deploy(package)
+            item = {"id": "1", "messages": [], "reference_answer": None, "metadata": {}}
+            return (await target.invoke("f", [item], deadline_s=60.0)).body
+
+    assert "'aggregate_reward_score': 16.0" in str(asyncio.run(main()))
 
 
 def test_no_such_provider() -> None:
