@@ -246,13 +246,14 @@ class _Children:
         self._loaded = self._running()
 
     def left(self) -> str:
-        """Names and ids of the other children that still run; '' for none, in one system call without any child."""
+        """Names and ids of the other children that still run; '' for none, in one system call without any child. Those
+        that have ended, such as orphans of children, are reaped; the function itself reaps those it started to keep."""
         try:
-            while (ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
-                os.waitpid(ended.si_pid, 0)  # nobody waits for an orphan
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return ""
-        return ", ".join(f"{_command(pid)} ({pid})" for pid in sorted(self._running() - self._loaded - _exempt()))
+        others = self._running() - self._loaded - _exempt()
+        return ", ".join(f"{_command(pid)} ({pid})" for pid in sorted(others) if not _reaped(pid))
 
     def _running(self) -> set[int]:
         found: set[int] = set()
@@ -261,6 +262,14 @@ class _Children:
                 with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/children") as children:
                     found.update(map(int, children.read().split()))
         return found
+
+
+def _reaped(pid: int) -> bool:
+    """Reap a child if it has ended."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG) is not None
+    except ChildProcessError:  # the function has just done so, in a thread
+        return True
 
 
 def _exempt() -> set[int | None]:

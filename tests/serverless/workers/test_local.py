@@ -401,6 +401,15 @@ def test_a_process_that_outlives_its_call_ends_with_its_worker(provider: str) ->
     assert zombies[2] == 0, "an orphan that has ended is reaped"
 
 
+def test_a_function_learns_how_its_helper_ended() -> None:
+    async def main() -> list[Outcome]:
+        one = package("helped:Helped", concurrency=1, deterministic=False, stateless=True)
+        async with LocalBackend() as backend, Offload([one], backend) as offload:
+            return [await offload.submit("Helped", item("a", do=do), 60.0) for do in ("crash", "look")]
+
+    assert run(main()) == [Scored(1.0), Scored(3.0)]
+
+
 def test_processes_left_behind_are_reported() -> None:
     async def main() -> Meter:
         meter = Meter()
