@@ -9,8 +9,8 @@ Frames on its socket are a 4-byte big-endian length and msgpack:
 
 If the order has `variables`, the first frame in is the function's environment variables, and those that it lists are
 secrets. Their values are in no command line and no `environ` of /proc, and this process's memory is closed to other
-processes of its user. The output of a function with secrets goes to an anonymous file in memory, from which the parent
-appends it to the log (`logs.MaskedLog`).
+processes of its user. The output of a function with secrets goes to a pipe, from which the parent appends it to the log
+(`logs.MaskedLog`).
 
 A process that the function forks has no channel: it can neither take nor answer a call. Billing uses this process's own
 clock. An order with `exec` executes that program instead, under the same limits, and keeps the socket open without
@@ -163,14 +163,14 @@ _logged = 0
 
 
 def _end_log(order: dict[str, Any], request: str) -> None:
-    """Date the call's output, if there is any, and truncate a long log."""
+    """Date the call's output, if there is any, and truncate a long log. A pipe has no size: its reader does this."""
     global _logged
     size = os.fstat(1).st_size
     if size == _logged:
         return
     os.write(1, end_line(request))
-    if size > LOG_BYTES and ("wall" in order or order.get("variables")):
-        os.ftruncate(1, 0)  # its directory is not visible from inside the isolation, or it is no file of a directory
+    if size > LOG_BYTES and "wall" in order:
+        os.ftruncate(1, 0)  # its directory is not visible from inside the isolation
     elif size > LOG_BYTES:
         os.replace(order["log"], order["log"] + ".1")
         _open_log(order["log"], None)

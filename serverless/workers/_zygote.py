@@ -4,7 +4,7 @@
 messages are msgpack datagrams (SOCK_SEQPACKET):
 
   in   ["preload", [modules]]; ["fork", key, order] with the worker's end of a socket pair and, for a function with
-       secrets, the file that takes its output (SCM_RIGHTS)
+       secrets, the pipe for its output (SCM_RIGHTS)
   out  ["forked", key, pid] with a pidfd, or ["failed", key, error]; ["exit", key, wait status];
        ["preloaded", [[module, error] for each failed import]]
 

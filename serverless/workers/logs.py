@@ -23,8 +23,15 @@ from serverless.providers.base import LogLine, log_line
 from serverless.secret_runtime import Mask
 from serverless.workers._worker import LOG_BYTES, end_line
 
-_MEMORY_BYTES = 2**20
-"""Output kept in memory, after which it is released."""
+_PIPE_BYTES = 2**18
+"""Output that a worker with secrets may be ahead of its reader, before it waits."""
+
+_READ_BYTES = 2**16
+"""Bytes of one read: between two of them the loop does its other work."""
+
+_KEPT_BYTES = 4 * 2**20
+"""Bytes of the beginning and of the end of a call's output that are kept in memory until it is masked, which takes some
+30 ms per MB: the first lines name the call's items, the last ones the error."""
 
 _END = re.compile(r"END RequestId: (\S+) Time: (\S+)")
 
@@ -46,41 +53,75 @@ def append_end(path: pathlib.Path, before: int, request: str) -> None:
 
 
 class MaskedLog:
-    """The output of a worker with secrets: an anonymous file in memory, `fd`, whose content is appended to the log with
-    the secrets masked. The log shows the output of a call when the call has ended.
+    """The output of a worker with secrets: a pipe, whose end `fd` is the worker's. Its content is kept in memory, and
+    is appended to the log with the secrets masked. The log shows the output of a call when the call has ended.
 
-    Used from one event loop. `flush` follows each call; `close` is called once, when the worker has ended.
+    Used from one event loop, which reads the pipe whenever the worker writes. `flush` follows each call; `close` is
+    called once, when the worker has ended. Bound: at most 3 × `_KEPT_BYTES` are in memory; a call's output above that
+    loses its middle, and the log says so.
     """
 
     def __init__(self, path: pathlib.Path, mask: Mask) -> None:
         self.mask = mask
-        self.fd = os.memfd_create("output")
-        fcntl.fcntl(self.fd, fcntl.F_SETFL, os.O_APPEND)
+        self._reader, self.fd = os.pipe()
+        os.set_blocking(self._reader, False)
+        with contextlib.suppress(OSError):  # its user has too many large pipes
+            fcntl.fcntl(self.fd, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         self._path = path
-        self._done = 0
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._reader, self._read)
+        self._first, self._last = bytearray(), bytearray()
+        self._dropped = 0
 
     def flush(self, request: str = "") -> None:
-        """Append the new output, with an END line for a worker that does not write it itself."""
-        size = os.fstat(self.fd).st_size
-        if size == self._done:
+        """Append the new output, with an END line if it is that of a call."""
+        if self.fd < 0:
             return
-        data = os.pread(self.fd, size, self._done if size > self._done else 0)
+        unread = _PIPE_BYTES
+        while unread > 0 and (count := self._read()):  # no more: other processes of the function may go on writing
+            unread -= count
+        if not self._first:
+            return
         with open(self._path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
-            log.write(self.mask.data(data) + (end_line(request) if request else b""))
+            log.write(self.mask.data(self._taken()) + (end_line(request) if request else b""))
             full = log.tell() > LOG_BYTES
         if full:
             self._path.replace(self._path.with_name(self._path.name + ".1"))
-        self._done = size
-        if size > _MEMORY_BYTES:
-            os.truncate(self.fd, 0)
-            self._done = 0
 
     def close(self) -> None:
         if self.fd >= 0:
             with contextlib.suppress(OSError):  # its directory may be gone with the backend
                 self.flush()
+            self._loop.remove_reader(self._reader)
+            os.close(self._reader)
             os.close(self.fd)
             self.fd = -1
+
+    def _read(self) -> int:
+        """Read what is in the pipe, at most `_READ_BYTES`; the number of bytes."""
+        try:
+            data = os.read(self._reader, _READ_BYTES)
+        except BlockingIOError:
+            return 0
+        room = _KEPT_BYTES - len(self._first)
+        self._first += data[:room]
+        self._last += data[room:]
+        if len(self._last) > 2 * _KEPT_BYTES:
+            self._dropped += _KEPT_BYTES
+            del self._last[:_KEPT_BYTES]
+        return len(data)
+
+    def _taken(self) -> bytes:
+        """The output since the last flush. A line that was cut is dropped whole: it may hold a part of a secret."""
+        first, last, dropped = bytes(self._first), bytes(self._last), self._dropped
+        self._first.clear()
+        self._last.clear()
+        self._dropped = 0
+        if not dropped:
+            return first + last
+        head, tail = first[: first.rfind(b"\n") + 1], last.partition(b"\n")[2]
+        dropped += len(first) + len(last) - len(head) - len(tail)
+        return head + b"[%d bytes of output were cut here]\n" % dropped + tail
 
 
 def read(directory: pathlib.Path, function: str, *, since_s: float, limit: int) -> list[LogLine]:

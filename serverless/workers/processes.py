@@ -315,7 +315,7 @@ class ProcessWorker(WorkerChannel):
         reply = await super().call(request)
         if self.output is None:
             return reply
-        self.output.flush()
+        self.output.flush(request.id)
         if (fault := reply.fault) is not None:
             reply = replace(reply, fault=replace(fault, detail=self.output.mask.text(fault.detail)))
         return reply

@@ -179,6 +179,32 @@ def test_a_long_log_starts_anew(tmp_path: pathlib.Path) -> None:
     assert (tmp_path / "logs" / "behave" / "0.log").stat().st_size == 0
 
 
+def test_of_a_long_output_with_secrets_the_log_has_the_beginning_and_the_end(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-0123456789")
+
+    async def main() -> list[list[str]]:
+        one, found = package("wordy", batch={"max_items": 1}), []
+        log = tmp_path / "logs" / "wordy" / "0.log"
+        async with LocalBackend(root=tmp_path) as backend, Offload([one], backend) as offload:
+            for megabytes in (40, 0):
+                assert await offload.submit("wordy", item(megabytes=megabytes), 60.0) == Scored(1.0)
+                found.append(log.read_text().splitlines())
+        return found
+
+    long, both = run(main())
+    assert long[0].endswith("the first line")
+    assert long[2] == "[secret JUDGE_KEY]"
+    assert long[-2].endswith("the last line")
+    assert long[-1].startswith("END RequestId: ")
+    assert sum(map(len, long)) < 14 * 2**20
+    (cut,) = (line for line in long if "of output were cut here" in line)
+    assert int(cut[1:].split()[0]) > 26 * 2**20
+    assert both[: len(long)] == long
+    assert len(both) == len(long) + 23, "the next call is logged whole"
+
+
 def test_a_killed_controller_leaves_no_process_and_no_file() -> None:
     kill_controller(
         """
