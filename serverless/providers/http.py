@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import datetime
 import json
 import urllib.parse
@@ -44,6 +43,7 @@ from serverless.meter import MeterSink, NullMeter, billed_seconds
 from serverless.providers import faults, signing
 from serverless.providers.base import Reply
 from serverless.providers.faults import LambdaReport, function_fault, parse_report
+from serverless.providers.jobs import HELD_S, poll_job
 from serverless.retries import HTTP_LOST
 from serverless.secrets import HEADER, EchoMask, Secrets, private_url, secrets_header
 from serverless.spec import FunctionSpec
@@ -54,19 +54,10 @@ _NOT_SENT_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
 
 _CONNECTIONS = 256
 
-_HELD_S = 60.0
-"""Longest time limit of a function whose calls are held open: gateways cut idle connections after about a minute."""
-
 _PREFER = "respond-async, wait=30"
 
 _ASK_AGAIN_S = 0.5
 """Least seconds between two requests for a job."""
-
-_UNREACHABLE_S = 60.0
-"""A job whose host has not answered for so long is lost: hosts end jobs that nobody asks for."""
-
-_END_S = 2.0
-"""Most seconds to end a job whose deadline has passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +245,7 @@ class HttpBackend:
             "X-Rollart-Deadline-Ms": str(int(left_s * 1000.0)),
             **_authorization(endpoint, "POST", endpoint.url, body),
         }
-        if spec.timeout_s > _HELD_S:
+        if spec.timeout_s > HELD_S:
             headers["Prefer"] = _PREFER
         try:
             async with session.post(endpoint.url, data=body, headers=headers, allow_redirects=False) as response:
@@ -274,28 +265,19 @@ class HttpBackend:
             return _HttpReply(fault=fault, lost=True)
 
     async def _job_answer(self, session: aiohttp.ClientSession, spec: FunctionSpec, url: str) -> _HttpReply:
-        """The answer of a job. A failed request for it does no harm: the job continues, and is asked for again. At the
-        deadline and at a cancellation the job is ended."""
-        now = asyncio.get_running_loop().time
-        seen, problem = now(), ""
+        """The answer of a job, which is ended at the deadline and at a cancellation."""
+        lost = (aiohttp.ClientError, OSError, _HostBusy)
+
+        async def end() -> None:
+            headers = _authorization(self._endpoints[spec.name], "DELETE", url, b"")
+            await session.delete(url, headers=headers)
+
         try:
-            while now() - seen < _UNREACHABLE_S:
-                try:
-                    answer = await self._ask(session, spec, url)
-                    if answer is not None:
-                        return answer
-                    seen = now()
-                except (aiohttp.ClientError, OSError, _HostBusy) as error:
-                    problem = f"{type(error).__name__}: {error}"
-                    await asyncio.sleep(_ASK_AGAIN_S)
+            return await poll_job(lambda: self._ask(session, spec, url), end, lost=lost, pause_s=_ASK_AGAIN_S)
+        except lost as error:
+            problem = f"{type(error).__name__}: {error}"
             detail = f"the host of the job does not answer, and it may have been executed: {problem}"[:500]
             return _HttpReply(fault=InfraFault(FaultKind.UNAVAILABLE, retryable=False, detail=detail), lost=True)
-        except asyncio.CancelledError:
-            with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
-                async with asyncio.timeout(_END_S):
-                    headers = _authorization(self._endpoints[spec.name], "DELETE", url, b"")
-                    await session.delete(url, headers=headers)
-            raise
 
     async def _ask(self, session: aiohttp.ClientSession, spec: FunctionSpec, url: str) -> _HttpReply | None:
         """The answer of a job, None while it runs. Raises `_HostBusy` if a gateway answers in place of its host."""

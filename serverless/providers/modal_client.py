@@ -42,6 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 from serverless.errors import BackendFailed, CredentialsMissing, ExtraMissing, SpecInvalid, UnknownFunction
 from serverless.meter import billed_seconds
+from serverless.providers.jobs import HELD_S, poll_job
 from serverless.spec import Settings
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, Throttle
 
@@ -66,14 +67,8 @@ _MEMORY = re.compile(r"out of memory|\boom\b|memory limit|exit(?:ed with)? code:
 _STOPPED = re.compile(r"stopped|terminated|preempt", re.IGNORECASE)
 
 
-_HELD_S = 60.0
-"""Longest time limit of a function whose calls are held open; others are submitted and polled."""
-
 _POLL_S, _POLL_PAUSE_S = 30.0, 1.0
 """Seconds of one request for the answer of a submitted call, and between requests after a failed one."""
-
-_UNREACHABLE_S = 60.0
-"""Seconds without an answer of Modal after which a submitted call is lost."""
 
 
 class PickleRefused(Exception):
@@ -505,7 +500,7 @@ async def call_pinned(
         detail = f"the event has no wire form: {error}"[:500]
         return ModalReply(fault=InfraFault(FaultKind.ENVIRONMENT, retryable=False, detail=detail))
     try:
-        given = await (target.handle.remote.aio(payload) if target.timeout_s <= _HELD_S else _job(target, payload))
+        given = await (target.handle.remote.aio(payload) if target.timeout_s <= HELD_S else _job(target, payload))
     except modal_library().exception.NotFoundError as error:
         raise UnknownFunction(f"{target.name!r} is gone from Modal: {error}", remedy="deploy it again") from None
     except TimeoutError:
@@ -519,24 +514,16 @@ async def _job(target: PinnedFunction, payload: bytes) -> object:
     """The answer of a submitted call. At the deadline and at a cancellation the call is cancelled, while a call under
     `remote` runs to its end or its time limit. Modal ends a call whose caller died at its time limit."""
     job = await target.handle.spawn.aio(payload)
-    lost = modal_library().exception.ConnectionError
-    now = asyncio.get_running_loop().time
-    seen = now()
-    try:
-        while True:
-            try:
-                return await job.get.aio(timeout=_POLL_S)
-            except TimeoutError:
-                seen = now()
-            except lost:
-                if now() - seen > _UNREACHABLE_S:
-                    raise
-                await asyncio.sleep(_POLL_PAUSE_S)
-    except asyncio.CancelledError:
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(_CLOSE_S):
-                await job.cancel.aio()
-        raise
+
+    async def ask() -> tuple[object] | None:
+        try:
+            return (await job.get.aio(timeout=_POLL_S),)
+        except TimeoutError:
+            return None
+
+    lost = (modal_library().exception.ConnectionError,)
+    (answer,) = await poll_job(ask, job.cancel.aio, lost=lost, pause_s=_POLL_PAUSE_S)
+    return answer
 
 
 def _read(given: object, target: PinnedFunction) -> ModalReply:
