@@ -261,7 +261,7 @@ class HostLink(HostChannel):
         match await read_message(reader):
             case [int(number), None | str() as error, str(remedy)]:
                 return number, "", (error, remedy)
-        raise ValueError("what nobody asked for")
+        raise ValueError("a frame that answers no request")
 
     async def _order(self, what: str, *rest: Any) -> tuple[str | None, str]:
         answer: tuple[str | None, str] = await self.ask(lambda number: encode_message([what, number, *rest]))
