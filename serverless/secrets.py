@@ -13,12 +13,16 @@ import os
 import pathlib
 import urllib.parse
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from pydantic import Field, RootModel, model_validator
 
-from serverless.errors import BackendFailed, CredentialsMissing
+from serverless.errors import BackendFailed, CredentialsMissing, PackageError
 from serverless.secret_runtime import REFERENCES, Mask
 from serverless.spec import FunctionSpec, Settings, Variable
+
+if TYPE_CHECKING:
+    from serverless.deploy.package import Package
 
 DOTENV = ".env"
 
@@ -251,6 +255,27 @@ class EchoMask:
                 size += 1
             longest = max(longest, size)
         return longest
+
+
+PACKED_CHARACTERS = 8
+"""Characters of the shortest value that is looked for in packages. Shorter ones occur in code by chance."""
+
+_OWN_FILES = ("serverless/", "shims/", "rollart_handler.py")
+"""Files of a package that are the same in every package."""
+
+
+def refuse_packed_secrets(package: Package, secrets: Secrets) -> None:
+    """Raise `PackageError` if a file of a package contains the value of a secret of its function, as far as this
+    machine has the value."""
+    for name, value in secrets.values(package.spec).items():
+        for path, data in package.files.items():
+            if len(value) >= PACKED_CHARACTERS and not path.startswith(_OWN_FILES) and value.encode() in data:
+                raise PackageError(
+                    f"function {package.spec.name}: the file {path} of its package contains the value of the secret "
+                    f"{name} (rule: a value is in no package)",
+                    remedy=f"read the environment variable {name} in its place, and replace the secret if the file was "
+                    "shared",
+                )
 
 
 def private_url(url: str) -> bool:

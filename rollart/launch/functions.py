@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 DEPLOYABLE_PROVIDERS = ("local", "aws_lambda", "modal")
 """Providers that functions are deployed to; an `http` host has its functions already."""
 
+CASES = "cases.jsonl"
+
 ALIASES = {"aws": "aws_lambda", "lambda": "aws_lambda"}
 
 
@@ -126,7 +128,9 @@ def packages_in(source: str, *, name: str | None = None, base: Path | None = Non
         if source.endswith(".zip"):
             return [read_archive(Path(base or ".") / source)]
         if (directory := Path(base or ".") / head).is_dir() and not (directory / "__init__.py").is_file():
-            raise UsageError(f"{head}: a directory without __init__.py", remedy="give a Python file, or a package")
+            raise UsageError(
+                f"{head or repr(head)}: a directory without __init__.py", remedy="give a Python file, or a package"
+            )
         if attribute or not head.endswith(".py"):
             return [build(_spec(name or _name(attribute or head), source), base=base)]
         declared = _declared(Path(base or ".") / head)
@@ -136,6 +140,19 @@ def packages_in(source: str, *, name: str | None = None, base: Path | None = Non
             build(_spec(name or str(settings.get("name") or _name(found)), f"{head}:{found}"), base=base)
             for found, settings in declared.items()
         ]
+
+
+def one_package(source: str) -> Package:
+    """The only packed reward of `packages_in`. `UsageError` for a file with several."""
+    packages = packages_in(source)
+    if len(packages) != 1:
+        raise UsageError(f"{source} has {len(packages)} rewards", remedy=f"name one: {source}:NAME")
+    return packages[0]
+
+
+def cases_beside(source: str, *, base: str | Path = ".") -> Path:
+    """The path of the cases of `FILE.py` or `FILE.py:attribute`: cases.jsonl beside the file, whether it exists."""
+    return (Path(base) / source.partition(":")[0]).parent / CASES
 
 
 def _spec(name: str, source: str) -> FunctionSpec:

@@ -29,7 +29,7 @@ from rollart.launch.plan import RunStart, resolve_start
 from rollart.launch.preflight import decide_workers, refuse_unlaunchable
 from rollart.launch.prepare import produce_artefacts, warm_start_samples
 from rollart.launch.resume import refuse_changed
-from rollart.launch.rewards import build_rewards, draw_releases
+from rollart.launch.rewards import build_rewards, check_releases, draw_releases
 from rollart.launch.weight_store import SharedWeightStore
 from rollart.launch.wiring import RunContext, open_run
 from rollart.leases import Expiry
@@ -111,7 +111,9 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     if resolved.base not in sys.path:
         # Environments and functions that a spec names lie in its directory.
         sys.path.insert(0, resolved.base)
-    start = _checked_start(await draw_releases(resolved, directory), directory, resume)
+    resolved = await draw_releases(resolved, directory)
+    check_releases(resolved, directory)
+    start = _checked_start(resolved, directory, resume)
     resolved = start.resolved
     async with open_run(start, directory, progress, began=began) as context:
         recovered = await context.ledger.recover() if resume else None

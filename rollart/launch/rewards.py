@@ -13,10 +13,11 @@ from typing import Any
 
 from rollart.errors import SpecError, one_line
 from rollart.launch.functions import (
-    DEPLOYABLE_PROVIDERS,
+    cases_beside,
     check_targets,
     deployer,
     function_secrets,
+    is_deployable,
     one_worker,
     translated_errors,
 )
@@ -25,6 +26,7 @@ from rollart.launch.prepare import import_attribute
 from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.functions import FunctionRelease, effective_spec, function_spec, released_spec
 from rollart.settings.planning import Specs
+from rollart.settings.providers import provider_names
 from rollart.settings.resolve import Resolved
 from rollart.settings.run import FunctionEntry
 from rollart.user_code import UserCodeGuard
@@ -35,11 +37,10 @@ from serverless.history import find_differences, refusal
 from serverless.inline import InlineScorer, inline
 from serverless.providers.base import Deployer, find_version, split_reference
 from serverless.rehearse import read_cases
+from serverless.secrets import refuse_packed_secrets
 from serverless.spec import FunctionSpec
 from serverless.types import Item
 from serverless.workers.local import check_importable, check_isolation, module_exists
-
-CASES = "cases.jsonl"
 
 ORDER_CHECK_S = 60.0
 """Longest check of one function before its deployment, in seconds."""
@@ -75,26 +76,49 @@ def check_function(function: FunctionEntry, specs: Specs) -> None:
         _import_stateful(function, base, refused)
         return
     with translated_errors():
-        check_targets(package, functions)
+        _check_package(package, specs)
+    with translated_errors(f"function '{function.name}': "):
+        _order_cases(function, package.spec, base, functions)
+
+
+def check_releases(resolved: Resolved, directory: Path) -> None:
+    """Check the drawn versions of deployed functions as `check_function` checks sources: `RollartError` for anything
+    that would be refused once engines run."""
+    for entry in resolved.run.functions:
+        if entry.function is not None:
+            package = _released_package(entry, resolved.releases[entry.name], directory)
+            with translated_errors():
+                _check_package(package, resolved)
+
+
+def _check_package(package: Package, specs: Specs) -> None:
+    """Raise the function layer's errors for a package that a provider of the run would refuse, as far as this is known
+    without asking another machine, and for one that contains the value of a secret."""
+    functions, runtime = specs.cluster.functions, specs.cluster.runtime
+    refuse_packed_secrets(package, function_secrets(functions, Path(specs.base)))
+    check_targets(package, functions)
     if "local" in functions.chain:
-        with translated_errors():
-            if not functions.allow_unsafe:
-                check_isolation(package)
-            if specs.cluster.runtime.backend == "local" or specs.cluster.runtime.address == "local":
-                check_importable(package)
+        if not functions.allow_unsafe:
+            check_isolation(package)
+        if runtime.backend == "local" or runtime.address == "local":
+            check_importable(package)
 
 
 def build_rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]], directory: Path) -> RunRewards:
     """Build the package of every function, or read that of a deployed one from the run's `directory`; `SpecError` for
     problems in its source."""
     packed, stateful, why, base = [], {}, {}, Path(resolved.base)
+    secrets = function_secrets(resolved.cluster.functions, base)
     for function in resolved.run.functions:
         if function.function is not None:
             packed.append(_released_package(function, resolved.releases[function.name], directory))
             continue
         given = artefacts.get(function.name, ())
         try:
-            packed.append(_package(function, given, base))
+            package = _package(function, given, base)
+            with translated_errors():
+                refuse_packed_secrets(package, secrets)  # artefacts are packed here for the first time
+            packed.append(package)
         except NotOffloadable as refused:
             target, spec = _import_stateful(function, base, refused)
             beside = Path(given[0]).parent if given else None
@@ -110,21 +134,34 @@ def build_rewards(resolved: Resolved, artefacts: Mapping[str, Sequence[str]], di
     return RunRewards(tuple(packed), stateful, why)
 
 
-def reward_cases(resolved: Resolved) -> dict[str, list[Item]]:
-    """The items of cases.jsonl beside the source of a function, by function. SpecInvalid for an invalid line."""
-    found = {}
-    for function in resolved.run.functions:
-        if function.source and function.source.endswith(".py"):
-            path = (Path(resolved.base) / function.source).with_name(CASES)
-            if path.is_file():
-                found[function.name] = [case.item for case in read_cases(path)]
-    return found
+def reward_cases(resolved: Resolved, packages: Sequence[Package]) -> dict[str, list[Item]]:
+    """The items that the order of calls is checked with, by function: those of cases.jsonl beside its source.
+    SpecInvalid for an invalid line."""
+    specs, base, functions = {p.spec.name: p.spec for p in packages}, resolved.base, resolved.cluster.functions
+    entries = [function for function in resolved.run.functions if function.name in specs]
+    found = {entry.name: _order_cases(entry, specs[entry.name], base, functions) for entry in entries}
+    return {name: items for name, items in found.items() if items}
+
+
+def _order_cases(entry: FunctionEntry, spec: FunctionSpec, base: str | Path, functions: ClusterFunctions) -> list[Item]:
+    """The items of cases.jsonl beside a function's source; none where a run does not read them: without a file as
+    source, without that check, and of a function that is not deterministic."""
+    if not (functions.order_check and spec.deterministic and entry.source and entry.source.endswith(".py")):
+        return []
+    path = cases_beside(entry.source, base=base)
+    if not path.is_file():
+        return []
+    try:
+        return [case.item for case in read_cases(path)]
+    except SpecInvalid as error:
+        remedy = error.remedy or f"correct {path}, or rename it: a run checks its function with it"
+        raise SpecInvalid(error.message, remedy=remedy) from None
 
 
 async def check_order(packages: Sequence[Package], source: str, functions: ClusterFunctions) -> list[str]:
     """Call deterministic functions of a file on its cases in two orders, in a worker on this machine. `SpecError` for
     one whose answers depend on earlier calls; notes on those that cannot be checked here."""
-    path, notes = Path(source.partition(":")[0]).with_name(CASES), []
+    path, notes = cases_beside(source), []
     secrets = function_secrets(functions, Path.cwd())
     checked = [package for package in packages if package.spec.deterministic]
     if not path.is_file():
@@ -194,11 +231,11 @@ def release_provider(specs: Specs) -> str:
     """The provider that deployed functions of a run are drawn from: the first of its chain that keeps versions."""
     chain = specs.cluster.functions.chain
     for name in chain:
-        if name in DEPLOYABLE_PROVIDERS:
+        if is_deployable(name):
             return name
     raise SpecError(
         f"functions.backend is {', '.join(chain)}, which keeps no versions of functions",
-        remedy=f"add one of {', '.join(DEPLOYABLE_PROVIDERS)}, or name the source of the function",
+        remedy=f"add one of {', '.join(filter(is_deployable, provider_names()))}, or name the source of the function",
     )
 
 

@@ -281,7 +281,7 @@ class RunContext:
                         rewards.packages,
                         functools.partial(one_worker, chain, spec, meter, secrets),
                         note=self._note,
-                        cases=reward_cases(self.resolved),
+                        cases=reward_cases(self.resolved, rewards.packages),
                         limit_s=min(LIMIT_S, self.resolved.run.leases.reward_s / 4.0),
                     )
                     calls = await stack.enter_async_context(checked)

@@ -7,7 +7,6 @@ import random
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rollart.errors import UsageError, did_you_mean
 from rollart.launch.functions import backend, function_settings, translated_errors
@@ -107,7 +106,6 @@ async def rescore(
     times: int,
     provider: str,
     functions: ClusterFunctions,
-    root: Path | None,
     deadline_s: float,
 ) -> tuple[list[RescoredItem], CallMeter, float]:
     """Score every item `times` times. Returns the items with the recorded outcome of `function`, the bills, and the
@@ -119,8 +117,8 @@ async def rescore(
     pending = asyncio.Semaphore(min(spec.queue, PENDING_CALLS * spec.concurrency * spec.batch.max_items))
     with translated_errors():
         async with (
-            backend(provider, functions, meter=meter, root=root) as target,
-            Offload([package], target, settings=settings, meter=meter) as offload,
+            backend(provider, functions, meter=meter) as target,
+            Offload([package], target, settings=settings, meter=meter, quota=functions.quota) as offload,
         ):
             began = loop.time()
 

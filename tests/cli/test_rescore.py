@@ -13,6 +13,7 @@ from rollart.ledger.kept import KeptItem, KeptScore
 from rollart.ledger.store import Ledger
 from rollart.model import Item, Scored, TrajectoryId
 from rollart.ports import Charge
+from serverless.errors import SpecInvalid
 
 Call = Callable[..., Any]
 
@@ -66,6 +67,21 @@ def test_a_run_without_kept_items_says_how_to_get_some(rollart: Call, launch_cal
 def test_a_file_of_several_rewards_needs_a_name(rollart: Call, recorded: Path) -> None:
     done = rollart("rewards", "rescore", "mine", "--with", "new.py")
     assert (done.code, "new.py:NAME" in done.err) == (2, True)
+
+
+def test_a_rescoring_keeps_the_quota_of_the_cluster(
+    rollart: Call, recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quotas: list[int | None] = []
+
+    def offload(*_: Any, quota: int | None = None, **__: Any) -> Any:
+        quotas.append(quota)
+        raise SpecInvalid("enough is known")
+
+    monkeypatch.setattr("rollart.tools.rescore.Offload", offload)
+    Path("cluster.yaml").write_text("name: c\npools: [{name: p, count: 2}]\nfunctions: {quota: 3}\n")
+    done = rollart("rewards", "rescore", "mine", "--with", "new.py:exact", "--cluster", "cluster.yaml")
+    assert (done.code, quotas) == (2, [3]), done.err
 
 
 @pytest.mark.slow  # function workers are processes

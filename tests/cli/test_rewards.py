@@ -268,6 +268,10 @@ def test_a_plan_compares_providers(rollart: Call) -> None:
         (("delete", "f", "--provider", "azure"), 2, "no provider 'azure'"),
         (("logs", "f", "-f", "-o", "csv"), 2, "-f with -o csv (rule: table, or json"),
         (("dev", "two.py", "-o", "html"), 2, "-o html (rule: table, or json"),
+        (("dev", "."), 2, ".: a directory without __init__.py"),
+        (("dev", "/"), 2, "/: a directory without __init__.py"),
+        (("dev", ""), 2, "'': a directory without __init__.py"),
+        (("dev", "syntax.py"), 2, "syntax.py:1: not Python"),
         (("doctor", "two.py", "--cases", "nowhere.jsonl"), 2, "nowhere.jsonl: No such file"),
     ],
 )

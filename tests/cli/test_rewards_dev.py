@@ -78,3 +78,28 @@ def test_each_save_shows_what_changed(tmp_path: Path) -> None:
             assert process.stderr.read() == ""
         finally:
             process.kill()
+
+
+def test_requirements_and_dockerfiles_are_watched(tmp_path: Path) -> None:
+    needs, dockerfile, copied = (tmp_path / name for name in ("needs.txt", "Dockerfile", "words.txt"))
+    needs.write_text("")
+    copied.write_text("one")
+    dockerfile.write_text("FROM debian\nCOPY words.txt /\n")
+    source = tmp_path / "f.py"
+    settings = "requirements=['needs.txt'], image={'dockerfile': 'Dockerfile'}"
+    source.write_text(f"from rollart import reward\n\n@reward({settings})\ndef f(sample):\n    return 1.0\n")
+    (tmp_path / "cases.jsonl").write_text(json.dumps(CASES[0]) + "\n")
+    command = [sys.executable, "-m", "rollart.cli.main", "rewards", "dev", str(source), "-o", "json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            versions = [json.loads(process.stdout.readline())["rewards"][0]["version"]]
+            changes = ((needs, "six==1.17.0"), (dockerfile, "FROM debian\nCOPY words.txt /w\n"), (copied, "another"))
+            for path, text in changes:
+                path.write_text(text)
+                versions.append(json.loads(process.stdout.readline())["rewards"][0]["version"])
+            assert len(set(versions)) == 4, "each is a part of the version"
+            process.send_signal(signal.SIGINT)
+            assert process.wait(30) == 130
+        finally:
+            process.kill()

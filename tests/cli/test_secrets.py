@@ -103,6 +103,82 @@ def test_a_name_that_no_function_can_have_is_refused(
     assert "sk-proj" not in line
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("validate", "run.yaml", "cluster.yaml"),
+        ("launch", "run.yaml", "--cluster", "cluster.yaml"),
+        ("rewards", "deploy", "keyed.py"),
+        ("rewards", "deploy", "keyed.py", "--dry-run"),
+    ],
+)
+def test_a_value_in_a_packed_file_is_refused_and_not_shown(
+    here: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    write(here)
+    (here / ".env").write_text("TEAM_KEY=sk-proj-1234567890\n")
+    (here / "keyed.py").write_text(f"import team\n{SOURCE}")
+    (here / "team.py").write_text('KEY = "sk-proj-1234567890"\n')
+    line = refused(capsys, 2, *arguments)
+    assert "function keyed: the file function/team.py of its package contains the value of the secret TEAM_KEY" in line
+    assert "sk-proj" not in line
+    assert not (here / "runs").exists()
+    assert not (here / ".rollart").exists()
+
+
+def engines_start(*_: object, **__: object) -> None:
+    raise AssertionError("engines start")
+
+
+@pytest.mark.slow  # function workers are processes
+@pytest.mark.parametrize(
+    ("decorator", "code", "expected"),
+    [
+        ('secrets=["TEAM_KEY"]', 3, "no value of the secret TEAM_KEY"),
+        ('trust="untrusted"', 3, "never uses the sandbox"),
+    ],
+)
+def test_a_drawn_version_is_checked_before_engines_start(
+    here: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    decorator: str,
+    code: int,
+    expected: str,
+) -> None:
+    write(here, allow_unsafe=True)
+    (here / "keyed.py").write_text(
+        f"from rollart import reward\n\n\n@reward({decorator})\ndef keyed(sample):\n    exec(sample.completion)\n"
+    )
+    with monkeypatch.context() as patched:
+        patched.setenv("TEAM_KEY", "sk-proj-1234567890")
+        assert rollart(["rewards", "deploy", "keyed.py", "--cluster", "cluster.yaml"]) == 0, capsys.readouterr().err
+    write(here)
+    spec = yaml.safe_load((here / "run.yaml").read_text())
+    spec["functions"] = [{"name": "keyed", "function": "keyed@live"}]
+    (here / "run.yaml").write_text(yaml.safe_dump(spec))
+    monkeypatch.setattr("rollart.launch.launch.open_run", engines_start)
+    assert expected in refused(capsys, code, "launch", "run.yaml", "--cluster", "cluster.yaml")
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_cases_that_a_run_cannot_read_are_refused_before_it_starts(
+    here: Path, capsys: pytest.CaptureFixture[str], deterministic: bool
+) -> None:
+    write(here)
+    (here / ".env").write_text("TEAM_KEY=sk-proj-1234567890\n")
+    (here / "keyed.py").write_text(SOURCE.replace("(secrets", f"(deterministic={deterministic}, secrets"))
+    (here / "cases.jsonl").write_text('{"question": "of another program"}\n')
+    if not deterministic:
+        assert rollart(["validate", "run.yaml", "cluster.yaml"]) == 0, "a run does not read them"
+        return
+    line = refused(capsys, 2, "validate", "run.yaml", "cluster.yaml")
+    assert "function 'keyed': cases.jsonl:1: unknown key 'question'" in line
+    assert "or rename it: a run checks its function with it" in line
+    write(here, order_check=False)
+    assert rollart(["validate", "run.yaml", "cluster.yaml"]) == 0
+
+
 def test_a_value_among_the_sources_is_refused_and_not_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(here, secrets={"TEAM_KEY": "sk-proj-1234567890"})
     line = refused(capsys, 2, "validate", "cluster.yaml")

@@ -14,10 +14,12 @@ import click
 from rollart.cli.process import INTERRUPTED
 from rollart.cli.rewards.develop import DIGEST, outcome_text
 from rollart.errors import RollartError, UsageError
-from rollart.launch.functions import backend, packages_in, translated_errors, units_by_provider
+from rollart.launch.functions import backend, cases_beside, packages_in, translated_errors, units_by_provider
 from rollart.lifeline import stop_event
 from rollart.settings.cluster import ClusterFunctions
 from serverless.analysis.sources import collect
+from serverless.declare import declarations
+from serverless.deploy.dockerfile import IMAGE
 from serverless.deploy.package import Package
 from serverless.errors import ServerlessError
 from serverless.providers.base import Backend
@@ -31,7 +33,8 @@ POLL_S = 0.1
 def dev(source: str, cases: Path | None, port: int | None, allow_unsafe: bool, output: str) -> None:
     if output not in ("table", "json"):
         raise UsageError(f"-o {output} (rule: table, or json: an object a line)", remedy="drop it")
-    path = cases or Path(source.partition(":")[0]).with_name("cases.jsonl")
+    packages_in(source)  # a source that cannot be packed ends the command here; later it is a line
+    path = cases or cases_beside(source)
 
     async def main() -> None:
         stopped = stop_event()
@@ -139,10 +142,22 @@ def _result(result: CaseResult) -> str:
 
 
 def _packed_files(source: str, packages: list[Package]) -> Iterator[Path]:
-    """The files that packages were made of."""
+    """The files that packages were made of: sources, files of requirements, Dockerfiles with what they copy, and
+    artefacts."""
     with contextlib.suppress(ServerlessError):
-        yield from collect(source, Path()).files.values()
+        found = collect(source, Path())
+        yield from found.files.values()
+        declared = declarations(found.entry.read_text(encoding="utf-8"), filename=str(found.entry))
+        for requirement in (text for settings in declared.values() for text in settings.get("requirements", ())):
+            name = requirement.removeprefix("-r ").strip()
+            if name != requirement or name.endswith(".txt"):
+                yield found.entry.parent / name
     for package in packages:
+        if package.spec.image is not None and package.spec.image.dockerfile:
+            dockerfile, context = Path(package.spec.image.dockerfile), f"{IMAGE}context/"
+            yield dockerfile
+            copied = (path.removeprefix(context) for path in package.files if path.startswith(context))
+            yield from (dockerfile.parent / path for path in copied)
         for artefact in map(Path, package.spec.artefacts):
             yield from (one for one in artefact.rglob("*") if one.is_file()) if artefact.is_dir() else [artefact]
 

@@ -14,6 +14,7 @@ from rollart.errors import RunFailed
 from rollart.launch.functions import (
     backend,
     canonical_provider,
+    cases_beside,
     function_settings,
     packages_in,
     translated_errors,
@@ -187,7 +188,7 @@ def _rehearsed(source: str, cases: Path | None, *, allow_unsafe: bool = False) -
 
 def _cases(source: str, cases: Path | None) -> list[RehearsalCase]:
     with translated_errors():
-        return read_cases(cases or Path(source.partition(":")[0]).with_name("cases.jsonl"))
+        return read_cases(cases or cases_beside(source))
 
 
 def show_rehearsals(found: Sequence[Rehearsal], output: str) -> None:

@@ -26,7 +26,7 @@ from rollart.launch.functions import (
     canonical_provider,
     deployer,
     is_deployable,
-    packages_in,
+    one_package,
     translated_errors,
 )
 from rollart.report.tables import Report, Row, Table, as_count, as_seconds, as_share, as_text, as_usd, table
@@ -62,11 +62,9 @@ def invoke(
     name, functions = canonical_provider(provider), cluster_functions(cluster)
     package, function = None, split_reference(source)[0]
     if not names_deployed(source):
-        packages = packages_in(source)
-        if len(packages) != 1:
-            raise UsageError(f"{source} has {len(packages)} rewards", remedy=f"name one: {source}:NAME")
-        spec = packages[0].spec.model_copy(update={"warm": 0})  # it is called once
-        package, function = replace(packages[0], spec=spec), spec.name
+        found = one_package(source)
+        spec = found.spec.model_copy(update={"warm": 0})  # it is called once
+        package, function = replace(found, spec=spec), spec.name
 
     async def main() -> tuple[Reply, DeployedFunction | None]:
         async with backend(name, functions, root=root) as target:

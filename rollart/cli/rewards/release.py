@@ -18,6 +18,8 @@ from rollart.launch.functions import (
     attach_function,
     backend,
     canonical_provider,
+    cases_beside,
+    function_secrets,
     function_settings,
     import_warnings,
     packages_in,
@@ -48,6 +50,7 @@ from serverless.deploy.changes import file_changes
 from serverless.deploy.package import Package
 from serverless.providers.base import CANARY, DeployedFunction, Deployer, DeploymentChange, no_canary
 from serverless.rehearse import RehearsalCase, read_cases, rehearse
+from serverless.secrets import refuse_packed_secrets
 
 
 def deploy(
@@ -62,6 +65,9 @@ def deploy(
     output: str,
 ) -> None:
     packages, share = packages_in(source, name=name), canary or 0.0
+    with translated_errors():
+        for package in packages:
+            refuse_packed_secrets(package, function_secrets(cluster_functions(cluster), Path.cwd()))
     if render is not None:
         render_images(packages, provider, cluster, render, output)
         return
@@ -326,7 +332,7 @@ def _coloured(line: str) -> str:
 
 def _cases(source: str, cases: Path | None) -> list[RehearsalCase]:
     """The cases given, else those beside the source, else none."""
-    beside = Path(source.partition(":")[0]).with_name("cases.jsonl")
+    beside = cases_beside(source)
     if cases is None and not beside.is_file():
         return []
     with translated_errors():

@@ -12,7 +12,7 @@ import click
 from rollart.cli.context import RESOLVED, cluster_functions, find_run, print_report
 from rollart.cli.rewards.operate import names_deployed
 from rollart.errors import RunFailed, UsageError
-from rollart.launch.functions import canonical_provider, deployer, packages_in, translated_errors
+from rollart.launch.functions import canonical_provider, deployer, one_package, translated_errors
 from rollart.ledger.reader import LedgerReader
 from rollart.report.rescore import Rescoring, rescore_report
 from rollart.settings.cluster import ClusterFunctions
@@ -65,25 +65,24 @@ def rescore(
             times=times,
             provider=name,
             functions=functions,
-            root=None,
             deadline_s=max(specs.leases.reward_s, 3.0 * limit),
         )
     )
     found = Rescoring(
-        directory.resolve().name,
-        old,
-        package.spec.name,
-        package.version,
-        name,
-        tuple(items),
-        len(scored),
-        tuple(bills.calls),
-        tuple(bills.bills),
-        seconds,
-        prices,
-        tolerance,
-        threshold,
-        package.spec.gpu,
+        run=directory.resolve().name,
+        old=old,
+        new=package.spec.name,
+        version=package.version,
+        provider=name,
+        items=tuple(items),
+        available=len(scored),
+        calls=tuple(bills.calls),
+        tokens=tuple(bills.bills),
+        seconds=seconds,
+        prices=prices,
+        tolerance=tolerance,
+        threshold=threshold,
+        gpu=package.spec.gpu,
     )
     print_report(rescore_report(found), output)
     if not any(one.scores for one in items):
@@ -97,10 +96,7 @@ def _package(source: str, provider: str, functions: ClusterFunctions, root: Path
     if names_deployed(source):
         found = asyncio.run(_deployed(source, provider, functions, root))
     else:
-        packages = packages_in(source)
-        if len(packages) != 1:
-            raise UsageError(f"{source} has {len(packages)} rewards", remedy=f"name one: {source}:NAME")
-        found = packages[0]
+        found = one_package(source)
     return replace(found, spec=found.spec.model_copy(update={"warm": 0}))
 
 
