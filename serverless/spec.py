@@ -36,6 +36,8 @@ Trust = Literal["trusted", "untrusted"]
 VARIABLE = r"^[A-Za-z][A-Za-z0-9_]{1,127}$"
 """Names of environment variables that every provider accepts: Lambda's rule, a letter first and two characters."""
 
+VARIABLE_RULE = "the name of an environment variable: a letter, then one or more letters, digits or '_'"
+
 Variable = Annotated[str, Field(pattern=VARIABLE)]
 
 _RESERVED = re.compile(

@@ -7,6 +7,7 @@ source positions of a run's specs, for problems that are found after they were r
 
 from __future__ import annotations
 
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from rollart.settings.prices import PriceList
 from rollart.settings.providers import with_plugin_prices
 from rollart.settings.rules import RuleViolation, cluster_problems, price_problems, run_problems
 from rollart.settings.run import RunSpec
-from serverless.spec import VARIABLE
+from serverless.spec import VARIABLE, VARIABLE_RULE
 
 CLUSTER_PREFIX = "cluster."
 """Overrides that start with it go to the cluster spec; a run spec has no key of that name."""
@@ -272,8 +273,8 @@ def _problems(
             yield _problem(several[0], model, top, document, at=at)
             continue
         rules = dict.fromkeys(_rule(e["type"], _rule_text(e)) for e in several)
-        name, value = _dotted(loc, top), abbreviated(several[0]["input"])
-        yield _LocatedProblem(document.position(loc), f"{name} is {value} (rule: {' or '.join(rules)})")
+        shown = _shown(_dotted(loc, top), several[0]["input"])
+        yield _LocatedProblem(document.position(loc), f"{shown} (rule: {' or '.join(rules)})")
 
 
 def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *, at: KeyPath = ()) -> _LocatedProblem:
@@ -297,9 +298,15 @@ def _problem(error: Any, model: type[BaseModel], top: str, document: Document, *
 
 
 def value_problem(error: Any, name: str) -> str:
-    """The value called `name`, and the rule that it breaks. A value in place of the name of a secret is not shown."""
-    value = "a value that is not shown" if "secrets" in name.split(".") else abbreviated(error["input"])
-    return f"{name} is {value} (rule: {_rule(error['type'], _rule_text(error))})"
+    """The value called `name`, and the rule that it breaks."""
+    return f"{_shown(name, error['input'])} (rule: {_rule(error['type'], _rule_text(error))})"
+
+
+def _shown(name: str, value: object) -> str:
+    """The value called `name`. In place of the name of a secret it is not shown, nor what follows '=' in a key."""
+    if "secrets" in name.split("."):
+        return f"{re.sub('=.*', '=…', name)} is a value that is not shown"
+    return f"{name} is {abbreviated(value)}"
 
 
 def _rule_text(error: Any) -> str:
@@ -308,20 +315,32 @@ def _rule_text(error: Any) -> str:
 
 
 def _rule(kind: str, message: str) -> str:
-    """Pydantic's message; common regular expressions are described in words."""
-    if kind == "string_pattern_mismatch" and "env:" in message:
-        return "file, or env:VAR"
+    """Pydantic's message; regular expressions and types are described in words."""
     if kind == "string_pattern_mismatch":
-        return (
-            "an import path like package.module:attribute"
-            if r"\w" in message
-            else ("letters, digits, '_', '.', '-', starting with a letter or digit")
-        )
-    if kind == "string_pattern_mismatch" and VARIABLE in message:
-        return "a variable's name: two or more letters, digits, '_', starting with a letter"
-    if kind == "model_type":
-        return "a mapping of keys to values"
-    return message
+        return next((rule for pattern, rule in _PATTERN_RULES.items() if pattern in message), message)
+    return _TYPE_RULES.get(kind, message)
+
+
+_PATTERN_RULES: Mapping[str, str] = {
+    VARIABLE: VARIABLE_RULE,
+    "|env:": "file, or env:VAR",
+    "(@[": "NAME, NAME@VERSION or NAME@ALIAS of a deployed function, whose name has letters, digits, '_' and '-'",
+    r":[A-Za-z_]\w*": "an import path like package.module:attribute",
+    "([A-Za-z_][A-Za-z0-9_]*)?$": "the name of an environment variable",
+    "secretsmanager": "the name or ARN of a secret, and `:key` for one key of it",
+    r":parameter": "the name or ARN of a parameter",
+    "!+:": "a type of GPU, and `:2` for two of them",
+    "_.:/@-": "letters, digits, '_', '.', ':', '/', '@', '-', starting with a letter or digit",
+    "_.-": "letters, digits, '_', '.', '-', starting with a letter or digit",
+}
+"""The rules of regular expressions, by a part of each that the ones before it do not have."""
+
+_TYPE_RULES: Mapping[str, str] = {
+    "model_type": "a mapping of keys to values",
+    "tuple_type": "a list",
+    "list_type": "a list",
+}
+"""The rules of types in the terms of YAML."""
 
 
 def abbreviated(value: object) -> str:

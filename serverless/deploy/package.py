@@ -38,7 +38,7 @@ from serverless.deploy.dockerfile import dockerfile_files
 from serverless.deploy.requirements import lock
 from serverless.errors import NotOffloadable, PackageError, SpecInvalid
 from serverless.signatures import ACCEPTED, Unknown, definition, of_source, recognise
-from serverless.spec import FunctionImageSpec, FunctionSpec
+from serverless.spec import VARIABLE_RULE, FunctionImageSpec, FunctionSpec
 
 MANIFEST = "rollart_manifest.json"
 
@@ -368,14 +368,27 @@ def _merge(spec: FunctionSpec, declared: Mapping[str, Any], root: pathlib.Path, 
         dockerfile = (root if "image" in chosen else beside) / merged.image.dockerfile
         return merged.model_copy(update={"image": FunctionImageSpec(dockerfile=str(dockerfile))})
     except ValidationError as error:
-        first = error.errors()[0]
-        text = first["msg"].removeprefix("Value error, ")
-        if first["loc"]:
-            got = "" if first["loc"][0] in ("index_urls", "secrets") else f" (got {first['input']!r:.60})"
-            text = f"{'.'.join(map(str, first['loc']))}: {text}{got}"
-        raise SpecInvalid(f"function {spec.name}: {text}") from None
+        raise _setting_refused(spec.name, error.errors()[0]) from None
     except TypeError as error:  # artefacts that are not a list of strings
         raise SpecInvalid(f"function {spec.name}: artefacts: {error}") from None
+
+
+def _setting_refused(function: str, error: Any) -> SpecInvalid:
+    """The refusal of a setting that pydantic found invalid. Entries of `secrets` and `index_urls` are not shown: they
+    may hold values."""
+    text, loc = error["msg"].removeprefix("Value error, "), error["loc"]
+    if not loc:
+        return SpecInvalid(f"function {function}: {text}")
+    hidden = loc[0] in ("index_urls", "secrets")
+    if loc[0] in ("env", "secrets") and error["type"] == "string_pattern_mismatch":
+        entry = f"entry {loc[1]} of secrets" if hidden else f"{error['input']!r:.60} in env"
+        remedy = "name the variable alone: its value comes from the environment, .env or the provider" if hidden else ""
+        return SpecInvalid(f"function {function}: {entry} is no name (rule: {VARIABLE_RULE})", remedy=remedy)
+    if error["type"] == "tuple_type":
+        problem = f"{loc[0]} is of type {type(error['input']).__name__} (rule: a list)"
+        return SpecInvalid(f"function {function}: {problem}", remedy=f"write {loc[0]}=[...]")
+    got = "" if hidden else f" (got {error['input']!r:.60})"
+    return SpecInvalid(f"function {function}: {'.'.join(map(str, loc))}: {text}{got}")
 
 
 def _takes(spec: FunctionSpec, found: SourceDefinition) -> str:

@@ -103,6 +103,54 @@ def test_a_name_that_no_function_can_have_is_refused(
     assert "sk-proj" not in line
 
 
+VARIABLE = "(rule: the name of an environment variable: a letter, then one or more letters, digits or '_')"
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"secrets": ["TEAM_KEY=sk-proj"]}, f"functions.0.secrets.0 is a value that is not shown {VARIABLE}"),
+        ({"secrets": "TEAM_KEY=sk-proj"}, "functions.0.secrets is a value that is not shown (rule: a list)"),
+        ({"env": {"A-B": "x"}}, f"functions.0.env.A-B is 'A-B' {VARIABLE}"),
+        ({"function": "my.f@live"}, "functions.0.function is 'my.f@live' (rule: NAME, NAME@VERSION or NAME@ALIAS"),
+        ({"name": "a b"}, "functions.0.name is 'a b' (rule: letters, digits, '_', '.', '-', starting with a letter"),
+    ],
+)
+def test_the_rule_that_a_spec_breaks_is_shown(
+    here: Path, capsys: pytest.CaptureFixture[str], entry: dict[str, object], expected: str
+) -> None:
+    write(here)
+    spec = yaml.safe_load((here / "run.yaml").read_text())
+    spec["functions"][0] |= entry
+    (here / "run.yaml").write_text(yaml.safe_dump(spec))
+    assert rollart(["validate", "run.yaml", "cluster.yaml"]) == 2
+    line = " ".join(capsys.readouterr().err.split())
+    assert expected in line
+    assert "sk-proj" not in line
+
+
+def test_a_value_in_the_key_of_a_source_is_not_shown(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(here, secrets={"TEAM_KEY=sk-proj": {"env": "X"}})
+    assert f"TEAM_KEY=… is a value that is not shown {VARIABLE}" in refused(capsys, 2, "validate", "cluster.yaml")
+
+
+@pytest.mark.parametrize(
+    ("decorator", "expected"),
+    [
+        ('secrets=["TEAM_KEY=sk-proj"]', f"function keyed: entry 0 of secrets is no name {VARIABLE}"),
+        ('secrets="sk-proj"', "function keyed: secrets is of type str (rule: a list) remedy: write secrets=[...]"),
+        ('env={"A-B": "x"}', f"function keyed: 'A-B' in env is no name {VARIABLE}"),
+    ],
+)
+def test_the_rule_that_a_decorator_breaks_is_shown(
+    here: Path, capsys: pytest.CaptureFixture[str], decorator: str, expected: str
+) -> None:
+    (here / "keyed.py").write_text(SOURCE.replace('secrets=["TEAM_KEY"]', decorator))
+    line = refused(capsys, 2, "rewards", "test", "keyed.py")
+    assert expected in line
+    assert "sk-proj" not in line
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
