@@ -288,7 +288,8 @@ def retry_after_s(headers: Mapping[str, str], now: dt.datetime | None = None) ->
         when = email.utils.parsedate_to_datetime(given)
     except (TypeError, ValueError):
         return None
-    return max(0.0, (when - (now or dt.datetime.now(dt.UTC))).total_seconds())
+    aware = when if when.tzinfo is not None else when.replace(tzinfo=dt.UTC)  # of the zone -0000
+    return max(0.0, (aware - (now or dt.datetime.now(dt.UTC))).total_seconds())
 
 
 def announced_hold_s(headers: Mapping[str, str], now: dt.datetime | None = None) -> float:

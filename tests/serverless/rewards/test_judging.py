@@ -417,6 +417,7 @@ NOW = dt.datetime(2026, 7, 1, 12, 0, 0, tzinfo=dt.UTC)
         ({"retry-after": "2.5"}, 2.5),
         ({"retry-after": "9", "retry-after-ms": "1500"}, 1.5),
         ({"retry-after": "Wed, 01 Jul 2026 12:00:30 GMT"}, 30.0),
+        ({"retry-after": "Wed, 01 Jul 2026 12:00:30 -0000"}, 30.0),
         ({"retry-after": "Wed, 01 Jul 2026 11:00:30 GMT"}, 0.0),
         ({"retry-after": "soon"}, None),
         ({"retry-after": "-3"}, None),
