@@ -1,7 +1,8 @@
 """Completion of names in a shell: functions and their versions, runs, providers, domains. No provider is asked.
 
 The names of functions on a provider are those of its last listing, which `remember` keeps below `--root`; those of this
-machine are read from there. Only the standard library is imported, with a YAML reader for the domains of a run file.
+machine are read from there. Only the standard library is imported, with a YAML reader for the domains of a run file,
+and the names of providers where they are asked for.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ if TYPE_CHECKING:
 _LISTED = "listed.json"
 """Names of functions by provider, below `--root`."""
 
-_PROVIDERS = {"aws": "aws_lambda", "lambda": "aws_lambda"}
-
-_DIGEST = 12
+DIGEST = 12
+"""Characters of a version for people: commands take any unambiguous prefix."""
 
 
 class _Bash(BashComplete):
@@ -128,7 +128,10 @@ def versions(context: click.Context, incomplete: str) -> Iterator[CompletionItem
 
 
 def providers(context: click.Context, incomplete: str) -> Iterator[CompletionItem]:
-    yield from (CompletionItem(one) for one in ("local", "aws", "modal") if one.startswith(incomplete))
+    from rollart.settings.providers import installed_plugins  # late: with pydantic
+
+    known = ("local", "aws", "modal", *installed_plugins())
+    yield from (CompletionItem(one) for one in known if one.startswith(incomplete))
 
 
 def runs(context: click.Context, incomplete: str) -> Iterator[CompletionItem]:
@@ -156,9 +159,11 @@ def specs(context: click.Context, incomplete: str) -> Iterator[CompletionItem]:
 def _functions(context: click.Context) -> dict[str, Any]:
     """The functions of the command's provider: versions with their other names."""
     given = str(context.params.get("provider") or "local")
-    provider, root = _PROVIDERS.get(given, given), Path(context.params.get("root") or ".rollart/functions")
-    if provider != "local":
-        return dict(_listed(root).get(provider, {}))
+    root = Path(context.params.get("root") or ".rollart/functions")
+    if given != "local":
+        from rollart.settings.providers import ALIASES  # late: with pydantic
+
+        return dict(_listed(root).get(ALIASES.get(given, given), {}))
     found = {}
     for path in root.glob("deployed/*/state.json"):
         state = json.loads(path.read_text())
@@ -173,7 +178,7 @@ def _versions(names: dict[str, list[str]]) -> list[str]:
     others = {other for one in names.values() for other in one}
     return [
         *sorted(other for other in others if not other.isdecimal()),
-        *(version[:_DIGEST] for version in names),
+        *(version[:DIGEST] for version in names),
         *sorted((other for other in others if other.isdecimal()), key=int, reverse=True),
     ]
 

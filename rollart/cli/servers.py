@@ -20,6 +20,7 @@ from rollart.cli.process import INTERRUPTED
 from rollart.cli.rewards.operate import names_deployed
 from rollart.errors import ProviderError, UsageError
 from rollart.launch.functions import (
+    LiveVersionCalls,
     backend,
     canonical_provider,
     deployer,
@@ -32,7 +33,7 @@ from rollart.lifeline import stop_event
 from rollart.settings.base import is_loopback
 from rollart.settings.cluster import ClusterFunctions
 from serverless.deploy.package import Package
-from serverless.providers.base import AttachableBackend, Backend, DeployedFunction, split_reference
+from serverless.providers.base import LIVE, AttachableBackend, Backend, DeployedFunction, split_reference
 from serverless.providers.http_server import HEALTH, FunctionHttpServer
 from serverless.providers.weighted import WeightedBackend
 
@@ -138,16 +139,25 @@ async def _deployed_backend(
     @asynccontextmanager
     async def open_version(version: DeployedFunction) -> AsyncIterator[Backend]:
         async with backend(provider, functions, root=root) as target:
-            if isinstance(target, AttachableBackend):
-                await target.attach(function, version.provider_version)
-            else:
+            if not isinstance(target, AttachableBackend):
                 await target.deploy(await control.package(function, version.provider_version))
-            yield target
+                yield target
+            elif wanted != LIVE:  # the alias may name another version tomorrow
+                await target.attach(function, version.provider_version)
+                yield target
+            else:
+                known = version.provider_version
+
+                def last_read() -> DeployedFunction:
+                    return next((one for one in served.versions if one.provider_version == known), version)
+
+                async with LiveVersionCalls(target, last_read) as calls:
+                    yield calls
 
     async with deployer(provider, functions, root=root) as control:
         draw = secrets.SystemRandom().random
-        async with WeightedBackend(control, function, open_version, draw=draw, wanted=wanted) as target:
-            yield target
+        async with WeightedBackend(control, function, open_version, draw=draw, wanted=wanted) as served:
+            yield served
 
 
 @asynccontextmanager

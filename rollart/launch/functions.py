@@ -6,6 +6,7 @@ of every worker, and the pipeline's counters).
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import errno
 import importlib.util
@@ -28,7 +29,14 @@ from rollart.settings.cluster import ClusterFunctions, HttpFunction
 from rollart.settings.functions import MODELS, settings_model
 from rollart.settings.load import builtin, function_layer_settings, load_prices
 from rollart.settings.prices import PriceList
-from rollart.settings.providers import BUILT_IN, installed_plugins, plugin, provider_names, with_plugin_prices
+from rollart.settings.providers import (
+    ALIASES,
+    BUILT_IN,
+    installed_plugins,
+    plugin,
+    provider_names,
+    with_plugin_prices,
+)
 from rollart.settings.resolve import Resolved
 from rollart.settings.run import DomainSpec
 from serverless.analysis.imports import PROVIDED_MODULES, check_declared, undeclared
@@ -47,7 +55,15 @@ from serverless.errors import (
 from serverless.history import OrderedCall
 from serverless.meter import LeftProcesses, MeterSink, NullMeter, Saving, TokenBill, WorkerSpan
 from serverless.pipeline.offload import Offload
-from serverless.providers.base import Backend, DeployedFunction, Deployer, find_version, split_reference
+from serverless.providers.base import (
+    AttachableBackend,
+    Backend,
+    DeployedFunction,
+    Deployer,
+    Reply,
+    find_version,
+    split_reference,
+)
 from serverless.providers.plugin import ProviderContext
 from serverless.scaling.decisions import StatisticsMeter
 from serverless.scaling.scaler import DemandSource, Scaler, ScalerContext, ScalingDecision, ScalingPrices
@@ -60,19 +76,14 @@ if TYPE_CHECKING:
     from serverless.deploy.aws_function import AwsSettings
     from serverless.providers.http import Endpoint  # its client is not needed without this provider
 
-DEPLOYABLE_PROVIDERS = ("local", "aws_lambda", "modal")
-"""Providers that functions are deployed to; an `http` host has its functions already."""
-
 CASES = "cases.jsonl"
-
-ALIASES = {"aws": "aws_lambda", "lambda": "aws_lambda"}
 
 
 def is_deployable(provider: str) -> bool:
-    """True if functions are deployed to the provider by `deployer`."""
+    """True if functions are deployed to the provider by `deployer`. An `http` host has its functions already."""
     if provider in installed_plugins():
         return plugin(provider).deployer is not None
-    return provider in DEPLOYABLE_PROVIDERS
+    return provider in BUILT_IN and provider != "http"
 
 
 def canonical_provider(name: str) -> str:
@@ -251,7 +262,8 @@ def deployer(
         if provider in installed_plugins() and (make := plugin(provider).deployer) is not None:
             return _made(provider, make, functions, ProviderContext(meter, root, secrets=secrets))
     raise UsageError(
-        f"nothing is deployed to '{provider}'", remedy=f"deploy to one of {', '.join(DEPLOYABLE_PROVIDERS)}"
+        f"nothing is deployed to '{provider}'",
+        remedy=f"deploy to one of {', '.join(filter(is_deployable, provider_names()))}",
     )
 
 
@@ -341,16 +353,64 @@ REFERENCE = r"[A-Za-z0-9_-]{1,64}(@[A-Za-z0-9._-]+)?"
 async def attach_function(backend: Backend, control: Deployer, reference: str, *, draw: float) -> DeployedFunction:
     """Direct calls of a function to the version that a reference names, which is returned. `draw` in [0, 1) chooses by
     the weights of `live`."""
-    from serverless.providers.base import AttachableBackend
-
     function, wanted = split_reference(reference)
     chosen = find_version(function, await control.versions(function), wanted, draw=draw)
     if isinstance(backend, AttachableBackend):
-        # Warm environments belong to the alias `live` on Lambda, and to it alone.
-        await backend.attach(function, "" if chosen.weight == 1.0 else chosen.provider_version)
+        await backend.attach(function, attached_name(chosen))
     else:
         await backend.deploy(await control.package(function, chosen.provider_version))
     return chosen
+
+
+def attached_name(version: DeployedFunction) -> str:
+    """The version's name for `AttachableBackend.attach`: '', the alias `live`, while it gets all of its calls. Lambda
+    keeps warm environments for that alias alone."""
+    return "" if version.weight == 1.0 else version.provider_version
+
+
+class LiveVersionCalls:
+    """Implements `Backend` for one version of a deployed function whose weight changes: calls go through the alias
+    `live` while that names the version alone, else to its number. `backend` is open and stays the caller's, as is
+    `version`, which returns the version as it was last read. Any number of tasks may call `invoke`."""
+
+    def __init__(self, backend: Backend, version: Callable[[], DeployedFunction]) -> None:
+        self._backend = backend
+        self._version = version
+        self._attached: str | None = None
+        self._attaching = asyncio.Lock()
+
+    @property
+    def provider(self) -> str:
+        return self._backend.provider
+
+    async def attach(self) -> None:
+        """Direct calls to where they belong now. Raises as `AttachableBackend.attach`."""
+        assert isinstance(self._backend, AttachableBackend)
+        async with self._attaching:
+            name = attached_name(self._version())
+            if name != self._attached:
+                await self._backend.attach(self._version().function, name)
+                self._attached = name
+
+    async def deploy(self, package: Package) -> None:
+        await self._backend.deploy(package)
+
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        """See `Backend`. Where the change cannot be made, calls go where they went before."""
+        if attached_name(self._version()) != self._attached:
+            with contextlib.suppress(ServerlessError, TimeoutError):
+                async with asyncio.timeout(deadline_s / 2.0):
+                    await self.attach()
+        return await self._backend.invoke(function, event, deadline_s=deadline_s, cause=cause)
+
+    async def __aenter__(self) -> LiveVersionCalls:
+        await self.attach()
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """The caller closes the backend."""
 
 
 @contextlib.asynccontextmanager
@@ -523,10 +583,10 @@ def _secret(function: str, variable: str) -> str:
     return value
 
 
-def units_by_provider() -> dict[str, dict[str, float]]:
-    """Dollars by unit for each function provider, of the shipped price list and of installed plugins that can be
-    imported."""
-    listed = load_prices(builtin("prices.yaml"))
+def units_by_provider(prices: PriceList | None = None) -> dict[str, dict[str, float]]:
+    """Dollars by unit for each function provider, of a price list, by default the shipped one, and of installed plugins
+    that can be imported."""
+    listed = load_prices(builtin("prices.yaml")) if prices is None else prices
     for name in installed_plugins():
         with contextlib.suppress(ProviderError):
             listed = with_plugin_prices(listed, [name])

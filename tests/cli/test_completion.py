@@ -60,6 +60,16 @@ def test_commands_and_options(complete: Complete) -> None:
     assert complete("rewards", "list", "--provider=a") == ["aws"]
 
 
+def test_providers_of_other_packages(complete: Complete, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "nebula-1.dist-info").mkdir()
+    entry = "[rollart.function_backends]\nnebula = nebula:PLUGIN\n"
+    (tmp_path / "nebula-1.dist-info/entry_points.txt").write_text(entry)
+    (tmp_path / "nebula-1.dist-info/METADATA").write_text("Name: nebula\nVersion: 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert complete("rewards", "list", "--provider", "") == ["local", "aws", "modal", "nebula"]
+    assert complete("rewards", "list", "--provider", "n") == ["nebula"]
+
+
 def test_functions_of_this_machine_and_their_versions(complete: Complete) -> None:
     assert complete("rewards", "logs", "") == []
     deployed_here("exact")

@@ -18,6 +18,7 @@ import pytest
 from rollart.cli.commands import cli
 from rollart.errors import StorageFailed
 from rollart.launch.functions import translated_errors
+from serverless.errors import SpecInvalid
 from tests.serverless.aws import provider as aws
 
 Call = Callable[..., Any]
@@ -294,6 +295,28 @@ def test_what_is_wrong_is_said_in_a_line(rollart: Call, arguments: tuple[str, ..
     assert done.code == code, done.err
     assert word in done.err
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(("command", "called"), [("diff", "release.rehearse"), ("doctor", "develop.rehearse_faults")])
+def test_costs_are_at_the_prices_of_the_cluster(
+    rollart: Call, monkeypatch: pytest.MonkeyPatch, command: str, called: str
+) -> None:
+    prices: list[Any] = []
+
+    async def rehearsed(*_: object, **given: Any) -> None:
+        prices.append(given["prices"])
+        raise SpecInvalid("enough is known")
+
+    monkeypatch.setattr(f"rollart.cli.rewards.{called}", rehearsed)
+    Path("f.py").write_text("from rollart import reward\n\n@reward\ndef f(sample): return 1.0\n")
+    Path("cases.jsonl").write_text(ITEM_TEXT + "\n")
+    price = {"name": "local", "unit": "core-second", "usd": 7.5, "source": "me", "date": "2026-01-01"}
+    Path("cluster.yaml").write_text(
+        json.dumps({"name": "c", "pools": [{"name": "p", "count": 2}], "price_list": [price]})
+    )
+    rollart("rewards", command, "f.py", "--cluster", "cluster.yaml", "--provider", "local")
+    (found,) = prices
+    assert (found["local"] if command == "diff" else found)["core-second"] == 7.5
 
 
 def test_a_full_disk_is_named() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from rollart.errors import ProviderError, SpecError, UsageError
 from rollart.launch.functions import (
+    LiveVersionCalls,
     TrialMeter,
     backend,
     build_lines,
@@ -20,13 +21,16 @@ from rollart.launch.functions import (
     deployer,
     packages_in,
 )
-from rollart.settings.cluster import ClusterFunctions, LocalFunctions
-from rollart.settings.load import builtin, load_prices
+from rollart.launch.rewards import release_provider
+from rollart.settings.cluster import ClusterFunctions, ClusterSpec, LocalFunctions
+from rollart.settings.load import builtin, load_prices, load_run
+from rollart.settings.planning import Specs
+from rollart.sim import loop as virtual
 from serverless.deploy import template
 from serverless.deploy.aws_function import AwsSettings
 from serverless.deploy.package import Package, build
-from serverless.errors import PackageError
-from serverless.providers.base import Reply
+from serverless.errors import BackendFailed, PackageError
+from serverless.providers.base import DeployedFunction, Reply
 from serverless.providers.rehearsal import MODAL, RehearsedBackend
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, Invocation
@@ -105,6 +109,60 @@ def test_a_provider_of_another_package_gets_secrets_of_this_machine(
             return (await target.invoke("f", [item], deadline_s=60.0)).body
 
     assert "'aggregate_reward_score': 16.0" in str(asyncio.run(main()))
+
+
+class Attached:
+    """A backend whose calls answer with the version that it is attached to."""
+
+    provider = "fake"
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.broken = False
+
+    async def attach(self, function: str, version: str = "") -> None:
+        if self.broken:
+            raise BackendFailed("no answer")
+        self.names.append(version)
+
+    async def invoke(self, function: str, event: object, **more: object) -> Reply:
+        return Reply(body=self.names[-1])
+
+
+def test_calls_go_through_the_alias_live_while_it_names_their_version_alone() -> None:
+    """Lambda has warm environments for that alias alone, and routes its calls by the weights."""
+
+    async def main() -> None:
+        target, weights = Attached(), {"now": 1.0}
+
+        def version() -> DeployedFunction:
+            return DeployedFunction("f", "fake", "ab" * 32, "3", True, weight=weights["now"])
+
+        async def call() -> object:
+            return (await calls.invoke("f", [], deadline_s=9.0)).body
+
+        async with LiveVersionCalls(target, version) as calls:  # type: ignore[arg-type]
+            assert [await call(), await call(), target.names] == ["", "", [""]]
+            weights["now"] = 0.8
+            assert await call() == "3", "a canary got a share: the alias would draw a second time"
+            weights["now"] = 1.0
+            target.broken = True
+            assert await call() == "3", "calls go on where they went"
+            target.broken = False
+            assert await asyncio.gather(call(), call()) == ["", ""]
+            assert target.names == ["", "3", ""]
+
+    virtual.run(main())
+
+
+def test_a_provider_of_another_package_keeps_versions_for_runs(nebula: ClusterFunctions) -> None:
+    cluster = ClusterSpec.model_validate({"name": "c", "pools": [{"name": "p", "count": 2}]})
+    run = load_run(builtin("runs/quickstart.yaml"))
+    specs = Specs(run, cluster.model_copy(update={"functions": nebula}), load_prices(builtin("prices.yaml")))
+    assert release_provider(specs) == "nebula"
+    with pytest.raises(UsageError, match="nothing is deployed to 'http'") as refused:
+        deployer("http", nebula, root=Path())
+    assert refused.value.remedy == "deploy to one of local, aws_lambda, modal, nebula"
 
 
 def test_no_such_provider() -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import click
 
+from rollart.cli.completion import DIGEST
 from rollart.cli.process import INTERRUPTED
-from rollart.cli.rewards.develop import DIGEST, outcome_text
+from rollart.cli.rewards.develop import outcome_text
 from rollart.errors import RollartError, UsageError
 from rollart.launch.functions import backend, cases_beside, packages_in, translated_errors, units_by_provider
 from rollart.lifeline import stop_event

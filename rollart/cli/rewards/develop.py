@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from rollart.cli.completion import DIGEST
 from rollart.cli.context import cluster_functions, print_report
 from rollart.errors import RunFailed
 from rollart.launch.functions import (
@@ -24,15 +25,13 @@ from rollart.report.tables import Report, Row, Table, as_count, as_number, as_us
 from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.load import builtin, load_prices
 from rollart.settings.prices import PriceList
+from rollart.tools.prices import effective_prices
 from serverless.deploy import template
 from serverless.fault_rehearsal import FaultRehearsal, rehearse_faults
 from serverless.meter import MeterSink
 from serverless.providers.base import Backend
 from serverless.rehearse import Rehearsal, RehearsalCase, read_cases, rehearse
 from serverless.types import InfraFault, ModelFault, Scored, TokenUsage
-
-DIGEST = 12
-"""Characters of a version for people: `rollart rewards rollback --to` takes any unambiguous prefix."""
 
 
 def init(directory: Path, name: str | None, output: str) -> None:
@@ -77,7 +76,8 @@ def doctor(
     source: str, cases: Path | None, cluster: Path | None, provider: str, allow_unsafe: bool, output: str
 ) -> None:
     packages, items = packages_in(source), _cases(source, cases)
-    functions, prices = cluster_functions(cluster), units_by_provider().get(canonical_provider(provider), {})
+    functions, listed = cluster_functions(cluster), PriceList(prices=effective_prices(cluster))
+    prices = units_by_provider(listed).get(canonical_provider(provider), {})
     if allow_unsafe:
         functions = functions.model_copy(update={"allow_unsafe": True})
     settings = function_settings("pipeline", functions)

@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 
 import click
 
-from rollart.cli.completion import remember
+from rollart.cli.completion import DIGEST, remember
 from rollart.cli.context import FOR_PEOPLE, cluster_functions, print_report
-from rollart.cli.rewards.develop import DIGEST
 from rollart.errors import RunFailed, UsageError
 from rollart.launch.functions import (
     REFERENCE,

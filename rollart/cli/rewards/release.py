@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from rollart.cli.completion import DIGEST
 from rollart.cli.context import FOR_PEOPLE, cluster_functions, colour, print_report
 from rollart.cli.rewards.develop import token_costs
 from rollart.cli.rewards.operate import confirmed, deployed_table, on_provider, show_deployed, trial_line
@@ -312,7 +313,7 @@ def _changes(planned: Sequence[DeploymentChange], packages: Sequence[Package], *
             for file in file_changes(change.before, package):
                 added, removed = file.lines
                 lines.append(f"{file.path}: {file.change}" + (f" (+{added} -{removed})" if file.diff else ""))
-        unchanged = f"nothing: unchanged, version {package.version[:12]} is current"
+        unchanged = f"nothing: unchanged, version {package.version[:DIGEST]} is current"
         rows += [
             {"function": change.function, "provider": change.provider, "change": as_text(line, wrap=True)}
             for line in lines or (unchanged,)
@@ -384,7 +385,7 @@ def _measured(
 
     async def main() -> dict[str, float | None]:
         async with backend("local", ClusterFunctions()) as target:
-            found = await rehearse(package, cases, backend=target, prices=units_by_provider())
+            found = await rehearse(package, cases, backend=target, prices=units_by_provider(prices))
             costs = {c.provider: c.usd_batched for c in found.costs if provider in (c.provider, "local")}
             return costs | token_costs(found, prices)
 
