@@ -299,15 +299,15 @@ def notes(rows: RunRows) -> Iterable[str]:
         if rows.prices.billed(provider) and not rows.prices.prices_gpu(provider, gpu):
             name = gpu_price_name(provider, gpu_type(gpu)[0])
             yield (
-                f"{function} on {provider}: no price is known for its GPU {gpu}: it counts as $0 (add {name} in "
-                "gpu-second and idle-gpu-second to the cluster's price_list)"
+                f"{function} on {provider}: no price is known for its GPU {gpu}, busy or idle, so that it counts as $0 "
+                f"there (add {name} in gpu-second and idle-gpu-second to the cluster's price_list)"
             )
     for used in sorted(
         {(t.usage.endpoint, t.usage.model) for t in rows.tokens if not rows.prices.prices_tokens(t.usage)}
     ):
         yield (
-            f"{'/'.join(used)}: no price is known: its tokens count as $0 (add million-input-tokens and "
-            "million-output-tokens of the model to the cluster's price_list)"
+            f"{'/'.join(used)}: no price is known for its input or output tokens, which count as $0 (add "
+            "million-input-tokens and million-output-tokens of the model to the cluster's price_list)"
         )
     asking = {row.function for row in rows.tokens}
     cut = sum(c.calls for c in rows.invocations if c.function in asking and c.status != "ok")

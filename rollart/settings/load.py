@@ -22,9 +22,16 @@ from rollart.settings.cluster import ClusterSpec
 from rollart.settings.document import Document, KeyPath, SourcePosition, apply_overrides, read_document
 from rollart.settings.faults import FaultPlanSpec, fault_problems
 from rollart.settings.functions import settings_parts
-from rollart.settings.prices import PriceList
+from rollart.settings.prices import PriceList, merged_prices
 from rollart.settings.providers import with_plugin_prices
-from rollart.settings.rules import RuleViolation, cluster_problems, price_problems, run_problems
+from rollart.settings.rules import (
+    RuleViolation,
+    cluster_problems,
+    missing_price,
+    price_problems,
+    repeated_prices,
+    run_problems,
+)
 from rollart.settings.run import RunSpec
 from serverless.spec import VARIABLE, VARIABLE_RULE
 
@@ -66,14 +73,19 @@ def load_prices(path: str | Path) -> PriceList:
     return _load(path, (), PriceList, price_problems)
 
 
+def load_price_changes(path: str | Path) -> PriceList:
+    """Read prices that are merged into a list: of a model or a GPU some of the units suffice."""
+    return _load(path, (), PriceList, repeated_prices)
+
+
 def load_faults(path: str | Path, parts: Sequence[str] | None = None, functions: Sequence[str] = ()) -> FaultPlanSpec:
     """Read a fault plan. With the `parts` and `functions` of a run, the names in the plan are checked too."""
     return _load(path, (), FaultPlanSpec, lambda plan: fault_problems(plan, parts, functions))
 
 
 def price_list(values: Mapping[str, Any], *, where: str) -> PriceList:
-    """A price list that was not written as YAML, by the same rules. `where` names it in errors."""
-    return _validate(Document(where, dict(values)), PriceList, price_problems)
+    """Prices that were not written as YAML, by the rules of `load_price_changes`. `where` names them in errors."""
+    return _validate(Document(where, dict(values)), PriceList, repeated_prices)
 
 
 def load_file(path: str | Path) -> RunSpec | ClusterSpec | PriceList | FaultPlanSpec:
@@ -103,7 +115,7 @@ def saved_specs(
     return (
         _validate(parts["run"], RunSpec, run_problems),
         _validate(parts["cluster"], ClusterSpec, cluster_problems),
-        _validate(parts["prices"], PriceList, price_problems),
+        _validate(parts["prices"], PriceList, repeated_prices),  # a run goes on with the prices that it began with
         str(values.get("base", ".")),
     )
 
@@ -215,7 +227,7 @@ def _validate(
         spec = model.model_validate(document.values)
     except ValidationError as error:
         raise _spec_error(list(_problems(error, model, document))) from None
-    problems = [_LocatedProblem(document.position(p.loc), p.message) for p in rules(spec)]
+    problems = [_LocatedProblem(document.position(p.loc), p.message, p.remedy) for p in rules(spec)]
     if isinstance(spec, ClusterSpec):
         for at, part, values in settings_parts(spec):  # the function layer's own settings
             try:
@@ -228,15 +240,19 @@ def _validate(
 
 
 def _prices_of_functions(cluster: ClusterSpec, base: Path) -> Iterator[RuleViolation]:
-    """The price file exists, and `functions.price` is in the list that this cluster is priced with."""
+    """The price file exists, `functions.price` is in the list that this cluster is priced with, and so are the other
+    prices that those of `price_list` need."""
     wanted = cluster.functions.price
     path = builtin("prices.yaml") if cluster.prices is None else base / cluster.prices
     if not path.is_file():
         yield RuleViolation(("prices",), f"prices is '{cluster.prices}' (rule: a file; there is no {path})")
-    elif wanted is not None:
-        listed = (*with_plugin_prices(load_prices(path), cluster.functions.chain).prices, *cluster.price_list)
-        known = sorted({entry.name for entry in listed if entry.unit != "device-hour"})
-        if wanted not in known:
+    elif wanted is not None or cluster.price_list:
+        listed = merged_prices(with_plugin_prices(load_prices(path), cluster.functions.chain), cluster.price_list)
+        for entry, needed in listed.incomplete():
+            if entry in cluster.price_list:
+                yield missing_price(("price_list", cluster.price_list.index(entry), "unit"), entry, needed)
+        known = sorted({entry.name for entry in listed.prices if entry.unit != "device-hour"})
+        if wanted is not None and wanted not in known:
             rule = f"a provider of the price list{did_you_mean(wanted, known)}"
             yield RuleViolation(("functions", "price"), f"functions.price is '{wanted}' (rule: {rule})")
 
@@ -245,6 +261,7 @@ def _prices_of_functions(cluster: ClusterSpec, base: Path) -> Iterator[RuleViola
 class _LocatedProblem:
     where: SourcePosition
     message: str
+    remedy: str = ""
 
 
 def _spec_error(lines: Sequence[_LocatedProblem]) -> SpecError:
@@ -253,7 +270,8 @@ def _spec_error(lines: Sequence[_LocatedProblem]) -> SpecError:
     first, rest = unique[0], unique[1:MAX_LINES]
     more = [f"and {len(unique) - MAX_LINES:,} more problems"] if len(unique) > MAX_LINES else []
     text = [first.message, *(f"{line.where}: {line.message}" for line in rest), *more]
-    return SpecError("\n".join(text), where=str(first.where))
+    remedies = list(dict.fromkeys(line.remedy for line in unique if line.remedy))
+    return SpecError("\n".join(text), where=str(first.where), remedy=remedies[0] if len(remedies) == 1 else "")
 
 
 def _problems(

@@ -34,7 +34,7 @@ from rollart.errors import SpecError, did_you_mean, one_line, some_of
 from rollart.settings.cluster import ClusterSpec, DeviceSpec, PoolSpec
 from rollart.settings.functions import FunctionRelease, effective_spec
 from rollart.settings.placement import ProfileSpec, RewardCostSpec
-from rollart.settings.prices import PriceEntry, PriceList
+from rollart.settings.prices import PriceList
 from rollart.settings.rules import quotas
 from rollart.settings.run import LAG, DomainSpec, RunSpec
 from rollart.user_code import UserCodeGuard, guard, importable
@@ -160,12 +160,6 @@ def pool_labels(pool: PoolSpec) -> dict[str, str]:
     return {"pool": pool.name, "device": pool.device, **pool.labels}
 
 
-def merged_prices(prices: PriceList, own: Sequence[PriceEntry]) -> PriceList:
-    """The list with entries added or replaced, by name and unit."""
-    table = {(p.name, p.unit): p for p in (*prices.prices, *own)}
-    return PriceList(currency=prices.currency, prices=list(table.values()))
-
-
 def function_price(cluster: ClusterSpec, prices: PriceList) -> FunctionPrice | None:
     """Prices of functions; None where the list has none for the backend. SpecError for an unknown provider."""
     provider = cluster.functions.price or cluster.functions.chain[0]
@@ -183,11 +177,7 @@ def function_price(cluster: ClusterSpec, prices: PriceList) -> FunctionPrice | N
         usd_per_gb_s=units.get("GB-second", 0.0) + units.get("GiB-second", 0.0) / GIB_IN_GB,
         usd_per_core_s=units.get("core-second", 0.0),
         usd_per_million_requests=units.get("million-requests", 0.0),
-        usd_per_gpu_s={
-            p.name.removeprefix(f"{provider}-"): p.usd
-            for p in prices.prices
-            if p.unit == "gpu-second" and p.name.startswith(f"{provider}-")
-        },
+        usd_per_gpu_s={kind: entry.usd for kind, entry in prices.gpu_prices(provider).items()},
         charges_idle="idle-core-second" in units and prices.billed(provider),
     )
 

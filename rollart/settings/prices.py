@@ -4,7 +4,7 @@ date."""
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -30,7 +30,11 @@ Unit = Literal[
     "million-cache-write-tokens",
     "million-output-tokens",
 ]
-"""The unit of a price. A provider without `idle-...` prices charges nothing for an idle worker."""
+"""The unit of a price. A provider without `idle-...` prices charges nothing for an idle worker. A GPU's idle price is
+stated even so, since most providers charge it: 0 where there is none."""
+
+TOKEN_UNITS: tuple[Unit, ...] = ("million-input-tokens", "million-output-tokens")
+"""Units without which the tokens of a model have no bill."""
 
 STALE_DAYS = 180
 """A price older than this is pointed out: list prices of GPUs have moved by a third within half a year."""
@@ -48,6 +52,18 @@ PriceName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:
 def gpu_price_name(provider: str, kind: str) -> str:
     """The name of the prices of a provider's GPU type: `modal-L4`."""
     return f"{provider}-{kind}"
+
+
+def gpu_price_parts(name: str) -> tuple[str, str]:
+    """Provider and GPU type of a price's name, the inverse of `gpu_price_name`; the type is empty for other prices."""
+    provider, _, kind = name.partition("-")
+    return provider, kind
+
+
+def merged_prices(prices: PriceList, entries: Sequence[PriceEntry]) -> PriceList:
+    """The list with entries added or replaced, by name and unit."""
+    table = {(p.name, p.unit): p for p in (*prices.prices, *entries)}
+    return PriceList(currency=prices.currency, prices=list(table.values()))
 
 
 def function_gpus(config: Mapping[str, Any]) -> dict[str, str]:
@@ -116,8 +132,13 @@ class PriceList(SpecEntry):
         return sum(price.usd * amount for price, amount in self.items(provider, seconds, memory_mb, None, gpu))
 
     def prices_gpu(self, provider: str, gpu: str) -> bool:
-        """True if the provider has a price for this GPU, or there is none to pay for."""
-        return not gpu or (gpu_price_name(provider, gpu_type(gpu)[0]), "gpu-second") in self._by_name_and_unit
+        """True if the provider has prices for this GPU, busy and idle, or there is none to pay for."""
+        return not gpu or self._has(gpu_price_name(provider, gpu_type(gpu)[0]), "gpu-second", "idle-gpu-second")
+
+    def gpu_prices(self, provider: str) -> dict[str, PriceEntry]:
+        """Prices per GPU-second of a provider, by type."""
+        priced = ((gpu_price_parts(entry.name), entry) for entry in self.prices if entry.unit == "gpu-second")
+        return {kind: entry for (name, kind), entry in priced if name == provider}
 
     def items(
         self, provider: str, seconds: float, memory_mb: float, requests: int | None, gpu: str = ""
@@ -141,9 +162,7 @@ class PriceList(SpecEntry):
     def token_items(self, usage: TokenUsage) -> Iterator[tuple[PriceEntry, float]]:
         """Millions of tokens by the prices of the model: those at its endpoint, else those at any. Tokens of a prompt
         cache that has no price of its own cost as much as other input."""
-        name = f"{usage.endpoint}/{usage.model}"
-        if (name, "million-input-tokens") not in self._by_name_and_unit:
-            name = usage.model
+        name = self._token_price_name(usage)
         for kind in ("input", "cached", "cache_write", "output"):
             tokens = getattr(usage, f"{kind}_tokens")
             price = self._by_name_and_unit.get((name, f"million-{kind.replace('_', '-')}-tokens"))
@@ -157,10 +176,39 @@ class PriceList(SpecEntry):
         return sum(price.usd * amount for price, amount in self.token_items(usage))
 
     def prices_tokens(self, usage: TokenUsage) -> bool:
-        """True if the model has prices: its tokens are otherwise counted without dollars."""
-        names = (f"{usage.endpoint}/{usage.model}", usage.model)
-        return any((name, "million-input-tokens") in self._by_name_and_unit for name in names)
+        """True if the model has prices of input and of output: its tokens are otherwise counted without dollars."""
+        return self._has(self._token_price_name(usage), *TOKEN_UNITS)
 
     def sources(self, name: str) -> tuple[PriceEntry, ...]:
         """Every price of a name, for the foot of a report."""
         return tuple(entry for (known, _), entry in self._by_name_and_unit.items() if known == name)
+
+    def incomplete(self) -> Iterator[tuple[PriceEntry, Unit]]:
+        """Prices that need another one of the same name, with its unit: a model's input needs an output price, and a
+        GPU of a provider that charges idle workers an idle price."""
+        for entry in self.prices:
+            needed: Unit | None = None
+            if entry.unit == "million-input-tokens":
+                needed = "million-output-tokens"
+            elif entry.unit == "gpu-second" and self._charges_idle_gpus(gpu_price_parts(entry.name)[0]):
+                needed = "idle-gpu-second"
+            if needed is not None and not self._has(entry.name, needed):
+                yield entry, needed
+
+    def _has(self, name: str, *units: str) -> bool:
+        return all((name, unit) in self._by_name_and_unit for unit in units)
+
+    def _token_price_name(self, usage: TokenUsage) -> str:
+        """The name of the model's prices: at its endpoint where these are complete, or the only ones."""
+        names = (f"{usage.endpoint}/{usage.model}", usage.model)
+        complete = (name for name in names if self._has(name, *TOKEN_UNITS))
+        with_input = (name for name in names if self._has(name, "million-input-tokens"))
+        return next(complete, None) or next(with_input, usage.model)
+
+    def _charges_idle_gpus(self, provider: str) -> bool:
+        """True if the list has a price for idle workers of the provider, or for one of its idle GPUs."""
+        return any(
+            unit.startswith("idle-")
+            and (name == provider or (unit == "idle-gpu-second" and gpu_price_parts(name)[0] == provider))
+            for name, unit in self._by_name_and_unit
+        )

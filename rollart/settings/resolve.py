@@ -25,12 +25,11 @@ from rollart.settings.load import builtin, load_cluster, load_prices, load_run, 
 from rollart.settings.planning import (
     Specs,
     demands_of,
-    merged_prices,
     planning_problem,
     pools_of,
     solve_placement,
 )
-from rollart.settings.prices import PriceList
+from rollart.settings.prices import PriceList, merged_prices
 from rollart.settings.providers import with_plugin_prices
 from rollart.settings.rules import quotas
 from rollart.settings.run import RunSpec

@@ -17,7 +17,7 @@ from placement.publish import STORE
 from rollart.errors import SpecError, did_you_mean, some_of
 from rollart.settings.cluster import ClusterSpec, DeviceSpec, PoolSpec
 from rollart.settings.document import KeyPath
-from rollart.settings.prices import PriceList
+from rollart.settings.prices import PriceEntry, PriceList
 from rollart.settings.run import LAG, DomainSpec, FunctionEntry, RunSpec, WeightStoreSpec
 from rollart.shares import bounded_shares
 
@@ -85,6 +85,24 @@ def cluster_problems(cluster: ClusterSpec) -> list[RuleViolation]:
 
 
 def price_problems(prices: PriceList) -> list[RuleViolation]:
+    """Every broken rule of a price list that bills are computed from."""
+    missing = [
+        missing_price(("prices", prices.prices.index(entry), "unit"), entry, needed)
+        for entry, needed in prices.incomplete()
+    ]
+    return [*repeated_prices(prices), *missing]
+
+
+def missing_price(loc: KeyPath, entry: PriceEntry, needed: str) -> RuleViolation:
+    """The violation of a price that needs another one of its name (`PriceList.incomplete`)."""
+    return RuleViolation(
+        loc,
+        f"'{entry.name}' has a price per {entry.unit} and none per {needed}, which would count as $0 (rule: both)",
+        remedy=f"add its price per {needed}, 0 if there is no charge",
+    )
+
+
+def repeated_prices(prices: PriceList) -> list[RuleViolation]:
     """A name has one price per unit."""
     counts = Counter((p.name, p.unit) for p in prices.prices)
     return [

@@ -22,9 +22,8 @@ from typing import Any
 
 from rollart.errors import ProviderError, RollartError, SpecError, UsageError
 from rollart.settings.cluster import ClusterFunctions
-from rollart.settings.load import builtin, load_cluster, load_prices, price_list
-from rollart.settings.planning import merged_prices
-from rollart.settings.prices import PriceEntry, PriceList
+from rollart.settings.load import builtin, load_cluster, load_price_changes, load_prices, price_list
+from rollart.settings.prices import PriceEntry, PriceList, merged_prices
 from rollart.settings.providers import with_plugin_prices
 
 COLUMNS = ("name", "unit", "usd", "source", "date")
@@ -84,7 +83,7 @@ def read_prices(path: Path, *, region: str = "") -> list[PriceEntry]:
             return _json(path, region)
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: {getattr(error, 'strerror', None) or error}", remedy="give a price file") from None
-    return load_prices(path).prices
+    return load_price_changes(path).prices
 
 
 def _csv(path: Path) -> list[dict[str, Any]]:
@@ -128,16 +127,22 @@ def _json(path: Path, region: str) -> list[PriceEntry]:
 
 def merge_into(path: Path, new: Sequence[PriceEntry], *, cluster: Path | None, today: dt.date) -> list[PriceChange]:
     """Write a price list with the new entries to `path`, on top of the existing file or, for a new file, of the
-    cluster's list; return the changes that they make, in their order. UsageError for the shipped list, and if the file
-    cannot be written; it is replaced atomically."""
+    cluster's list; return the changes that they make, in their order. UsageError for the shipped list, for entries that
+    need others, and if the file cannot be written; it is replaced atomically."""
     if path.resolve() == builtin("prices.yaml").resolve():
         raise UsageError(f"{path} is the shipped price list (rule: it stays as it is)", remedy="give another --into")
-    before = load_prices(path) if path.exists() else base_list(cluster)
+    before = load_price_changes(path) if path.exists() else base_list(cluster)
+    merged = merged_prices(before, new)
+    for entry, needed in merged.incomplete():
+        raise UsageError(
+            f"'{entry.name}' has a price per {entry.unit} and none per {needed}, which would count as $0 (rule: both)",
+            remedy=f"add its price per {needed}, 0 if there is no charge",
+        )
     lines = [
         f"# Written by `rollart prices` on {today}. Name it in a cluster spec: `prices: {path.name}`.",
         f"currency: {before.currency}",
         "prices:",
-        *(_line(p) for p in merged_prices(before, new).prices),
+        *(_line(p) for p in merged.prices),
     ]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

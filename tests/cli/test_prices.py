@@ -87,6 +87,19 @@ def test_a_file_starts_from_the_shipped_list_and_is_added_to(rollart: Call) -> N
     assert "prices.yaml: ok (PriceList)" in rollart("validate", "prices.yaml").out
 
 
+def test_a_part_of_a_models_prices_is_added_to_the_other_part(rollart: Call) -> None:
+    model = "{name: NAME, unit: million-input-tokens, usd: 0.3, date: 2026-11-01, source: s}"
+    Path("known.yaml").write_text(f"prices: [{model.replace('NAME', 'api.openai.com/gpt-5-mini')}]\n")
+    done = rollart("prices", "import", "known.yaml")
+    assert done.code == 0, done.err
+    Path("new.yaml").write_text(f"prices: [{model.replace('NAME', 'm')}]\n")
+    before = Path("prices.yaml").read_text()
+    done = rollart("prices", "import", "new.yaml")
+    assert done.code == 2
+    assert "'m' has a price per million-input-tokens and none per million-output-tokens" in done.err
+    assert Path("prices.yaml").read_text() == before
+
+
 def test_an_offer_of_aws_is_read(rollart: Call) -> None:
     """The tier that starts at 0 of the newest term, the plainest product of a group, requests by the million."""
     done = rollart("prices", "import", str(OFFER), "-o", "json")

@@ -203,6 +203,15 @@ def test_cluster_and_price_rules(write: Write) -> None:
     price = "{name: cpu, usd: 1, source: me, date: 2026-01-01}"
     with pytest.raises(SpecError, match="given twice"):
         load_prices(write(f"prices: [{price}, {price}]\n"))
+    model = "{name: m, unit: million-input-tokens, usd: 1, source: me, date: 2026-01-01}"
+    with pytest.raises(SpecError, match="none per million-output-tokens, which would count as") as caught:
+        load_prices(write(f"prices: [{model}]\n"))
+    assert "add its price per million-output-tokens" in caught.value.remedy
+    cluster = "name: c\npools: [{name: a, count: 2}]\nprice_list: [{name: NAME, unit: million-input-tokens, usd: 1, "
+    cluster += "source: me, date: 2026-01-01}]\n"
+    with pytest.raises(SpecError, match="'m' has a price per million-input-tokens and none per") as caught:
+        load_cluster(write(cluster.replace("NAME", "m")))
+    load_cluster(write(cluster.replace("NAME", "api.openai.com/gpt-5-mini")))  # the shipped list has the other price
 
 
 def test_a_file_is_known_by_its_keys(write: Write) -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import datetime as dt
+
 import pytest
 
 from rollart.settings.load import builtin, load_prices
+from rollart.settings.prices import PriceEntry, PriceList, Unit, gpu_price_name, gpu_price_parts
+from rollart.settings.rules import price_problems
+from serverless.types import TokenUsage
 
 SHIPPED = load_prices(builtin("prices.yaml"))
 
@@ -40,6 +45,53 @@ def test_a_gpu_without_a_price_is_known_to_have_none() -> None:
     assert not SHIPPED.prices_gpu("modal", "TPU")
     assert not SHIPPED.prices_gpu("aws_lambda", "L4")
     assert SHIPPED.prices_gpu("aws_lambda", "")
+
+
+def price(name: str, unit: Unit, usd: float = 1.0) -> PriceEntry:
+    return PriceEntry(name=name, unit=unit, usd=usd, source="the test", date=dt.date(2026, 7, 1))
+
+
+def test_a_gpu_without_an_idle_price_is_known_to_lack_one() -> None:
+    busy = price("modal-L4", "gpu-second")
+    assert not PriceList(prices=[busy]).prices_gpu("modal", "L4")
+    assert PriceList(prices=[busy, price("modal-L4", "idle-gpu-second", 0.0)]).prices_gpu("modal", "L4")
+
+
+def test_a_model_without_an_output_price_is_known_to_lack_one() -> None:
+    used = TokenUsage("api.example", "m", 1, 1_000_000, output_tokens=1_000_000)
+    partial = price("api.example/m", "million-input-tokens")
+    assert not PriceList(prices=[partial]).prices_tokens(used)
+    both = [price("m", "million-input-tokens", 2.0), price("m", "million-output-tokens", 3.0)]
+    listed = PriceList(prices=[partial, *both])
+    assert listed.prices_tokens(used)
+    assert listed.token_usd(used) == 5.0, "the complete prices, not half of each"
+
+
+@pytest.mark.parametrize(
+    ("given", "needed"),
+    [
+        ([("api.example/m", "million-input-tokens")], "million-output-tokens"),
+        ([("modal", "idle-core-second"), ("modal-L4", "gpu-second")], "idle-gpu-second"),
+        ([("n-H100", "gpu-second"), ("n-H100", "idle-gpu-second"), ("n-L4", "gpu-second")], "idle-gpu-second"),
+        ([("n", "core-second"), ("n-L4", "gpu-second")], None),
+        ([("api.example/m", "million-output-tokens")], None),
+    ],
+)
+def test_a_list_with_half_of_a_price_is_refused(given: list[tuple[str, Unit]], needed: str | None) -> None:
+    """A provider that charges nothing for idle workers may leave out the idle price of its GPUs."""
+    found = price_problems(PriceList(prices=[price(name, unit) for name, unit in given]))
+    if needed is None:
+        assert found == []
+    else:
+        (problem,) = found
+        assert problem.loc == ("prices", len(given) - 1, "unit")
+        assert f"none per {needed}" in problem.message
+        assert needed in problem.remedy
+
+
+@pytest.mark.parametrize("kind", ["L4", "A100-80GB", "RTX-PRO-6000"])
+def test_the_name_of_a_gpu_price_has_its_provider_and_type(kind: str) -> None:
+    assert gpu_price_parts(gpu_price_name("aws_lambda", kind)) == ("aws_lambda", kind)
 
 
 def test_a_provider_without_prices_costs_nothing_and_shows_it() -> None:
