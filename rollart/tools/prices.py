@@ -23,7 +23,7 @@ from typing import Any
 from rollart.errors import ProviderError, RollartError, SpecError, UsageError
 from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.load import builtin, load_cluster, load_price_changes, load_prices, price_list
-from rollart.settings.prices import PriceEntry, PriceList, merged_prices
+from rollart.settings.prices import PriceEntry, PriceList, gpu_price_name, merged_prices
 from rollart.settings.providers import with_plugin_prices
 
 COLUMNS = ("name", "unit", "usd", "source", "date")
@@ -407,7 +407,7 @@ def modal_prices(rates: Mapping[str, Decimal], known: PriceList, day: dt.date) -
         for p in known.prices
         if p.unit == "device-hour" and p.source.startswith("Modal")
     }
-    types = {_normalised_name(p.name.partition("-")[2]): p.name for p in known.prices if p.unit == "gpu-second"}
+    types = {_normalised_name(kind): gpu_price_name("modal", kind) for kind in known.gpu_prices("modal")}
     found: list[PriceEntry] = []
     unused: list[str] = []
     for name, rate in sorted(rates.items()):

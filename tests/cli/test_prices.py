@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from rollart.settings.load import builtin, load_prices
+from rollart.settings.prices import PriceList
 from rollart.tools.prices import Product, ec2_prices, modal_prices
 
 Call = Callable[..., Any]
@@ -220,6 +221,19 @@ def test_rates_of_modal() -> None:
         }
     )
     assert unused == ["cpu_core_second_eu", "gpu_l4", "gpu_quantum_second", "volume_gib_month"]
+
+
+def test_a_rate_of_modal_is_no_price_of_another_provider() -> None:
+    shipped = load_prices(builtin("prices.yaml")).prices
+    busy = next(p for p in shipped if (p.name, p.unit) == ("modal-L4", "gpu-second"))
+    idle = next(p for p in shipped if (p.name, p.unit) == ("modal-L4", "idle-gpu-second"))
+    others = [p.model_copy(update={"name": "nebula-L4"}) for p in (busy, idle)]
+    for known in ([busy, idle, *others], [*others, busy, idle]):
+        found, unused = modal_prices({"gpu_l4_second": Decimal("0.0003")}, PriceList(prices=known), busy.date)
+        assert {(p.name, p.unit) for p in found} == {("modal-L4", "gpu-second"), ("modal-L4", "idle-gpu-second")}
+        assert unused == []
+    found, unused = modal_prices({"gpu_l4_second": Decimal("0.0003")}, PriceList(prices=others), busy.date)
+    assert (found, unused) == ([], ["gpu_l4_second"])
 
 
 # From the providers. moto has no pricing service, so AWS's answers come from a server here, through boto3's own client.
