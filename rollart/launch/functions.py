@@ -28,7 +28,7 @@ from rollart.ports import Recorder, RunEvent
 from rollart.settings.cluster import ClusterFunctions, HttpFunction
 from rollart.settings.functions import MODELS, settings_model
 from rollart.settings.load import builtin, function_layer_settings, load_prices
-from rollart.settings.prices import PriceList
+from rollart.settings.prices import PriceList, gpu_price_parts
 from rollart.settings.providers import (
     ALIASES,
     BUILT_IN,
@@ -596,7 +596,7 @@ def units_by_provider(prices: PriceList | None = None) -> dict[str, dict[str, fl
             continue
         provider, unit = entry.name, str(entry.unit)
         if unit.endswith("gpu-second"):  # `modal-L4`: of a type of the provider's
-            provider, _, kind = provider.partition("-")
+            provider, kind = gpu_price_parts(provider)
             unit = f"{unit}:{kind}"
         found.setdefault(provider, {})[unit] = entry.usd
     return found

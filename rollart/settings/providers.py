@@ -12,22 +12,19 @@ import functools
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from rollart.errors import ProviderError
-from rollart.settings.prices import PriceEntry, PriceList
+from rollart.settings.prices import PriceEntry, PriceList, gpu_price_name
+from serverless.spec import gpu_type
 
 if TYPE_CHECKING:
     from importlib import metadata
 
-    from serverless.providers.plugin import ProviderPlugin
+    from serverless.providers.plugin import ListPrice, ProviderPlugin
 
 BUILT_IN = ("local", "aws_lambda", "modal", "http")
 """Provider names as in the ledger and the price list."""
-
-ALIASES: Mapping[str, str] = {"aws": "aws_lambda", "lambda": "aws_lambda"}
-"""Other names of providers on the command line."""
 
 GROUP = "rollart.function_backends"
 
@@ -76,13 +73,16 @@ def plugin(name: str) -> ProviderPlugin:
 
 
 def with_plugin_prices(prices: PriceList, providers: Sequence[str]) -> PriceList:
-    """The list with prices that plugins among the providers bring, where it has none of that provider and unit."""
+    """The list with prices that plugins among the providers bring, where it has none of that name and unit."""
     known = {(p.name, p.unit) for p in prices.prices}
-    more = [
-        PriceEntry.model_validate(asdict(price) | {"name": name})
-        for name in providers
-        if name not in BUILT_IN
-        for price in plugin(name).prices
-        if (name, price.unit) not in known
-    ]
+    listed = [_entry(name, price) for name in providers if name not in BUILT_IN for price in plugin(name).prices]
+    more = [entry for entry in listed if (entry.name, entry.unit) not in known]
     return PriceList(currency=prices.currency, prices=[*prices.prices, *more]) if more else prices
+
+
+def _entry(provider: str, price: ListPrice) -> PriceEntry:
+    """A plugin's price, named after the provider, or after its GPU type as runs look it up."""
+    name = gpu_price_name(provider, gpu_type(price.gpu)[0]) if price.gpu else provider
+    return PriceEntry.model_validate(
+        {"name": name, "unit": price.unit, "usd": price.usd, "source": price.source, "date": price.date}
+    )

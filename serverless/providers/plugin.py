@@ -32,13 +32,20 @@ class ProviderContext:
 
 @dataclass(frozen=True, slots=True)
 class ListPrice:
-    """A price of the provider in dollars per unit ("GB-second", "core-second", "gpu-second", "million-requests",
-    "idle-..."), with its source and the date on which it was read (YYYY-MM-DD)."""
+    """A price of the provider in dollars per unit ("GB-second", "core-second", "million-requests", "idle-..."), with
+    its source and the date on which it was read (YYYY-MM-DD). A price per "gpu-second" or "idle-gpu-second" is that of
+    a type of `gpu`, as functions name it ("L4"). ValueError for another unit with a type, or these without one."""
 
     unit: str
     usd: float
     source: str
     date: str
+    gpu: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.gpu) is not self.unit.endswith("gpu-second"):
+            rule = "rule: a GPU type for gpu-second and idle-gpu-second, and for no other unit"
+            raise ValueError(f"price per {self.unit} has gpu {self.gpu!r} ({rule})")
 
 
 @dataclass(frozen=True, slots=True)

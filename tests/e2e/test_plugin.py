@@ -86,7 +86,11 @@ def test_rewards_are_deployed_to_it_and_called_by_name(
     assert (row["function"], row["provider"], row["current"]) == ("rule", "nebula", "yes")
     answer = rollart("invoke", "rule", "--item", json.dumps({"id": "a", "prompt": "x", "completion": "heads"}))
     assert json.loads(answer)[0]["id"] == "a"
-    assert units_by_provider()["nebula"] == {"GB-second": 0.00002}, "`rewards plan` and `test` price it"
+    assert units_by_provider()["nebula"] == {
+        "GB-second": 0.00002,
+        "gpu-second:L4": 0.0002,
+        "idle-gpu-second:L4": 0.0001,
+    }, "`rewards plan` and `test` price it"
 
 
 def test_its_settings_are_checked_before_anything_starts(

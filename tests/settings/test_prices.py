@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import datetime as dt
+import importlib
+from pathlib import Path
 
 import pytest
 
 from rollart.settings.load import builtin, load_prices
 from rollart.settings.prices import PriceEntry, PriceList, Unit, gpu_price_name, gpu_price_parts
+from rollart.settings.providers import with_plugin_prices
 from rollart.settings.rules import price_problems
+from serverless.providers.plugin import ListPrice
 from serverless.types import TokenUsage
 
 SHIPPED = load_prices(builtin("prices.yaml"))
@@ -92,6 +96,27 @@ def test_a_list_with_half_of_a_price_is_refused(given: list[tuple[str, Unit]], n
 @pytest.mark.parametrize("kind", ["L4", "A100-80GB", "RTX-PRO-6000"])
 def test_the_name_of_a_gpu_price_has_its_provider_and_type(kind: str) -> None:
     assert gpu_price_parts(gpu_price_name("aws_lambda", kind)) == ("aws_lambda", kind)
+
+
+def test_a_plugin_prices_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions name a type in several ways; prices are found by one of them."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "fixtures" / "nebula")
+    nebula = importlib.import_module("rollart_nebula").PLUGIN
+    monkeypatch.setattr("rollart.settings.providers.plugin", lambda name: nebula)
+    listed = with_plugin_prices(SHIPPED, ["nebula"])
+    plain = listed.function_usd("nebula", billed_s=10, memory_mb=1024)
+    assert plain == pytest.approx(10 * 0.00002)
+    assert listed.function_usd("nebula", billed_s=10, memory_mb=1024, gpu="l4:2") == pytest.approx(plain + 20 * 0.0002)
+    assert listed.idle_usd("nebula", seconds=10, memory_mb=1024, gpu="L4!") == pytest.approx(10 * 0.0001)
+    assert listed.prices_gpu("nebula", "L4")
+    mine = PriceList(prices=[*SHIPPED.prices, price("nebula-L4", "gpu-second", 7.0)])
+    assert with_plugin_prices(mine, ["nebula"]).gpu_prices("nebula")["L4"].usd == 7.0, "a user's price comes first"
+
+
+@pytest.mark.parametrize(("unit", "gpu"), [("gpu-second", ""), ("idle-gpu-second", ""), ("core-second", "L4")])
+def test_a_plugin_names_the_type_of_a_gpu_price_and_of_no_other(unit: str, gpu: str) -> None:
+    with pytest.raises(ValueError, match="rule: a GPU type"):
+        ListPrice(unit, 1.0, "the test", "2026-07-01", gpu=gpu)
 
 
 def test_a_provider_without_prices_costs_nothing_and_shows_it() -> None:
