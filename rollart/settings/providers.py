@@ -30,8 +30,15 @@ GROUP = "rollart.function_backends"
 
 PLUGIN_NAME = r"[a-z][a-z0-9_]{0,63}"
 
-RESERVED = frozenset({*BUILT_IN, "aws", "lambda", "backend", "price", "allow_unsafe", "pipeline", "scaling"})
-"""Names that a plugin cannot have: other keys of `functions`, and other names of providers."""
+RESERVED = frozenset(
+    {
+        *BUILT_IN,
+        *("aws", "lambda"),
+        *("backend", "price", "quota", "allow_unsafe", "order_check", "secrets", "pipeline", "scaling"),
+    }
+)
+"""Names that a plugin cannot have: other names of providers, and the keys of `functions` (`ClusterFunctions`, which
+imports this module; a test compares them)."""
 
 
 def installed_plugins() -> Mapping[str, metadata.EntryPoint]:

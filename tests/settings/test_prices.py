@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.load import builtin, load_prices
 from rollart.settings.prices import PriceEntry, PriceList, Unit, gpu_price_name, gpu_price_parts
-from rollart.settings.providers import with_plugin_prices
+from rollart.settings.providers import RESERVED, with_plugin_prices
 from rollart.settings.rules import price_problems
 from serverless.providers.plugin import ListPrice
 from serverless.types import TokenUsage
@@ -117,6 +118,10 @@ def test_a_plugin_prices_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plugin_names_the_type_of_a_gpu_price_and_of_no_other(unit: str, gpu: str) -> None:
     with pytest.raises(ValueError, match="rule: a GPU type"):
         ListPrice(unit, 1.0, "the test", "2026-07-01", gpu=gpu)
+
+
+def test_no_plugin_has_the_name_of_a_key_of_functions() -> None:
+    assert ClusterFunctions.model_fields.keys() <= RESERVED
 
 
 def test_a_provider_without_prices_costs_nothing_and_shows_it() -> None:
