@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 BUILT_IN = ("local", "aws_lambda", "modal", "http")
 """Provider names as in the ledger and the price list."""
 
+ALIASES: Mapping[str, str] = {"aws": "aws_lambda", "lambda": "aws_lambda"}
+"""Other names of providers on the command line."""
+
 GROUP = "rollart.function_backends"
 
 PLUGIN_NAME = r"[a-z][a-z0-9_]{0,63}"
@@ -33,7 +36,7 @@ PLUGIN_NAME = r"[a-z][a-z0-9_]{0,63}"
 RESERVED = frozenset(
     {
         *BUILT_IN,
-        *("aws", "lambda"),
+        *ALIASES,
         *("backend", "price", "quota", "allow_unsafe", "order_check", "secrets", "pipeline", "scaling"),
     }
 )
