@@ -77,6 +77,19 @@ class RewardCost:
     """Seconds from a call to the start of its work in a new container, image and weights included; None: not known."""
     keep_alive_s: float = 60.0
     """Idle time after which a container stops."""
+    warm: int = 0
+    """Containers that never stop."""
+    worker_memory_gb: float | None = None
+    """Memory that a provider bills a container for; None: `memory_gb`."""
+    functions: tuple[str, ...] = ()
+    """Names of the functions that do the work. Domains with the same ones share their containers."""
+    additional: tuple[RewardCost, ...] = ()
+    """Costs of the domain's other functions, which score the same trajectory at the same provider."""
+
+    @property
+    def parts(self) -> tuple[RewardCost, ...]:
+        """This cost and the additional ones."""
+        return (self, *self.additional)
 
     @property
     def call_s(self) -> float:
@@ -249,11 +262,22 @@ class FunctionPrice:
 
     def usd_per_s(self, reward: RewardCost) -> float | None:
         """Dollars per second of a worker for a reward; None if the provider does not have its GPU."""
-        worker = reward.memory_gb * self.usd_per_gb_s + reward.cores * self.usd_per_core_s
+        memory_gb = reward.memory_gb if reward.worker_memory_gb is None else reward.worker_memory_gb
+        worker = memory_gb * self.usd_per_gb_s + reward.cores * self.usd_per_core_s
         if not reward.on_gpu:
             return worker
         gpu = self.usd_per_gpu_s.get(reward.gpu)
         return None if gpu is None else worker + gpu * reward.gpus
+
+    def usd_per_trajectory(self, reward: RewardCost) -> float | None:
+        """Dollars to score one trajectory with all of its functions; None if the provider lacks one of their GPUs."""
+        usd = 0.0
+        for part in reward.parts:
+            per_second = self.usd_per_s(part)
+            if per_second is None:
+                return None
+            usd += part.seconds * per_second + self.usd_per_million_requests / 1e6 / part.batch
+        return usd
 
 
 class Restriction(enum.StrEnum):

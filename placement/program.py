@@ -439,9 +439,8 @@ def _add_rewards(p: PlacementProgram) -> None:
 def _reward_options(p: PlacementProgram, j: int, reward: RewardCost) -> Iterator[RewardOption]:
     problem, m, price = p.problem, p.matrix, p.problem.functions
     if price is not None and reward.stateless and not _is_late(reward, price.overhead_s):
-        per_second = price.usd_per_s(reward)
-        if per_second is not None:
-            usd = reward.seconds * per_second + price.usd_per_million_requests / 1e6 / reward.batch
+        usd = price.usd_per_trajectory(reward)
+        if usd is not None:
             yield RewardOption(j, -1, m.column(), None, usd)
     if _is_late(reward) or reward.provided:
         return

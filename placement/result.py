@@ -4,14 +4,14 @@ text."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from placement.milp import Floats, MilpSolution
 from placement.paths import MODES
-from placement.problem import FunctionPrice, RewardCost
-from placement.program import PlacementProgram, solve_relaxation
+from placement.problem import DomainProfile, FunctionPrice, RewardCost
+from placement.program import PlacementProgram, RewardOption, solve_relaxation
 from placement.search import plan_value
 from placement.types import Deployment, DualPrices, FirstStage, Flow, Objective, Placement, Pool, RewardChoice, Role
 
@@ -188,10 +188,13 @@ def _flows(p: PlacementProgram, x: Floats) -> Iterable[Flow]:
 
 def _rewards(p: PlacementProgram, x: Floats) -> Iterable[RewardChoice]:
     pools = p.problem.pools
+    chosen: list[tuple[RewardOption, float, DomainProfile, RewardCost]] = []
     for q in p.rewards:
-        rate, reward = float(x[q.column]) * p.scale, p.problem.domains[q.domain].reward
-        if rate <= NEGLIGIBLE_FLOW * p.rate_of(x) or reward is None:
-            continue
+        rate, domain = float(x[q.column]) * p.scale, p.problem.domains[q.domain]
+        if rate > NEGLIGIBLE_FLOW * p.rate_of(x) and domain.reward is not None:
+            chosen.append((q, rate, domain, domain.reward))
+    notes = _idle_notes(p.problem.functions, {d.name: (reward, rate) for q, rate, d, reward in chosen if q.pool < 0})
+    for q, rate, domain, reward in chosen:
         mine = [r for r in p.rewards if r.domain == q.domain]
         usd = next((r.usd for r in mine if r.pool < 0), None)
         hourly = {r.pool: pools[r.pool].usd_per_device_hour * r.unit[1] for r in mine if r.unit is not None}
@@ -201,33 +204,53 @@ def _rewards(p: PlacementProgram, x: Floats) -> Iterable[RewardChoice]:
             even = dedicated / (3600.0 * usd / reward.seconds)
         per = usd if q.pool < 0 else (dedicated or 0.0) / 3600.0 * reward.seconds
         yield RewardChoice(
-            domain=p.problem.domains[q.domain].name,
+            domain=domain.name,
             where="functions" if q.pool < 0 else pools[q.pool].name,
             rate=rate,
             usd_per_thousand=1000.0 * (per or 0.0),
             break_even_utilisation=even,
             dedicated_utilisation=rate * reward.seconds if dedicated is not None else None,
-            note=_idle_note(p.problem.functions, reward, rate) if q.pool < 0 else "",
+            note=notes.get(domain.name, "") if q.pool < 0 else "",
         )
 
 
-def idle_containers(reward: RewardCost, rate: float) -> float:
-    """An estimate of the mean number of containers that wait at `rate` trajectories/s. Calls arrive at random: a mean
-    load of a containers needs a + √a of them, of which one waits no longer than `keep_alive_s` for its next call."""
-    load, calls_per_s = rate * reward.seconds, rate / reward.batch
-    spare = math.ceil(load + math.sqrt(load)) - load
-    return spare * -math.expm1(-calls_per_s * reward.keep_alive_s)
+def idle_containers(scored: Sequence[tuple[RewardCost, float]]) -> float:
+    """An estimate of the mean number of waiting containers of one function, from the rewards of its domains and their
+    trajectories/s.
+
+    Calls arrive at random: a mean load of a containers needs a + √a of them. Containers above the load wait all the
+    time if they are `warm`, and otherwise no longer than `keep_alive_s` for their next call.
+    """
+    load = sum(rate * reward.seconds for reward, rate in scored)
+    calls_per_s = sum(rate / reward.batch for reward, rate in scored)
+    warm = max((reward.warm for reward, _ in scored), default=0)
+    keep_alive_s = max((reward.keep_alive_s for reward, _ in scored), default=0.0)
+    spare = max(0.0, math.ceil(load + math.sqrt(load)) - max(load, warm))
+    return max(0.0, warm - load) + spare * -math.expm1(-calls_per_s * keep_alive_s)
 
 
-def _idle_note(price: FunctionPrice | None, reward: RewardCost, rate: float) -> str:
-    """The bill of waiting containers and their start, where the provider charges them. It is in no dollars of a
-    plan."""
-    per_second = None if price is None or not price.charges_idle else price.usd_per_s(reward)
-    if per_second is None:
-        return ""
-    waiting = idle_containers(reward, rate)
-    note = f"and about ${3600.0 * waiting * per_second:.2f}/h for {waiting:.1f} containers that wait"
-    return note if reward.cold_start_s is None else f"{note}; a start takes {reward.cold_start_s:g} s"
+def _idle_notes(price: FunctionPrice | None, scored: Mapping[str, tuple[RewardCost, float]]) -> dict[str, str]:
+    """By domain the bill of waiting containers and their start, where the provider charges them. It is in no dollars of
+    a plan. `scored`: reward and trajectories/s by domain. Domains that share a function have one note, at the first of
+    them."""
+    if price is None or not price.charges_idle:
+        return {}
+    shared: dict[tuple[str, ...], list[tuple[str, RewardCost, float]]] = {}
+    for domain, (reward, rate) in scored.items():
+        for i, part in enumerate(reward.parts):
+            shared.setdefault(part.functions or ("", domain, str(i)), []).append((domain, part, rate))
+    notes: dict[str, list[str]] = {}
+    for found in shared.values():
+        domain, others = found[0][0], [name for name, _, _ in found[1:]]
+        usd_per_s = price.usd_per_s(found[0][1])
+        if usd_per_s is None:
+            continue
+        waiting = idle_containers([(part, rate) for _, part, rate in found])
+        note = f"and about ${3600.0 * waiting * usd_per_s:.2f}/h for {waiting:.1f} containers that wait"
+        note += f", shared with {', '.join(others)}" if others else ""
+        starts = [part.cold_start_s for _, part, _ in found if part.cold_start_s is not None]
+        notes.setdefault(domain, []).append(f"{note}; a start takes {max(starts):g} s" if starts else note)
+    return {domain: "; ".join(parts) for domain, parts in notes.items()}
 
 
 def _binding_constraints(p: PlacementProgram, best: MilpSolution, x: Floats) -> tuple[str, ...]:

@@ -52,6 +52,8 @@ SPLIT = frozenset({Role.PREFILL, Role.DECODE})
 
 GIB_IN_GB = 1.073741824
 
+MIB_IN_GB = 2**20 / 1e9
+
 RECALIBRATE = "write it anew with `rollart calibrate`"
 
 
@@ -195,8 +197,9 @@ def profiles_of(
         weight = float(quotas[domain.name])
         try:
             if domain.profile is not None:
-                own = _scoring_functions(run, domain, base) if domain.profile.reward is not None else ()
-                profiles.append(_given(domain, domain.profile, weight, own))
+                scored = domain.profile.reward is not None
+                functions = _scoring_functions(run, domain, base) if scored else ()
+                profiles.append(_given(domain, domain.profile, weight, functions))
             elif domain.name in known:
                 profiles.append(replace(known[domain.name], weight=weight, max_turns=domain.max_turns))
             else:
@@ -495,9 +498,11 @@ def _links(cluster: ClusterSpec, *, to_store: bool) -> tuple[Link, ...]:
 
 def reward_cost(spec: RewardCostSpec, functions: Sequence[FunctionSpec]) -> RewardCost:
     """The cost of a profile's reward, on the GPU of the domain's reward `functions` if the profile names none. A run
-    calls a function with a GPU at its provider, so no pool is planned for it."""
-    own = next((one for one in functions if one.gpu), None)
-    gpu, gpus = gpu_type((own.gpu if own is not None else "") if spec.gpu is None else spec.gpu)
+    calls a function with a GPU at its provider, so no pool is planned for it, and the provider bills the function's
+    memory, whatever its weights take."""
+    gpu_function = next((function for function in functions if function.gpu), None)
+    gpu, gpus = gpu_type((gpu_function.gpu if gpu_function is not None else "") if spec.gpu is None else spec.gpu)
+    workers = functions if gpu_function is None else (gpu_function,)
     batch_s = spec.batch * spec.seconds if spec.batch_s is None else spec.batch_s
     given = spec.model_dump(exclude={"seconds", "on_gpu", "gpu", "batch_s"})
     return RewardCost(
@@ -506,8 +511,11 @@ def reward_cost(spec: RewardCostSpec, functions: Sequence[FunctionSpec]) -> Rewa
         on_gpu=spec.on_gpu or bool(gpu),
         gpu=gpu,
         gpus=max(1, gpus),
-        provided=own is not None,
-        keep_alive_s=max((one.keep_alive_s for one in functions), default=60.0),
+        provided=gpu_function is not None or (bool(gpu) and bool(functions)),
+        keep_alive_s=max((function.keep_alive_s for function in workers), default=60.0),
+        warm=sum(function.warm for function in workers),
+        worker_memory_gb=None if gpu_function is None else gpu_function.memory_mb * MIB_IN_GB,
+        functions=tuple(sorted(function.name for function in workers)),
         **given,
     )
 

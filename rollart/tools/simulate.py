@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -74,7 +74,8 @@ from serverless.spec import FunctionBatchSpec, FunctionSpec
 from serverless.types import FaultKind
 
 _BILLED = {"gpu", "keep_alive_s", "memory_mb", "concurrency"}
-"""Settings of a simulated function that reports read."""
+"""Settings from which reports compute the bill of a GPU function. A simulation's ledger records its simulated values of
+them."""
 
 INSTANT_GB_PER_S = 1e9
 """Bandwidth of instantaneous transfers: a broadcast leaves nothing to pull."""
@@ -149,8 +150,12 @@ def simulate(
         config = {**present.to_dict(), SIMULATED_KEY: {"schedule": name, "seed": seed, "functions": rewarded}}
         on_gpus = [one.spec for one in functions if one.spec.gpu]
         if on_gpus:  # the price of a GPU is that of its type
-            simulated = {one.name: one.model_dump(mode="json", include=_BILLED) for one in on_gpus}
-            config["functions"] = {**config["functions"], **simulated}
+            declared = config["functions"]
+            simulated = {
+                spec.name: {**declared.get(spec.name, {}), **spec.model_dump(mode="json", include=_BILLED)}
+                for spec in on_gpus
+            }
+            config["functions"] = {**declared, **simulated}
         with TracedLedger(directory, clock=loop.time, config=config, on_time=on_time) as ledger:
             names = simulated_function_hosts(present)
             workers = SimulatedMachines(names) if names else None
@@ -492,29 +497,11 @@ class FunctionBehaviour:
 
 
 def function_behaviours(resolved: Resolved, recording: RecordedRun | None) -> list[FunctionBehaviour]:
-    """The functions of a run: recorded ones with their recorded call times, else one per domain whose profile has a
-    reward. Cold starts on another provider than the recorded one take `COLD_START_S`."""
-    found: list[FunctionBehaviour] = []
+    """The functions of a run: recorded ones with their recorded call times, else those of the domains' profiles. Cold
+    starts on another provider than the recorded one take `COLD_START_S`."""
     if recording is None:
-        assert resolved.problem is not None
-        for domain in resolved.problem.domains:
-            if (cost := domain.reward) is None or (cost.on_gpu and not _on_functions(resolved, domain.name)):
-                continue
-            spec = FunctionSpec(
-                name=f"reward-{domain.name}"[:64],
-                source=SCORE_SOURCE,
-                takes="samples",
-                memory_mb=min(32_768, max(128, round(cost.memory_gb * 1024))),
-                concurrency=10_000,
-                queue=1_000_000,
-                timeout_s=900.0,
-                deterministic=False,
-                batch=FunctionBatchSpec(max_items=cost.batch),
-            )
-            if cost.on_gpu:
-                spec = _scaled_as_declared(resolved, domain.name, spec, cost)
-            found.append(FunctionBehaviour(spec, _profile(cost), (domain.name,)))
-        return found
+        return _profiled_functions(resolved)
+    found: list[FunctionBehaviour] = []
     for name, spec in resolved.functions.items():
         seen = recording.functions.get(name)
         domains = tuple(d.name for d in resolved.run.domains if name in (r.function for r in d.rewards))
@@ -540,26 +527,67 @@ IMAGE_START_S, LONGEST_START_S = 60.0, 600.0
 `serverless.deploy.modal_app` does, and the limit of both."""
 
 
+def _profiled_functions(resolved: Resolved) -> list[FunctionBehaviour]:
+    """The functions behind the rewards of the domains' profiles: one for each function with a GPU, whichever domains it
+    scores, and `reward-DOMAIN` for a domain's functions on cores."""
+    assert resolved.problem is not None
+    scored: dict[str, list[tuple[DomainProfile, RewardCost]]] = {}
+    for domain in resolved.problem.domains:
+        if domain.reward is None or (domain.reward.on_gpu and not _on_functions(resolved, domain.name)):
+            continue
+        for cost in domain.reward.parts:
+            shared = cost.on_gpu and len(cost.functions) == 1
+            name = cost.functions[0] if shared else f"reward-{domain.name}"[:64]
+            scored.setdefault(name, []).append((domain, cost))
+    return [_profiled_function(name, domains, resolved.functions.get(name)) for name, domains in scored.items()]
+
+
+def _profiled_function(
+    name: str, scored: Sequence[tuple[DomainProfile, RewardCost]], declared: FunctionSpec | None
+) -> FunctionBehaviour:
+    """A function with the settings `declared` for it and the costs of the domains that it scores. Its times are their
+    mean, weighted by the domains' trajectories."""
+    costs = [cost for _, cost in scored]
+    spec = FunctionSpec(
+        name=name,
+        source=SCORE_SOURCE,
+        takes="samples",
+        memory_mb=min(32_768, max(128, round(max(cost.memory_gb for cost in costs) * 1024))),
+        concurrency=10_000,
+        queue=1_000_000,
+        timeout_s=900.0,
+        deterministic=False,
+        batch=FunctionBatchSpec(max_items=max(cost.batch for cost in costs)),
+    )
+    if costs[0].on_gpu:
+        spec = _scaled_as_declared(spec, costs[0], declared)
+    profiles, weight = [_profile(cost) for cost in costs], math.fsum(domain.weight for domain, _ in scored)
+    profile = Profile(
+        max(one.cold_start_s for one in profiles),
+        call_s=math.fsum(d.weight * one.call_s for (d, _), one in zip(scored, profiles, strict=True)) / weight,
+        item_s=math.fsum(d.weight * one.item_s for (d, _), one in zip(scored, profiles, strict=True)) / weight,
+    )
+    return FunctionBehaviour(spec, profile, tuple(domain.name for domain, _ in scored))
+
+
 def _on_functions(resolved: Resolved, domain: str) -> bool:
     """True if the plan scores a domain in functions. A reward model on GPUs of a pool is not run by rollart."""
     plan = resolved.plan.placement
     return plan is not None and any(choice.domain == domain and choice.where == "functions" for choice in plan.rewards)
 
 
-def _scaled_as_declared(resolved: Resolved, domain: str, spec: FunctionSpec, cost: RewardCost) -> FunctionSpec:
-    """The settings of the domain's own function that decide what its containers cost: their number, their idle time,
-    and how long an item waits for a batch."""
-    used = [use.function for use in resolved.run.domain(domain).rewards]
-    own = next((one for name in used if (one := resolved.functions.get(name)) is not None and one.gpu), None)
-    gpu = f"{cost.gpu}:{cost.gpus}"
-    if own is None:
-        return spec.model_copy(
-            update={"gpu": gpu, "keep_alive_s": cost.keep_alive_s, "init_timeout_s": LONGEST_START_S}
-        )
-    batch = own.batch.model_copy(update={"max_items": min(own.batch.max_items, cost.batch)})
-    kept = {key: getattr(own, key) for key in ("concurrency", "keep_alive_s", "warm")}
-    start_s = min(LONGEST_START_S, own.init_timeout_s + IMAGE_START_S)
-    return spec.model_copy(update={"gpu": gpu, "batch": batch, "init_timeout_s": start_s, **kept})
+def _scaled_as_declared(spec: FunctionSpec, cost: RewardCost, declared: FunctionSpec | None) -> FunctionSpec:
+    """The simulated function with the declared settings that decide what its containers cost: their memory, their
+    number, their idle time, and how long an item waits for a batch. Of a function without a declared GPU these are
+    unknown, or those of cores."""
+    spec = spec.model_copy(update={"gpu": f"{cost.gpu}:{cost.gpus}"})
+    if declared is None or not declared.gpu:
+        scaled = {"keep_alive_s": cost.keep_alive_s, "warm": cost.warm, "init_timeout_s": LONGEST_START_S}
+        return spec.model_copy(update=scaled)
+    batch = declared.batch.model_copy(update={"max_items": min(declared.batch.max_items, spec.batch.max_items)})
+    kept = {key: getattr(declared, key) for key in ("memory_mb", "concurrency", "keep_alive_s", "warm")}
+    start_s = min(LONGEST_START_S, declared.init_timeout_s + IMAGE_START_S)
+    return spec.model_copy(update={"batch": batch, "init_timeout_s": start_s, **kept})
 
 
 def _profile(cost: RewardCost) -> Profile:
@@ -612,7 +640,8 @@ async def simulated_functions(
     )
     domains = []
     for domain in resolved.run.domains:
-        uses = [RewardUse(function=b.spec.name) for b in known if domain.name in b.domains]
+        names = [b.spec.name for b in known if domain.name in b.domains]
+        uses = [RewardUse(function=name, weight=1.0 / len(names)) for name in names]  # each scores the whole trajectory
         domains.append(domain.model_copy(update={"rewards": uses, "env_reward_weight": 0.0 if uses else 1.0}))
     packages, quota = [build(b.spec) for b in known], resolved.cluster.functions.quota
     async with backend, Offload(packages, backend, meter=ledger, seed=seed, quota=quota) as offload:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from rollart.ledger.store import Ledger
 from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.ports import Charge
 from rollart.report.profile import observed_trajectories, profiles_of
-from serverless.types import Invocation
+from serverless.types import Cause, Invocation
 
 FIRST, NEW, OUTPUT = 24, 7, 2
 
@@ -62,9 +63,9 @@ def sample(name: str, domain: str, row: FinishedRow) -> TrainSample:
     )
 
 
-async def _written(directory: Path) -> None:
+async def _written(directory: Path, config: Any = CONFIG) -> None:
     """Ten trajectories of two domains, half of them trained (their payload is gone), an evaluation and an abort."""
-    with Ledger(directory, clock=lambda: 0.0, config=CONFIG, inline=True) as ledger:
+    with Ledger(directory, clock=lambda: 0.0, config=config, inline=True) as ledger:
         rows = [lake(n, t=float(n)) for n in (1, 2, 3, 4, 5)] + [finished("spell", 1, 6, 0, 20, t=9.0)] * 5
         groups = []
         for i, row in enumerate(rows):
@@ -126,3 +127,41 @@ def test_a_run_of_which_nothing_has_finished(tmp_path: Path) -> None:
         profiles_of(tmp_path)
     with pytest.raises(UsageError, match="no ledger"):
         profiles_of(tmp_path / "elsewhere")
+
+
+GPU_CONFIG = {
+    "run": {
+        "functions": [{"name": "distance", "gpu": None, "warm": 1}, {"name": "rule", "gpu": None}],
+        "domains": [
+            {"name": "lake", "rewards": [{"function": "rule"}, {"function": "distance"}]},
+            {"name": "spell", "rewards": [{"function": "rule"}]},
+        ],
+    },
+    "functions": {
+        "distance": {"gpu": "L4:2", "keep_alive_s": 20.0, "concurrency": 3, "warm": 1, "memory_mb": 8192},
+        "rule": {"gpu": ""},
+    },
+}
+
+
+def test_a_function_with_a_gpu_is_measured_as_one_that_only_its_provider_runs(tmp_path: Path) -> None:
+    """By hand: 60 s for 30 + 10 items in 5 calls, of which 40 s were a start; what was checked here counts nowhere."""
+    asyncio.run(_written(tmp_path, GPU_CONFIG))
+    with Ledger(tmp_path, clock=lambda: 0.0, config=GPU_CONFIG, inline=True) as ledger:
+        start = Invocation("distance", "modal", "w", 0.0, 41.0, 40.0, 41.0, 8192, 1, "ok", cold_billed_s=40.0)
+        ledger.invocation(start)
+        for _ in range(3):
+            ledger.invocation(Invocation("distance", "modal", "w", 0.0, 1.0, 0.0, 16 / 3, 8192, 3, "ok"))
+        ledger.invocation(Invocation("distance", "local", "c", 0.0, 1.0, 9.0, 500.0, 512, 8, "ok", cause=Cause.CHECK))
+    found = {profile.name: profile.reward for profile in profiles_of(tmp_path)}
+    judge, rule = found["lake"], found["spell"]
+    assert judge is not None
+    assert rule is not None
+    assert (judge.on_gpu, judge.gpu, judge.gpus, judge.provided) == (True, "L4", 2, True)
+    assert (judge.functions, judge.keep_alive_s, judge.warm) == (("distance",), 20.0, 1)
+    assert judge.worker_memory_gb == judge.memory_gb == pytest.approx(8192 * 2**20 / 1e9)
+    assert judge.seconds == pytest.approx((3.0 + 1.0 + 16.0) / 40)
+    assert (judge.batch, judge.cold_start_s) == (8, 40.0)
+    (checked,) = judge.additional
+    assert (checked.on_gpu, checked.gpu, checked.seconds) == (False, "", pytest.approx(0.01)), "seconds of cores"
+    assert (rule.on_gpu, rule.seconds, rule.additional) == (False, pytest.approx(0.01), ())

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from placement.problem import RewardCost
+from placement.problem import DomainProfile, RewardCost
 from placement.result import idle_containers
+from placement.types import Role
 from rollart.errors import SpecError
 from rollart.ledger.reader import LedgerReader
 from rollart.report.functions import lines
+from rollart.report.profile import profiles_of
 from rollart.report.rows import collect
 from rollart.settings.resolve import Resolved, forecast, read_specs
 from rollart.tools.simulate import function_behaviours, simulate
@@ -52,12 +55,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Make:
 
 
 def test_a_plan_prices_a_reward_on_the_gpu_of_its_function(made: Make) -> None:
-    """By hand: a full call of 8 takes 1.2 s, so one item 0.15 s of an L4, a core and 8 GB."""
+    """By hand: a full call of 8 takes 1.2 s, so one item 0.15 s of an L4, a core and 8 GiB."""
     placement = made().plan.placement
     assert placement is not None
     (choice,) = placement.rewards
     assert choice.where == "functions"
-    assert choice.usd_per_thousand == pytest.approx(150 * (L4 + CORE + 8 * GIB / 1.073741824))
+    assert choice.usd_per_thousand == pytest.approx(150 * (L4 + CORE + 8 * GIB))
     assert "containers that wait" in choice.note
     assert "a start takes 40 s" in choice.note
 
@@ -78,10 +81,19 @@ def test_a_batch_that_takes_longer_than_its_items_alone_is_refused(made: Make) -
 def test_one_container_waits_at_most_its_keep_alive() -> None:
     """Rare calls: each leaves a container waiting for the whole of `keep_alive_s`. Frequent ones: at most 1 + √a."""
     rare = RewardCost(1.0, keep_alive_s=60.0)
-    assert idle_containers(rare, 1e-5) == pytest.approx(60e-5, rel=0.01)
+    assert idle_containers([(rare, 1e-5)]) == pytest.approx(60e-5, rel=0.01)
     for rate in (0.1, 1.0, 10.0, 100.0):
-        assert 0 <= idle_containers(rare, rate) <= 1 + math.sqrt(rate)
-    assert idle_containers(RewardCost(1.0, keep_alive_s=0.0), 5.0) == 0
+        assert 0 <= idle_containers([(rare, rate)]) <= 1 + math.sqrt(rate)
+        assert idle_containers([(rare, rate / 4), (rare, rate * 3 / 4)]) == pytest.approx(
+            idle_containers([(rare, rate)])
+        ), "domains that share a function share its containers"
+    assert idle_containers([(RewardCost(1.0, keep_alive_s=0.0), 5.0)]) == 0
+
+
+def test_warm_containers_wait_whatever_their_keep_alive() -> None:
+    warm = RewardCost(0.5, keep_alive_s=0.0, warm=3)
+    assert idle_containers([(warm, 1e-5)]) == pytest.approx(3.0, rel=0.01)
+    assert idle_containers([(warm, 4.0), (warm, 4.0)]) == 0, "a load of 4 keeps 3 busy"
 
 
 def test_a_simulation_has_the_functions_own_limits_and_the_profiles_times(made: Make) -> None:
@@ -114,3 +126,116 @@ def test_simulated_containers_batch_scale_to_zero_and_are_billed_busy_and_idle(m
     billed = math.fsum(call.billed_s for call in calls)
     assert math.fsum(line.usd for line in own) == pytest.approx((billed + states["idle"]) * second)
     assert all(line.billed for line in own)
+
+
+TALK = """\
+  - name: talk
+    environment: tests.envs:Lake
+    group_size: 4
+    max_turns: 8
+    max_tokens: 512
+    rewards: [{function: judge}]
+    profile: {turns: 2, new_tokens: 100, output_tokens: 100, reward: {seconds: 0.8, memory_gb: 8, cold_start_s: 40}}
+"""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Resolved:
+    """Two domains, scored by one function on an L4 with a container that is always warm."""
+    directory = tmp_path_factory.mktemp("shared")
+    (directory / "judge.py").write_text(JUDGE.replace("memory_mb=8192", "memory_mb=16384, warm=1"))
+    (directory / "c.yaml").write_text(CLUSTER + "functions: {backend: modal}\n")
+    text = RUN.replace("reward: {seconds: 0.5}", f"reward: {REWARD}") + "    rewards: [{function: judge}]\n"
+    text += TALK + "functions: [{name: judge, source: judge.py, handler: judge}]\n"
+    (directory / "r.yaml").write_text(text)
+    return forecast(read_specs(directory / "r.yaml", directory / "c.yaml"))
+
+
+def test_domains_that_share_a_function_share_its_containers(shared: Resolved) -> None:
+    """By hand: both domains have half of the trajectories, so that a call takes the mean of their times."""
+    (found,) = function_behaviours(shared, None)
+    assert found.domains == ("chat", "talk")
+    spec, profile = found.spec, found.profile
+    assert (spec.name, spec.warm, spec.concurrency, spec.memory_mb) == ("judge", 1, 3, 16_384)
+    assert profile.call_s + profile.item_s == pytest.approx((0.4 + 0.8) / 2)
+    assert spec.batch.max_items == 8
+
+
+def test_a_plan_notes_the_waiting_containers_of_a_shared_function_once(shared: Resolved) -> None:
+    placement = shared.plan.placement
+    assert placement is not None
+    chat, talk = placement.rewards
+    load = chat.rate * 0.15 + talk.rate * 0.8
+    assert "containers that wait, shared with talk; a start takes 40 s" in chat.note
+    assert talk.note == ""
+    assert talk.usd_per_thousand == pytest.approx(800 * (L4 + CORE + 16 * GIB)), "the memory of the function is billed"
+    assert shared.problem is not None
+    costs = [(domain.reward, choice.rate) for domain, choice in zip(shared.problem.domains, (chat, talk), strict=True)]
+    waiting = idle_containers([(cost, rate) for cost, rate in costs if cost is not None])
+    assert f"for {waiting:.1f} containers" in chat.note
+    assert waiting >= 1 - load
+
+
+def test_the_idle_seconds_of_a_shared_function_are_billed_once(shared: Resolved, tmp_path: Path) -> None:
+    done = simulate(shared, tmp_path / "run", steps=1)
+    with LedgerReader(done.directory) as reader:
+        rows = collect(reader, "run")
+        calls = reader.calls("modal")
+    assert {call.function for call in calls} == {"judge"}
+    assert {call.memory_mb for call in calls} == {16_384}
+    assert len({call.worker for call in calls}) <= 3
+    seconds = {worker.state: worker.seconds for worker in rows.workers}
+    assert math.fsum(seconds.values()) <= 3 * done.seconds + 1e-6, "of at most three containers"
+    assert rows.gpus == {"judge": "L4:1"}
+
+
+def measured(made: Make, profiles: tuple[DomainProfile, ...]) -> Resolved:
+    """The run without a profile of its own."""
+    base = Path(made().base)
+    specs = read_specs(base / "r.yaml", base / "c.yaml", ["domains.chat.profile="])
+    return forecast(replace(specs, measured=profiles))
+
+
+@pytest.fixture(scope="module")
+def again(made: Make, tmp_path_factory: pytest.TempPathFactory) -> Resolved:
+    """The run, planned with the profile of an earlier one."""
+    done = simulate(made(), tmp_path_factory.mktemp("earlier") / "run", steps=1)
+    return measured(made, profiles_of(done.directory))
+
+
+def test_a_measured_profile_of_a_gpu_reward_is_planned_at_its_provider(again: Resolved, tmp_path: Path) -> None:
+    placement = again.plan.placement
+    assert placement is not None
+    assert not [d for d in placement.deployments if d.role is Role.REWARD], "no GPU of a pool is reserved"
+    assert [(choice.domain, choice.where) for choice in placement.rewards] == [("chat", "functions")]
+    (found,) = function_behaviours(again, None)
+    assert (found.spec.gpus, found.spec.concurrency, found.profile.cold_start_s) == (("L4", 1), 3, 40)
+    done = simulate(again, tmp_path / "again", steps=1)
+    with LedgerReader(done.directory) as reader:
+        assert math.fsum(line.usd for line in lines(collect(reader, "again"))) > 0, "it is billed"
+
+
+@pytest.fixture(scope="module")
+def mixed(made: Make) -> Resolved:
+    """A domain with 2 s of a GPU and 8 GB, and 3 s of a core and 1 GB."""
+    checks = RewardCost(3.0, memory_gb=1.0, functions=("checks",))
+    judge = RewardCost(
+        2.0, memory_gb=8.0, on_gpu=True, gpu="L4", provided=True, functions=("judge",), additional=(checks,)
+    )
+    problem = made().problem
+    assert problem is not None
+    return measured(made, tuple(replace(known, reward=judge, source="measured") for known in problem.domains))
+
+
+def test_functions_on_cores_are_priced_and_simulated_beside_one_on_a_gpu(mixed: Resolved, tmp_path: Path) -> None:
+    placement = mixed.plan.placement
+    assert placement is not None
+    (choice,) = placement.rewards
+    gb = GIB / 1.073741824
+    assert choice.usd_per_thousand == pytest.approx(1000 * (2 * (L4 + CORE + 8 * gb) + 3 * (CORE + gb)))
+    behaviours = {found.spec.name: found for found in function_behaviours(mixed, None)}
+    assert behaviours.keys() == {"judge", "reward-chat"}
+    assert (behaviours["reward-chat"].spec.gpu, behaviours["reward-chat"].profile.call_s) == ("", 3.0)
+    done = simulate(mixed, tmp_path / "run", steps=1)
+    with LedgerReader(done.directory) as reader:
+        assert {call.function for call in reader.calls("modal")} == {"judge", "reward-chat"}
