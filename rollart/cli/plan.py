@@ -74,7 +74,7 @@ def _forecast(specs: Specs) -> tuple[Resolved, Sequence[Table]]:
     machine = machine_of(specs)
     if machine is None:
         return resolved, ()
-    profiles = profiles_of(specs.run, resolved.quotas, specs.measured, specs.base)
+    profiles = profiles_of(specs.run, resolved.quotas, specs.measured, specs.base, specs.releases)
     # The machine's model includes functions and environments, so it takes the measured domains, not the given profiles.
     bare = specs.run.model_copy(update={"domains": [d.model_copy(update={"profile": None}) for d in specs.run.domains]})
     prediction = predict(replace(resolved, run=bare), profiles, machine)

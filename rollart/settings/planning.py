@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from placement.architecture import DecoderShape, shape_of
@@ -95,7 +96,7 @@ def planning_problem(specs: Specs, fixed: Sequence[Deployment] | None = None) ->
         kv_capacity_bytes={p.device.name: slots for p in pools if p.device.is_cpu and p.device.memory_gb is None},
     )
     degrees = _degrees(run, shape, fixed)
-    domains = profiles_of(run, quotas(run), specs.measured, specs.base)
+    domains = profiles_of(run, quotas(run), specs.measured, specs.base, specs.releases)
     usable = {p.name: _unservable_reason(performance, p, degrees) for p in pools}
     affinity, fallbacks = affinity_of(run, pools, usable)
     pool, devices = _trainer_placement(run, cluster, pools, fixed)
@@ -126,7 +127,7 @@ def planning_problem(specs: Specs, fixed: Sequence[Deployment] | None = None) ->
         )
     except ValueError as error:
         raise SpecError(f"the plan's problem: {error}") from None
-    return PlanningProblem(problem, (*_assumptions(run, domains), *fallbacks))
+    return PlanningProblem(problem, (*_assumptions(run, domains, specs.releases), *fallbacks))
 
 
 def solve_placement(question: PlanningProblem) -> Placement:
@@ -185,9 +186,14 @@ def function_price(cluster: ClusterSpec, prices: PriceList) -> FunctionPrice | N
 
 
 def profiles_of(
-    run: RunSpec, quotas: Mapping[str, int], measured: Sequence[DomainProfile] = (), base: str = "."
+    run: RunSpec,
+    quotas: Mapping[str, int],
+    measured: Sequence[DomainProfile] = (),
+    base: str = ".",
+    releases: Mapping[str, FunctionRelease] = MappingProxyType({}),
 ) -> tuple[DomainProfile, ...]:
     """The work of each domain: as given, else as measured, else as long as its bounds allow (`source` assumed).
+    `releases`: the drawn versions of deployed functions.
 
     A domain's weight is its quota in the batch, whatever the mix of the run in which it was measured.
     """
@@ -198,7 +204,7 @@ def profiles_of(
         try:
             if domain.profile is not None:
                 scored = domain.profile.reward is not None
-                functions = _scoring_functions(run, domain, base) if scored else ()
+                functions = _scoring_functions(run, domain, base, releases) if scored else ()
                 profiles.append(_given(domain, domain.profile, weight, functions))
             elif domain.name in known:
                 profiles.append(replace(known[domain.name], weight=weight, max_turns=domain.max_turns))
@@ -209,10 +215,12 @@ def profiles_of(
     return tuple(profiles)
 
 
-def _scoring_functions(run: RunSpec, domain: DomainSpec, base: str) -> tuple[FunctionSpec, ...]:
+def _scoring_functions(
+    run: RunSpec, domain: DomainSpec, base: str, releases: Mapping[str, FunctionRelease]
+) -> tuple[FunctionSpec, ...]:
     """The effective settings of a domain's reward functions."""
     used = {reward.function for reward in domain.rewards}
-    return tuple(effective_spec(entry, base) for entry in run.functions if entry.name in used)
+    return tuple(effective_spec(entry, base, releases.get(entry.name)) for entry in run.functions if entry.name in used)
 
 
 def _training_work(
@@ -433,7 +441,9 @@ def _trainer_placement(
     return max(named, key=lambda p: p.count).name, spec.devices
 
 
-def _assumptions(run: RunSpec, domains: Sequence[DomainProfile]) -> Iterator[str]:
+def _assumptions(
+    run: RunSpec, domains: Sequence[DomainProfile], releases: Mapping[str, FunctionRelease]
+) -> Iterator[str]:
     assumed = [d.name for d in domains if d.source == ASSUMED]
     if assumed:
         yield (
@@ -441,8 +451,28 @@ def _assumptions(run: RunSpec, domains: Sequence[DomainProfile]) -> Iterator[str
             "allow; give a profile, or placement.profile a finished run"
         )
     yield from (f"profile of {d.name}: {d.source}" for d in domains if d.source not in (ASSUMED, "given"))
+    yield from _undrawn_functions(run, releases)
     if run.schedule in ("sync", "sync_plus"):
         yield f"schedule is {run.schedule}: generation and training take turns, which the rate does not account for"
+
+
+def _undrawn_functions(run: RunSpec, releases: Mapping[str, FunctionRelease]) -> Iterator[str]:
+    """A note for each deployed function whose settings a given profile depends on, before a run has drawn its
+    version."""
+    for entry in run.functions:
+        scored = [
+            domain.name
+            for domain in run.domains
+            if any(reward.function == entry.name for reward in domain.rewards)
+            and (profile := domain.profile) is not None
+            and profile.reward is not None
+            and profile.reward.gpu is None
+        ]
+        if scored and entry.function is not None and entry.name not in releases:
+            yield (
+                f"function '{entry.name}' ({entry.function}) is not drawn before a run starts: its GPU and memory are "
+                f"unknown, and the reward of {some_of(scored)} is planned without a GPU of it; give profile.reward.gpu"
+            )
 
 
 def _pool(pool: PoolSpec, own: DeviceSpec | None, prices: PriceList) -> Pool:

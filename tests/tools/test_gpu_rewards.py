@@ -18,6 +18,8 @@ from rollart.ledger.reader import LedgerReader
 from rollart.report.functions import lines
 from rollart.report.profile import profiles_of
 from rollart.report.rows import collect
+from rollart.settings.functions import FunctionRelease
+from rollart.settings.planning import Specs
 from rollart.settings.resolve import Resolved, forecast, read_specs
 from rollart.tools.simulate import function_behaviours, simulate
 from tests.tools.test_simulate import CLUSTER, RUN
@@ -239,3 +241,42 @@ def test_functions_on_cores_are_priced_and_simulated_beside_one_on_a_gpu(mixed: 
     done = simulate(mixed, tmp_path / "run", steps=1)
     with LedgerReader(done.directory) as reader:
         assert {call.function for call in reader.calls("modal")} == {"judge", "reward-chat"}
+
+
+def deployed(made: Make, *overrides: str) -> Specs:
+    """The run with a deployed function in place of its source."""
+    base = Path(made().base)
+    text = (base / "r.yaml").read_text()
+    source = "{name: judge, source: judge.py, handler: judge}"
+    (base / "deployed.yaml").write_text(text.replace(source, "{name: judge, function: judge@live}"))
+    return read_specs(base / "deployed.yaml", base / "c.yaml", overrides)
+
+
+def test_a_deployed_function_that_is_not_drawn_is_noted(made: Make) -> None:
+    resolved = forecast(deployed(made))
+    (note,) = (note for note in resolved.notes if "judge@live" in note)
+    assert "its GPU and memory are unknown" in note
+    assert "give profile.reward.gpu" in note
+
+
+def test_a_deployed_function_is_planned_and_simulated_as_drawn(made: Make) -> None:
+    settings = {"gpu": "L4", "memory_mb": 16_384, "keep_alive_s": 20.0, "concurrency": 3}
+    release = FunctionRelease(
+        reference="judge@live", provider="modal", version="0" * 64, number="3", weights={"3": 1.0}, settings=settings
+    )
+    resolved = forecast(replace(deployed(made), releases={"judge": release}))
+    assert resolved.plan.placement is not None
+    (choice,) = resolved.plan.placement.rewards
+    assert choice.usd_per_thousand == pytest.approx(150 * (L4 + CORE + 16 * GIB))
+    assert not any("judge@live" in note for note in resolved.notes)
+    (found,) = function_behaviours(resolved, None)
+    assert (found.spec.gpus, found.spec.memory_mb, found.spec.concurrency) == (("L4", 1), 16_384, 3)
+
+
+def test_the_gpu_of_a_profile_stands_for_that_of_a_function_that_is_not_drawn(made: Make) -> None:
+    resolved = forecast(deployed(made, "domains.chat.profile.reward.gpu=L4"))
+    assert not any("judge@live" in note for note in resolved.notes)
+    assert resolved.plan.placement is not None
+    assert [choice.where for choice in resolved.plan.placement.rewards] == ["functions"]
+    (found,) = function_behaviours(resolved, None)
+    assert (found.spec.name, found.spec.gpus) == ("judge", ("L4", 1))
