@@ -120,12 +120,12 @@ class RunTiming:
         by_domain: dict[str, list[list[int]]] = defaultdict(list)
         for members in groups.values():
             by_domain[lives[members[0]].domain].append(members)
-        taken_by = {step.version: n for n, step in enumerate(self._steps)}
-        for domain, own in by_domain.items():
-            own.sort(key=lambda members: min(lives[i].began for i in members))
-            for admitted, members in zip(self._admissions(domain, own, lives, next_batch), own, strict=True):
+        step_of_version = {step.version: n for n, step in enumerate(self._steps)}
+        for domain, ordered in by_domain.items():
+            ordered.sort(key=lambda members: min(lives[i].began for i in members))
+            for admitted, members in zip(self._admissions(domain, ordered, lives, next_batch), ordered, strict=True):
                 # Before the batch that took it was complete, also where clock readings are equal.
-                latest = 2 * taken_by.get(lives[members[0]].version, len(self._steps))
+                latest = 2 * step_of_version.get(lives[members[0]].version, len(self._steps))
                 found = [self._member(index, lives[index], admitted, latest) for index in members]
                 self._groups[max(m.cause for m in found)].append((domain, found))
         self._waits_s = [(0.0, 0.0)] * len(self._steps)
@@ -149,7 +149,7 @@ class RunTiming:
 
     def _member(self, index: int, life: TrajectoryLife, admitted: int, latest: int) -> _Member:
         cause = min(latest, max(0, bisect_right(self._moments, life.began + CAUSE_TOLERANCE_S) - 1))
-        # Of drained schedules no trajectory begins before the publish that it follows.
+        # Under a drained schedule a trajectory never begins before the publish that admitted it.
         if not self._drained and admitted < cause and life.began - self._moments[admitted] <= ADMISSION_S:
             cause = admitted
         return _Member(index, cause, life.began - self._moments[cause], life.ended - life.began)
@@ -197,17 +197,17 @@ def _steps(
 ) -> Iterable[TrainerStep]:
     """The trainer's steps, each ended by a publish. A step without a version, such as one that a crash repeated, took
     no group."""
-    own: dict[str, list[Span]] = defaultdict(list)
+    by_resource: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if span.role == TRAINER:
-            own[span.resource].append(span)
-    if not own:
+            by_resource[span.resource].append(span)
+    if not by_resource:
         return
     # Devices that engines lend to training have its role too, for a part of the run.
-    trainer = max(sorted(own), key=lambda name: sum(s.t1 - s.t0 for s in own[name]))
+    trainer = max(sorted(by_resource), key=lambda name: sum(s.t1 - s.t0 for s in by_resource[name]))
     versions = deque(sorted(by_version))
     busy_s, block_s, whole = 0.0, 0.0, None
-    ordered = sorted(own[trainer], key=lambda s: s.t0)
+    ordered = sorted(by_resource[trainer], key=lambda s: s.t0)
     for span, after in zip_longest(ordered, ordered[1:]):
         if span.state == ResourceState.BUSY:
             whole = span.t0 if whole is None else whole

@@ -177,12 +177,12 @@ def _drift(by_domain: dict[str, list[ScorePair]]) -> Iterator[Row]:
         mean: float | None = None
         half: float | None = None
         if groups:  # the items of a prompt are not independent
-            mean, half = interval([fmean(p.after - p.before for p in own) for own in groups.values()])
+            mean, half = interval([fmean(p.after - p.before for p in members) for members in groups.values()])
         yield {
             "domain": domain,
             "prompts": as_count(len(groups)),
-            "old": as_number(_mean([fmean(p.before for p in own) for own in groups.values()])),
-            "new": as_number(_mean([fmean(p.after for p in own) for own in groups.values()])),
+            "old": as_number(_mean([fmean(p.before for p in members) for members in groups.values()])),
+            "new": as_number(_mean([fmean(p.after for p in members) for members in groups.values()])),
             "difference": as_number(mean),
             "interval": as_number(half),
         }
@@ -226,9 +226,9 @@ def _advantages(by_domain: dict[str, list[ScorePair]]) -> Iterator[Row]:
         for pair in pairs:
             if pair.totals is not None:
                 members[pair.group].append(pair.totals)
-        groups = [own for own in members.values() if len(own) > 1]
-        flat = [(_flat([a for a, _ in own]), _flat([b for _, b in own])) for own in groups]
-        samples = [signs for own in groups for signs in _advantage_signs(own)]
+        groups = [totals for totals in members.values() if len(totals) > 1]
+        flat = [(_flat([a for a, _ in totals]), _flat([b for _, b in totals])) for totals in groups]
+        samples = [signs for totals in groups for signs in _advantage_signs(totals)]
         yield {
             "domain": domain,
             "groups": as_count(len(groups)),
@@ -244,21 +244,21 @@ def _advantages(by_domain: dict[str, list[ScorePair]]) -> Iterator[Row]:
 def _variance(items: Sequence[RescoredItem]) -> Iterator[Row]:
     domains = sorted({one.kept.domain for one in items})
     for domain in (ALL, *(domains if len(domains) > 1 else ())):
-        own = [one for one in items if domain in (ALL, one.kept.domain) and len(one.scores) > 1]
-        if not own:
+        repeated = [one for one in items if domain in (ALL, one.kept.domain) and len(one.scores) > 1]
+        if not repeated:
             continue
-        within = fmean(_variance_of(one.scores) for one in own)
+        within = fmean(_variance_of(one.scores) for one in repeated)
         # The variance of the means holds a share of the variance within items.
-        noise = fmean(_variance_of(one.scores) / len(one.scores) for one in own)
-        between = max(0.0, _variance_of([fmean(one.scores) for one in own]) - noise)
+        noise = fmean(_variance_of(one.scores) / len(one.scores) for one in repeated)
+        between = max(0.0, _variance_of([fmean(one.scores) for one in repeated]) - noise)
         yield {
             "domain": domain,
-            "items": as_count(len(own)),
-            "answers": as_count(max(len(one.scores) for one in own)),
+            "items": as_count(len(repeated)),
+            "answers": as_count(max(len(one.scores) for one in repeated)),
             "within_item_sd": as_number(math.sqrt(within)),
             "between_items_sd": as_number(math.sqrt(between)),
             "reliability": as_share(ratio(between, between + within)),
-            "changed": as_share(ratio(sum(not _flat(one.scores) for one in own), len(own))),
+            "changed": as_share(ratio(sum(not _flat(one.scores) for one in repeated), len(repeated))),
         }
 
 
@@ -298,10 +298,10 @@ def _cost(found: Rescoring) -> Iterator[Row]:
         (f"calls on {found.provider}", len(found.calls), billed_s, usd, cost)
     ]
     for model in sorted(models):
-        own = [bill.usage for bill in found.tokens if bill.usage.model == model]
-        priced = all(map(prices.prices_tokens, own))
-        usd_of = math.fsum(map(prices.token_usd, own)) if priced else None
-        requests = sum(usage.requests for usage in own)
+        usages = [bill.usage for bill in found.tokens if bill.usage.model == model]
+        priced = all(map(prices.prices_tokens, usages))
+        usd_of = math.fsum(map(prices.token_usd, usages)) if priced else None
+        requests = sum(usage.requests for usage in usages)
         parts.append((f"tokens of {model}", requests, None, usd_of, "billed" if priced else "no price"))
     for part, calls, seconds, dollars, kind in parts:
         yield {
@@ -359,12 +359,12 @@ def correlation(a: Sequence[float], b: Sequence[float]) -> float | None:
 def ranks(values: Sequence[float]) -> list[float]:
     """Ranks from 1; equal values share their mean rank (so that Pearson's of ranks is Spearman's)."""
     found = [0.0] * len(values)
-    at = 0
+    ranked = 0
     for _, tied in itertools.groupby(sorted(range(len(values)), key=values.__getitem__), key=values.__getitem__):
         same = list(tied)
         for index in same:
-            found[index] = at + (len(same) + 1) / 2
-        at += len(same)
+            found[index] = ranked + (len(same) + 1) / 2
+        ranked += len(same)
     return found
 
 

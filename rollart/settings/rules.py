@@ -319,19 +319,19 @@ def _functions(run: RunSpec) -> Violations:
 
 def _deployed(entry: FunctionEntry, i: int) -> Violations:
     """A function has a source with a handler, or is a deployed one under its name."""
-    path, what = f"functions.{i}", f"function '{entry.name}'"
+    path, function = f"functions.{i}", f"function '{entry.name}'"
     if entry.function is None:
         for key in ("source", "handler"):
             if not getattr(entry, key):
-                yield _at(f"{path}.{key}", f"{what} has no {key} (rule: source and handler, or function)")
+                yield _at(f"{path}.{key}", f"{function} has no {key} (rule: source and handler, or function)")
         return
     if entry.name != entry.function.partition("@")[0]:
-        text = f"{what} names the deployed {entry.function} (rule: the same name, which is part of the version)"
+        text = f"{function} names the deployed {entry.function} (rule: the same name, which is part of the version)"
         yield _at(f"{path}.name", text)
     given = entry.model_dump(exclude_defaults=True, exclude={"name", "function"})
     for key in sorted(given.keys() - DEPLOYED_KEYS):
         rule = f"the deployed version has its own; only {', '.join(sorted(DEPLOYED_KEYS))} may be given"
-        text = f"{what} names the deployed {entry.function}, and has {key} (rule: {rule})"
+        text = f"{function} names the deployed {entry.function}, and has {key} (rule: {rule})"
         yield _at(f"{path}.{key}", text)
 
 

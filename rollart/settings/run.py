@@ -145,9 +145,9 @@ class FunctionEntry(SpecEntry):
     """Attribute of the source, made with @rollart.reward or a known signature."""
     function: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_-]{1,64}(@[A-Za-z0-9._-]+)?$")
     """In place of `source` and `handler`, a function deployed to the first provider that keeps versions, as
-    `rollart rewards` names it: NAME, NAME@live, NAME@VERSION. Of `live` with a canary a run draws its version at its
-    start, by the weights, and keeps it. Its settings are the deployed ones; those of scaling and batches may be given.
-    """
+    `rollart rewards` names it: NAME, NAME@live, NAME@VERSION. Where `live` has a canary, a run draws its version by
+    the weights at its start, and keeps it. Its settings are the deployed ones; those of scaling and batches may be
+    given."""
     takes: Takes | None = None
     """How the handler is called; inferred from its parameters if not given (auto)."""
     memory_mb: int | None = Field(default=None, ge=128, le=32_768)

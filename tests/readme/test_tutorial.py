@@ -20,7 +20,7 @@ TUTORIAL = Path(__file__).parents[2] / "docs/tutorial-rewards.md"
 EXPECTED = (
     r"wrong +ok +0",
     r"spelled +out_of_memory +every +3 masked",
-    r"create|Lambda function",
+    r"create (?:spelled|app rollart-spelled|the Lambda function rollart-spelled)\b",
     r'"aggregate_reward_score": 1.0',
     r"\+ +right = sum",
     r"50.0%",
@@ -32,7 +32,7 @@ EXPECTED = (
     r"100.0%",
     r"Agreement of scores",
     r"Function calls",
-    r"spelled",
+    r"spelled is deleted on (?:local|aws_lambda|modal)",
 )
 """One line of each command's output, in the order of the commands."""
 

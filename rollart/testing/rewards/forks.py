@@ -8,7 +8,7 @@ import sys
 from serverless.declare import reward
 from serverless.types import Item
 
-_WAYS = {
+_FORKS = {
     "os": os.fork,
     "libc": lambda: ctypes.CDLL(None).fork(),
 }
@@ -21,8 +21,8 @@ def _double(value, queue):
 @reward(memory_mb=256, timeout_s=20.0)
 def forks(sample: Item):
     value = sample.metadata["value"]
-    way = sample.metadata["do"]
-    if way == "multiprocessing":
+    method = sample.metadata["do"]
+    if method == "multiprocessing":
         context = multiprocessing.get_context("fork")
         queue = context.SimpleQueue()
         child = context.Process(target=_double, args=(value, queue))
@@ -30,7 +30,7 @@ def forks(sample: Item):
         doubled = queue.get()
         child.join()
         return doubled / 2.0
-    child, raises = _WAYS[way](), sample.metadata.get("raises")
+    child, raises = _FORKS[method](), sample.metadata.get("raises")
     if child == 0:
         if raises == "exit":
             sys.exit(3)
