@@ -24,6 +24,7 @@ from serverless.deploy.package import Package
 from serverless.errors import SpecInvalid
 from serverless.history import differences, refusal
 from serverless.meter import billed_seconds
+from serverless.pipeline.queues import run_seconds
 from serverless.providers.base import Backend, Reply
 from serverless.spec import FunctionSpec, Settings
 from serverless.types import FaultKind, InfraFault, Invocation, Item, ModelFault, Outcome, Scored, TokenUsage
@@ -378,7 +379,7 @@ class _Caller:
 
 def _warm_seconds(bill: Invocation | None) -> float:
     """The duration of a call without its cold start."""
-    return max(0.0, bill.t1 - bill.t0 - bill.cold_start_s) if bill is not None else 0.0
+    return run_seconds(bill) if bill is not None else 0.0
 
 
 def _peak_mb(backend: Backend) -> float | None:

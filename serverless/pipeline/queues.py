@@ -54,6 +54,13 @@ _EPS = 1e-9
 """Tolerance for comparing loop times, in seconds."""
 
 
+def run_seconds(bill: Invocation) -> float:
+    """The duration of a call without its cold start. Where calls wait for a worker, `t0` follows the start; elsewhere
+    the start lies between `t0` and `t1`."""
+    start_s = 0.0 if bill.queued_s else bill.cold_start_s
+    return max(0.0, bill.t1 - bill.t0 - start_s)
+
+
 class ProviderQueue:
     """Owns the items that wait for this provider and a task per invocation.
 
@@ -396,8 +403,7 @@ class ProviderQueue:
             if call.limit is not None and left > _EPS:
                 detail = f"no answer in the {call.limit:.3g} s of this prompt's answers"
                 fault = InfraFault(FaultKind.TIMEOUT, retryable=True, detail=detail)
-                ran_s = bill.t1 - bill.t0 - bill.cold_start_s if bill is not None else 0.0
-                bill = bill if ran_s >= 0.9 * call.limit else None
+                bill = bill if bill is not None and run_seconds(bill) >= 0.9 * call.limit else None
             elif entry.expires > call.expires + _EPS and left > _EPS:
                 entry.attempts -= call.counted
                 self._function.again(entry)  # a submit with a later deadline joined after the call had begun

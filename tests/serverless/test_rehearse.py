@@ -124,6 +124,8 @@ def test_times_and_costs_are_of_warm_calls() -> None:
     got = modelled(one, [case("a", score=1), case("b")], lambda s: 1.0, cold_start_s=0.5, call_s=0.004, item_s=0.001)
     assert got.passed
     assert [r.outcome for r in got.results] == [Scored(1.0), Scored(1.0)]
+    assert [r.seconds for r in got.results] == [pytest.approx(0.005), pytest.approx(0.005)], "the first one is cold"
+    assert got.results[0].cold_start_s == pytest.approx(0.5)
     assert got.single_s == pytest.approx(0.005)
     assert (got.batch, got.batched_item_s) == (10, pytest.approx(0.0014))
     assert got.cold_start_s == pytest.approx(0.5)

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from rollart.sim import loop as virtual
 from serverless.deploy.package import Package
 from serverless.pipeline.offload import Offload
+from serverless.pipeline.queues import run_seconds
 from serverless.pipeline.stages import OffloadStage, PipelineSpec
 from serverless.providers.base import Reply
-from serverless.types import Cause, FaultKind, InfraFault, Item, ModelFault, Outcome, Scored, Throttle
+from serverless.types import Cause, FaultKind, InfraFault, Invocation, Item, ModelFault, Outcome, Scored, Throttle
 from tests.serverless.modelled import Modelled, fails, takes
 from tests.serverless.support import Books, Simulated, item, package
 
@@ -610,6 +611,34 @@ def test_a_limit_that_passed_without_a_worker_is_the_platforms() -> None:
     )
     assert isinstance(outcome, InfraFault)
     assert outcome.kind is FaultKind.TIMEOUT
+
+
+@pytest.mark.parametrize("queued_s", [2.0, 1.0])
+def test_a_limit_that_passed_in_a_worker_that_had_just_started_is_the_policys(queued_s: float) -> None:
+    """The call waited `queued_s` for a start of 5 s: its own time begins after it."""
+
+    class Cold(Modelled):
+        async def invoke(self, function: str, event: Any, *, deadline_s: float, cause: Cause = Cause.CALL) -> Reply:
+            asked = asyncio.get_running_loop().time()
+            await asyncio.sleep(deadline_s)
+            t0, t1 = asked + queued_s, asked + deadline_s
+            bill = Invocation(function, "pool", "w", t0, t1, 5.0, 60.0, 512, 1, "deadline", cause, "m", queued_s)
+            return Reply(None, InfraFault(FaultKind.DEADLINE, retryable=False, detail="too late"), bill)
+
+    outcome = drive(
+        lambda o: o.submit("behave", item(), 1000.0), Cold(takes(0)), spec={"timeout_s": 60.0, "timeout_floor": -1.0}
+    )
+    assert isinstance(outcome, ModelFault)
+    assert outcome.floor == -1.0
+
+
+@pytest.mark.parametrize(
+    ("cold_s", "queued_s", "seconds"), [(0.0, 0.0, 2.0), (0.5, 0.0, 1.5), (0.5, 0.5, 2.0), (0.5, 3.0, 2.0), (3.0, 0, 0)]
+)
+def test_a_start_counts_once(cold_s: float, queued_s: float, seconds: float) -> None:
+    """Lambda's and Modal's calls include their start, those of a pool of workers follow it."""
+    bill = Invocation("f", "p", "w", 10.0, 12.0, cold_s, 2.0, 512, 1, "ok", queued_s=queued_s)
+    assert run_seconds(bill) == seconds
 
 
 def test_without_a_floor_an_expired_limit_is_an_infrastructure_fault() -> None:
