@@ -32,6 +32,7 @@ import functools
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
@@ -41,6 +42,7 @@ from typing import Any
 
 from aiohttp import http_exceptions, web
 
+from serverless import wire
 from serverless.errors import ServerlessError, SpecInvalid, UnknownFunction
 from serverless.providers import faults
 from serverless.providers.base import Backend, Reply, SecretsBackend
@@ -217,7 +219,7 @@ class FunctionHttpServer:
             if payload is None:
                 return _service_error(fault)
             headers["X-Amz-Function-Error"] = "Unhandled"
-        return web.Response(body=json.dumps(payload).encode(), headers=headers, content_type="application/json")
+        return web.Response(body=_strict_json(payload), headers=headers, content_type="application/json")
 
     async def _run(self, function: str, event: list[dict[str, Any]], deadline_s: float) -> Reply | ServerlessError:
         """Run a call and return its errors, so that they do not end the task group."""
@@ -339,10 +341,39 @@ def _plain(reply: Reply) -> IdempotentResponse:
             "X-Rollart-Request-Id": call.provider_id,
         }
     if fault is None:
-        return IdempotentResponse(200, json.dumps(reply.body).encode(), headers)
+        return IdempotentResponse(200, _strict_json(reply.body), headers)
     if fault.retry_after_s is not None:
         headers["Retry-After"] = f"{fault.retry_after_s:g}"
     return IdempotentResponse(faults.STATUS.get(fault.kind, 500), faults.encode(fault), headers, call is not None)
+
+
+def _strict_json(body: object) -> bytes:
+    """The answer of a call as JSON, which has no NaN and no infinities. A score or metric that is one makes its item's
+    answer an error, as it is for our own clients (`wire.outcomes`); any other becomes null."""
+    try:
+        return json.dumps(body, allow_nan=False).encode()
+    except ValueError:
+        answers = [_finite_answer(one) for one in body] if isinstance(body, list) else body
+        return json.dumps(_without_nan(answers), allow_nan=False).encode()
+
+
+def _finite_answer(answer: Any) -> Any:
+    if not isinstance(answer, dict) or not isinstance(answer.get("id"), str):
+        return answer
+    [outcome] = wire.outcomes([answer], [{"id": answer["id"]}], deterministic=True)
+    if not isinstance(outcome, InfraFault) or "error" in answer:
+        return answer
+    error = {"type": "ValueError", "message": outcome.detail, "kind": str(outcome.kind)}
+    return {"id": answer["id"], "error": error, **{k: v for k, v in answer.items() if k == "usage"}}
+
+
+def _without_nan(value: Any) -> Any:
+    """A JSON-able value with null in place of NaN and infinities."""
+    if isinstance(value, dict):
+        return {key: _without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _refusal(error: ServerlessError) -> web.Response:

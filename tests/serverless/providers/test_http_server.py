@@ -34,7 +34,8 @@ from serverless.providers.http_server import (
     ResponseGone,
 )
 from serverless.secrets import HEADER, HEADER_BYTES, Secrets
-from serverless.wire import encode
+from serverless.types import Cause, FaultKind, InfraFault
+from serverless.wire import encode, outcomes
 from serverless.workers.local import LocalBackend
 from tests.serverless.support import Books, item, package, until
 
@@ -228,6 +229,65 @@ def test_a_call_becomes_a_job_that_is_asked_for_and_ended() -> None:
 
     asyncio.run(main())
     assert [i.status for i in books.invocations] == ["ok", "cancelled"]
+
+
+class Answering:
+    """A backend whose calls answer `body`."""
+
+    provider = "answering"
+
+    def __init__(self, body: object) -> None:
+        self.body = body
+
+    async def deploy(self, package: Package) -> None: ...
+
+    async def invoke(
+        self, function: str, event: Sequence[dict[str, Any]], *, deadline_s: float, cause: Cause = Cause.CALL
+    ) -> Reply:
+        return Reply(self.body)
+
+    async def __aenter__(self) -> Answering:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None: ...
+
+
+@pytest.mark.parametrize("path", ["/functions/f", "/2015-03-31/functions/f/invocations"])
+def test_an_answer_is_strict_json_and_an_item_without_a_number_is_an_error(path: str) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    async def main(body: object) -> Any:
+        async with (
+            FunctionHttpServer(Answering(body)) as front,
+            aiohttp.ClientSession() as session,
+            session.post(front.url + path, data=b"[]") as response,
+        ):
+            assert response.status == 200
+            return json.loads(await response.read(), parse_constant=refuse)
+
+    nan, inf = float("nan"), float("inf")
+    good = {"id": "good", "aggregate_reward_score": 1.0, "metrics_list": [], "note": 0.5}
+    spent = [{"endpoint": "e", "model": "m", "requests": 1}]
+    given = [
+        good,
+        {"id": "nan", "aggregate_reward_score": nan, "usage": spent},
+        {"id": "metric", "aggregate_reward_score": 1.0, "metrics_list": [{"name": "m", "value": -inf}]},
+        {"id": "steps", "aggregate_reward_score": 1.0, "step_rewards": [0.0, inf]},
+        {"id": "note", "aggregate_reward_score": 1.0, "note": {"deep": [nan]}},
+        {"id": "wait", "error": {"type": "E", "kind": "throttled", "retry_after_s": inf}},
+    ]
+    answer = asyncio.run(main(given))
+    assert answer[0] == good
+    assert answer[1]["error"]["message"] == "aggregate_reward_score is nan, not a number"
+    assert answer[1]["usage"] == spent
+    assert answer[4:] == [
+        {"id": "note", "aggregate_reward_score": 1.0, "note": {"deep": [None]}},
+        {"id": "wait", "error": {"type": "E", "kind": "throttled", "retry_after_s": None}},
+    ]
+    read = outcomes(answer, given, deterministic=True)
+    assert [one.kind for one in read[1:4] if isinstance(one, InfraFault)] == [FaultKind.BAD_ANSWER] * 3
+    assert asyncio.run(main({"score": nan})) == {"score": None}
 
 
 @contextlib.asynccontextmanager
