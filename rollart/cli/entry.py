@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-from rollart.cli.process import INTERRUPTED, TERMINATED, standard_streams, terminable
+from rollart.cli.process import INTERRUPTED, TERMINATED, is_interrupt, standard_streams, terminable
 
 
 def main() -> None:
@@ -16,17 +16,14 @@ def main() -> None:
         from rollart.cli.main import main as command
 
         command()
-    except KeyboardInterrupt:
-        _end("interrupted", INTERRUPTED)
-    except RuntimeError as error:
-        # CPython 3.11 wraps an interrupt during `__set_name__`, that is, during class creation.
-        if not isinstance(error.__cause__, KeyboardInterrupt):
-            raise
-        _end("interrupted", INTERRUPTED)
     except SystemExit as error:
         if error.code != TERMINATED:
             raise
         _end("terminated", TERMINATED)
+    except BaseException as error:
+        if not is_interrupt(error):
+            raise
+        _end("interrupted", INTERRUPTED)
 
 
 def _end(word: str, code: int) -> None:

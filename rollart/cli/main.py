@@ -17,7 +17,15 @@ from pathlib import Path
 import click
 
 from rollart.cli.commands import COMPLETE, cli
-from rollart.cli.process import INTERRUPTED, TERMINATED, crash_directory, own_process, standard_streams, terminable
+from rollart.cli.process import (
+    INTERRUPTED,
+    TERMINATED,
+    crash_directory,
+    is_interrupt,
+    own_process,
+    standard_streams,
+    terminable,
+)
 from rollart.errors import RollartError, UsageError
 
 EXIT_S = 10.0
@@ -96,9 +104,7 @@ def _leaf_errors(error: BaseException) -> list[BaseException]:
     """The errors inside task groups, in order."""
     if isinstance(error, BaseExceptionGroup):
         return [leaf for part in error.exceptions for leaf in _leaf_errors(part)]
-    if isinstance(error, RuntimeError) and isinstance(error.__cause__, KeyboardInterrupt):
-        return [error.__cause__]  # CPython 3.11 wraps an interrupt during `__set_name__` (class creation)
-    return [error]
+    return [KeyboardInterrupt() if is_interrupt(error) else error]
 
 
 def _print_error(error: RollartError) -> int:

@@ -43,6 +43,16 @@ def terminable() -> None:
         signal.signal(signal.SIGTERM, _terminate)
 
 
+def is_interrupt(error: BaseException) -> bool:
+    """True for Ctrl-C, also if an import turned it into another error. CPython 3.11 wraps it in a RuntimeError during
+    `__set_name__`, that is, during class creation; pydantic-core, as it builds a model, keeps only its text."""
+    if isinstance(error, KeyboardInterrupt):
+        return True
+    if type(error).__name__ == "SchemaError" and type(error).__module__.startswith("pydantic_core"):
+        return "\n  KeyboardInterrupt:" in str(error)
+    return isinstance(error, RuntimeError) and isinstance(error.__cause__, KeyboardInterrupt)
+
+
 def _terminate(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)  # once: a second signal must not interrupt the clean-up
     sys.exit(TERMINATED)

@@ -46,6 +46,36 @@ def test_it_ends_in_one_line(sent: signal.Signals, code: int, told: str, module:
     assert (done.returncode, done.stdout, done.stderr) == (code, "", told)
 
 
+DURING_A_MODEL = """
+import signal, sys
+
+awaited = sys.argv.pop(1)
+
+class Bound:
+    def __float__(self):
+        signal.raise_signal(signal.SIGINT)
+
+class Then:
+    def find_spec(self, name, path=None, target=None):
+        if name == awaited:
+            from pydantic_core import SchemaValidator
+            SchemaValidator({"type": "nullable", "schema": {"type": "float", "gt": Bound()}})
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Then())
+from rollart.cli.entry import main
+main()
+"""
+"""pydantic-core raises a SchemaError with the text of the interrupt, and without the interrupt."""
+
+
+@pytest.mark.parametrize(("module", "arguments"), [("click", ["--help"]), ("rollart.settings.run", ["schema", "run"])])
+def test_an_interrupt_while_a_model_is_built_is_one(module: str, arguments: list[str]) -> None:
+    command = [sys.executable, "-c", DURING_A_MODEL, module, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "rollart: interrupted\n")
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_it_runs_without_a_standard_stream(closed: str) -> None:
     command = f'"{sys.executable}" -m rollart.cli.main --version {closed}'
