@@ -414,8 +414,8 @@ def _takes(spec: FunctionSpec, found: SourceDefinition) -> str:
 
 def _check_arguments(spec: FunctionSpec, found: SourceDefinition) -> None:
     """Refuse names in `arguments` that the class's constructor or the function does not take, and required parameters
-    of the constructor that are missing, and values that a ready-made reward refuses. A constructor that is inherited
-    from another file is not checked."""
+    of the constructor that are missing, and values that a ready-made reward refuses, or that name a variable which the
+    function does not get. A constructor that is inherited from another file is not checked."""
     node = definition(found.body, found.name)
     is_class = isinstance(node, ast.ClassDef)
     shape = of_source(node.body, "__init__") if isinstance(node, ast.ClassDef) else of_source(found.body, found.name)
@@ -435,9 +435,19 @@ def _check_arguments(spec: FunctionSpec, found: SourceDefinition) -> None:
         )
     if is_class and found.path.parent == _OURS / "rewards":  # ours: its constructor checks the values, and is all
         try:
-            getattr(importlib.import_module(f"serverless.rewards.{found.path.stem}"), found.name)(**spec.arguments)
+            made = getattr(importlib.import_module(f"serverless.rewards.{found.path.stem}"), found.name)(
+                **spec.arguments
+            )
         except SpecInvalid as error:
             raise SpecInvalid(f"function {spec.name}: {error.message}", remedy=error.remedy) from None
+        needed: Mapping[str, str] = getattr(made, "needed_variables", {})
+        for argument, variable in needed.items():
+            if variable not in (*spec.secrets, *spec.env):
+                raise SpecInvalid(
+                    f"function {spec.name}: {argument} is {variable!r}, which is not among its secrets "
+                    f"({', '.join(spec.secrets) or 'none'})",
+                    remedy=f'set `secrets: [{variable}]`, or `{argument}: ""` under `arguments` if none is needed',
+                )
 
 
 def _artefact(path: pathlib.Path, name: str) -> dict[str, bytes]:

@@ -184,6 +184,11 @@ class LlmJudge:
         self._client: JudgeClient | None = None
         self._key = ""
 
+    @property
+    def needed_variables(self) -> dict[str, str]:
+        """The environment variables without which no call is answered, by the argument that names them."""
+        return {"key_env": self._key_env} if self._key_env else {}
+
     def load(self, artefacts: pathlib.Path) -> None:
         """Import the client's library before the first call. Raises `ExtraMissing`."""
         library(self._settings.api)

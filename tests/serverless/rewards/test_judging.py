@@ -304,6 +304,29 @@ def test_settings_that_cannot_work_are_refused_at_packing(arguments: dict[str, A
         build(spec)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "settings", "refused"),
+    [
+        ({}, {"secrets": ()}, "key_env is 'JUDGE_API_KEY', which is not among its secrets (none)"),
+        ({"key_env": "MY_KEY"}, {}, "key_env is 'MY_KEY', which is not among its secrets (JUDGE_API_KEY)"),
+        ({"key_env": "MY_KEY"}, {"secrets": ("MY_KEY",)}, ""),
+        ({"key_env": "MY_KEY"}, {"secrets": (), "env": {"MY_KEY": "local"}}, ""),
+        ({"key_env": ""}, {"secrets": ()}, ""),
+    ],
+)
+def test_a_judge_whose_key_is_not_among_its_variables_is_refused(
+    arguments: dict[str, Any], settings: dict[str, Any], refused: str
+) -> None:
+    given = {"model": "m", "criteria": CRITERIA, **arguments}
+    spec = FunctionSpec(name="judge", source="serverless.rewards.llm_judge:LlmJudge", arguments=given, **settings)
+    if not refused:
+        assert build(spec).spec.secrets == settings["secrets"]
+        return
+    with pytest.raises(SpecInvalid, match=re.escape(f"function judge: {refused}")) as error:
+        build(spec)
+    assert error.value.remedy.startswith(f'set `secrets: [{given.get("key_env", "JUDGE_API_KEY")}]`, or `key_env: ""`')
+
+
 def test_its_package_holds_its_modules_and_its_settings_make_the_version() -> None:
     def packed(**arguments: Any) -> Any:
         given = {"model": "m", "criteria": CRITERIA, **arguments}
