@@ -252,7 +252,8 @@ class AwsDeployer:
         named = {number for one in self._control.aliases(name) for number in (one.number, one.canary)}
         version = self._published(wanted, exists=exists, tried=named)
         until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=LEASE_S)
-        self._control.name(name, alias, version.number, f"rollart: lease until {until.isoformat(timespec='seconds')}")
+        lease = f"rollart: lease until {until.isoformat(timespec='seconds')}"
+        self._control.point_alias(name, alias, version.number, lease)
         if self._control.live(name) is None:
             self._control.point(name, version)
         if version.number not in named:

@@ -277,7 +277,8 @@ class LambdaControl:
         with translate_errors(f"tagging {name}"):
             self._lambda.tag_resource(Resource=version.unqualified, Tags={DIGEST_TAG: version.digest})
         described = _CURRENT + " ".join([*numbers, version.number])
-        self.name(name, ALIAS, version.number, described, revision=seen.revision if seen is not None else "")
+        revision = seen.revision if seen is not None else ""
+        self.point_alias(name, ALIAS, version.number, described, revision=revision)
 
     def split(self, name: str, seen: LambdaAlias, canary: str, weight: float) -> None:
         """Give a share of the calls of `live` to a canary. Raises `DeploymentOvertaken` if the alias was moved since it
@@ -286,7 +287,7 @@ class LambdaControl:
         with translate_errors(f"giving {weight:g} of the calls of {name} to version {canary}"):
             self._update_alias(name, ALIAS, seen.revision, RoutingConfig=routing)
 
-    def name(self, name: str, alias: str, number: str, description: str, *, revision: str = "") -> None:
+    def point_alias(self, name: str, alias: str, number: str, description: str, *, revision: str = "") -> None:
         """Point an alias to a version alone; the alias is created if it is missing."""
         target = {"FunctionVersion": number, "Description": description}
         with translate_errors(f"moving {name}:{alias} to {number}"):

@@ -405,10 +405,10 @@ class ModalDeployer:
             self._meter.invocation(
                 modal_client.bill(target, answer, t0, loop.time(), limit_s=limit, items=0, cause=Cause.SMOKE)
             )
-        what = answer.fault.detail if answer.fault else f"it answered {answer.body!r:.80}"
         if answer.fault is not None or not isinstance(answer.body, list):
+            reason = answer.fault.detail if answer.fault else f"it answered {answer.body!r:.80}"
             raise BackendFailed(
-                f"the new version of {target.name} failed its trial: {what}",
+                f"the new version of {target.name} failed its trial: {reason}",
                 remedy="the version before it stays; `rollart rewards test` runs it here",
             )
 
