@@ -217,7 +217,7 @@ class AwsDeployer:
                 f"{function}: Lambda has no canary on an alias with warm environments (provisioned concurrency)",
                 remedy=f"release them: rollart rewards scale {function} --warm 0",
             )
-        if wanted.settings.role_arn not in ("", live.role):
+        if not self._control.keeps_role(live, wanted):
             raise BackendFailed(
                 f"{function}: Lambda gives both versions one role, and the current one has {live.role}",
                 remedy="deploy without --canary to change the role",
@@ -450,6 +450,8 @@ class AwsDeployer:
         if not new and version.number in tried:
             return version
         try:
+            if new and wanted.references:
+                self._control.grant_secrets(name)
             trial = self._control.smoke(name, version.number, float(wanted.configuration["Timeout"]))
         except BackendFailed as error:
             alone = not exists and len(self._control.versions(name)) <= 1
@@ -484,8 +486,9 @@ class AwsDeployer:
 
     def _prune(self, name: str) -> None:
         """Prune versions. Keeps the newest `keep_versions` former current versions, the same number of versions that
-        only runs called, and each version named by an alias. A version that cannot be removed (a run's role may lack
-        the permission) is left to the next deployment."""
+        only runs called, and each version named by an alias. The function's role then reads the secrets of the kept
+        versions alone. A version or permission that cannot be removed (a run's role may lack the permission) is left to
+        the next deployment."""
         with contextlib.suppress(ServerlessError):
             named = {number for alias in self._control.aliases(name) for number in (alias.number, alias.canary)}
             deployed = set(self._control.deployed(name))
@@ -495,6 +498,7 @@ class AwsDeployer:
                 for old in group[self.settings.keep_versions :]:
                     if old.number not in named:
                         self._control.remove(name, old.number)
+            self._control.grant_secrets(name)
 
     def _remove_expired(self, name: str) -> None:
         """Remove the aliases of runs whose leases have expired. A failed removal is left to the next call."""

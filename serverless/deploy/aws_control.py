@@ -22,13 +22,14 @@ from serverless.deploy.aws_function import (
     AwsSettings,
     log_group,
     log_permission,
-    secret_permissions,
+    reference_permissions,
 )
 from serverless.deploy.aws_session import Boto3Clients, error_code, translate_errors
 from serverless.deploy.images import ContainerEngine, find_engine
 from serverless.errors import BackendFailed, PackageError, UnknownFunction
 from serverless.providers.faults import LambdaReport, function_fault, function_log_tail, parse_report
 from serverless.retries import AWS_CONFLICT, AWS_REMOVAL, AWS_ROLE, AWS_TRIAL, RetryPolicy
+from serverless.secret_runtime import REFERENCES
 from serverless.secrets import SecretMissing
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ _POLL_S = 0.5
 _WAIT_POLLS = 360
 _DOWNLOAD_S = 120.0
 _ROLE_NAME = 64
+"""IAM's limit of a role's name."""
+_SECRETS_POLICY = "own-secrets"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,13 @@ class LambdaVersion:
         configured = all(self.settings.get(key) == value for key, value in function.configuration.items())
         same = self.package_type == function.package_type and self.digest == function.package.version
         return placed and same and configured
+
+    @property
+    def references(self) -> Mapping[str, Mapping[str, str]]:
+        """The references to its secrets (`serverless.secret_runtime`), by variable."""
+        variables = self.settings.get("Environment", {}).get("Variables", {})
+        found: Mapping[str, Mapping[str, str]] = json.loads(variables.get(REFERENCES, "{}")).get("from", {})
+        return found
 
     @property
     def unqualified(self) -> str:
@@ -145,20 +155,62 @@ class LambdaControl:
 
     def role(self, wanted: AwsFunction) -> str:
         """The execution role's ARN; the role is created if it is missing and none was given. A function with secrets on
-        AWS has a role of its own, which may read these."""
+        AWS has a role of its own, see `grant_secrets`."""
+        return self._settings.role_arn or self._role(self._role_name(wanted))
+
+    def keeps_role(self, live: LambdaVersion, wanted: AwsFunction) -> bool:
+        """True if the next version has the role of the current one, which Lambda requires of a canary."""
         if self._settings.role_arn:
-            return self._settings.role_arn
-        if not wanted.references:
-            return self._role(self._settings.role_name)
-        name = f"{self._settings.role_name}-{wanted.package.spec.name}"[:_ROLE_NAME]
-        arn = self._role(name)
-        _, partition, _, _, account, _ = arn.split(":", 5)
-        region = self._clients.of("lambda").meta.region_name
-        statements = secret_permissions(wanted, f"arn:{partition}:{{}}:{region}:{account}")
-        policy = json.dumps({"Version": "2012-10-17", "Statement": statements})
-        with translate_errors(f"granting secrets to the role {name}"):
-            self._clients.of("iam").put_role_policy(RoleName=name, PolicyName="own-secrets", PolicyDocument=policy)
-        return arn
+            return live.role == self._settings.role_arn
+        return live.role.endswith(f"/{self._role_name(wanted)}")
+
+    def grant_secrets(self, name: str) -> bool:
+        """Permit the function's own role to read the secrets of all its published versions, and no others. True if the
+        policy was changed.
+
+        Called after a version was published and after versions were removed: the versions that are there decide, so
+        that no deployment takes a secret from a version that is called. If another deployment publishes between the
+        listing and the change, the loop takes up its version. Versions with another role are not concerned.
+        """
+        if self._settings.role_arn:
+            return False
+        role, iam, changed = self._own_role_name(name), self._clients.of("iam"), False
+        chosen, given = {"RoleName": role, "PolicyName": _SECRETS_POLICY}, None
+        while (policy := self._secrets_policy(name, role)) is not None:
+            given = given or self._read(
+                f"looking for the secrets of the role {role}",
+                lambda: iam.get_role_policy(**chosen)["PolicyDocument"],
+                missing="NoSuchEntity",
+            )
+            if policy == given:
+                break
+            with translate_errors(f"granting secrets to the role {role}"):
+                iam.put_role_policy(**chosen, PolicyDocument=json.dumps(policy))
+            given, changed = policy, True
+        return changed
+
+    def _secrets_policy(self, name: str, role: str) -> dict[str, Any] | None:
+        """The policy for the secrets of a function's versions with this role, None if they have no secrets."""
+        versions = [v for v in self.versions(name) if v.role.endswith(f"/{role}") and v.references]
+        if not versions:
+            return None
+        _, partition, _, region, account, *_ = versions[0].arn.split(":")
+        references = [one for version in versions for one in version.references.values()]
+        keys = {str(version.settings.get("KMSKeyArn", "")) for version in versions}
+        statements = reference_permissions(references, keys, f"arn:{partition}:{{}}:{region}:{account}")
+        return {"Version": "2012-10-17", "Statement": statements}
+
+    def _role_name(self, wanted: AwsFunction) -> str:
+        return self._own_role_name(wanted.name) if wanted.references else self._settings.role_name
+
+    def _own_role_name(self, name: str) -> str:
+        """The name of a function's own role. Roles have no region, so it has the function's name and region, which
+        contain no dot. One that is too long ends with its digest."""
+        full = f"{self._settings.role_name}.{name}.{self._lambda.meta.region_name}"
+        if len(full) <= _ROLE_NAME:
+            return full
+        digest = hashlib.sha256(full.encode()).hexdigest()[:16]
+        return f"{full[: _ROLE_NAME - len(digest) - 1]}.{digest}"
 
     def require_secrets(self, wanted: AwsFunction) -> None:
         """Raise `SecretMissing` for a secret that AWS does not have. A secret that this user may not look for is left

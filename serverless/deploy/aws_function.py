@@ -13,7 +13,7 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Literal
@@ -77,7 +77,7 @@ class AwsSettings(Settings):
     profile: str = ""
     role_arn: str = Field(default="", pattern=r"^(arn:[\w-]+:iam::\d{12}:role/.+)?$")
     """The execution role of the functions; empty: `role_name`, which is created with permission to write its own logs
-    if missing."""
+    if missing. A function with secrets then has a role of its own, `role_name.PREFIXFUNCTION.REGION`."""
     role_name: str = Field(default="rollart-functions", pattern=r"^[\w+=,.@-]{1,64}$")
     prefix: str = Field(default="rollart-", pattern=r"^[A-Za-z0-9_-]{0,48}$")
     """Prefix of the functions' names. Amazon Nova only calls reward functions named `SageMaker-...`."""
@@ -282,8 +282,16 @@ def function_configuration(spec: FunctionSpec, settings: AwsSettings) -> dict[st
 
 
 def secret_permissions(function: AwsFunction, arn_prefix: str) -> list[dict[str, Any]]:
-    """Permits a function to read its own secrets. `arn_prefix` is `arn:PARTITION:SERVICE:REGION:ACCOUNT` with the
-    service as `{}`, for references by name."""
+    """Permits a function to read its own secrets: `reference_permissions` of its references and key."""
+    return reference_permissions(function.references.values(), {function.settings.kms_key_arn}, arn_prefix)
+
+
+def reference_permissions(
+    references: Collection[Mapping[str, str]], keys: Collection[str], arn_prefix: str
+) -> list[dict[str, Any]]:
+    """Permits a role to read the secrets of `references`, and to decrypt with the KMS keys of which `keys` are the ARNs
+    ('' is ignored). `arn_prefix` is `arn:PARTITION:SERVICE:REGION:ACCOUNT` with the service as `{}`, for references by
+    name."""
 
     def arn(service: str, kind: str, reference: str) -> str:
         if reference.startswith("arn:"):
@@ -291,20 +299,20 @@ def secret_permissions(function: AwsFunction, arn_prefix: str) -> list[dict[str,
         return f"{arn_prefix.format(service)}:{kind}{reference}"
 
     statements = []
-    found = function.references.values()
-    names = {one["aws_secret"] for one in found if "aws_secret" in one}
+    names = {one["aws_secret"] for one in references if "aws_secret" in one}
     if names:
         # The ARN of a secret ends with six random characters that its name does not have.
         arns = sorted(
             arn("secretsmanager", "secret:", f"{n}" if n.startswith("arn:") else f"{n}-??????") for n in names
         )
         statements.append(_allowed("OwnSecrets", "secretsmanager:GetSecretValue", arns))
-    if parameters := {one["ssm"] for one in found if "ssm" in one}:
+    if parameters := {one["ssm"] for one in references if "ssm" in one}:
         arns = sorted(arn("ssm", "parameter", p if p.startswith(("arn:", "/")) else f"/{p}") for p in parameters)
         statements.append(_allowed("OwnParameters", "ssm:GetParameter", arns))
-    if (key := function.settings.kms_key_arn) and function.references:
-        keys, _, alias = key.partition(":alias/")
-        statement = _allowed("OwnKey", "kms:Decrypt", [f"{keys}:key/*" if alias else key])
+    for number, key in enumerate(sorted(filter(None, keys)) if references else ()):
+        of_region, _, alias = key.partition(":alias/")
+        sid = f"OwnKey{number or ''}"  # unique in a policy
+        statement = _allowed(sid, "kms:Decrypt", [f"{of_region}:key/*" if alias else key])
         if alias:  # which is no resource of a policy
             statement["Condition"] = {"ForAnyValue:StringEquals": {"kms:ResourceAliases": f"alias/{alias}"}}
         statements.append(statement)

@@ -14,6 +14,7 @@ import pytest
 from serverless.deploy.aws import AwsDeployer
 from serverless.errors import BackendFailed, CredentialsMissing, UnknownFunction
 from serverless.providers.aws import AwsLambdaBackend
+from serverless.secrets import Secrets, SecretSource
 from serverless.types import Cause
 from serverless.wire import encode
 from tests.serverless.aws.provider import MISSING, archive, at, client, environment, settings
@@ -334,6 +335,87 @@ def test_a_role_that_is_not_known_everywhere_yet_is_waited_for(plane: Plane) -> 
 
     assert asyncio.run(main()).current
     assert plane.refusals["POST /2015-03-31/functions"] == []
+
+
+@contextlib.asynccontextmanager
+async def judge(plane: Plane, secret: str, **changes: Any) -> AsyncIterator[AwsDeployer]:
+    """A deployer for functions whose JUDGE_KEY is this secret of the account."""
+    manager = client(plane, "secretsmanager")
+    with contextlib.suppress(manager.exceptions.ResourceExistsException):
+        manager.create_secret(Name=secret, SecretString=f"the value of {secret}")
+    secrets, meter = Secrets({"JUDGE_KEY": SecretSource(aws_secret=secret)}), changes.pop("meter", None)
+    async with AwsDeployer(settings(plane, **changes), meter=meter, secrets=secrets) as one:
+        yield one
+
+
+def readable(plane: Plane, function: str = "rollart-secretive", version: str = "live") -> set[str]:
+    """The secrets that the role of a function's version may read."""
+    configuration = client(plane).get_function_configuration(FunctionName=function, Qualifier=version)
+    role = configuration["Role"].rpartition("/")[2]
+    assert len(role) <= 64
+    found = client(plane, "iam").get_role_policy(RoleName=role, PolicyName="own-secrets")["PolicyDocument"]
+    (statement,) = (one for one in found["Statement"] if one["Action"] == "secretsmanager:GetSecretValue")
+    return {arn.rpartition(":")[2].removesuffix("-??????") for arn in statement["Resource"]}
+
+
+def test_a_role_reads_the_secrets_of_all_kept_versions_and_no_others(plane: Plane, tmp_path: pathlib.Path) -> None:
+    """A canary and a failed trial take no secret from the current version, and a rollback finds its own."""
+    failing = tmp_path / "secretive.py"
+    failing.write_text("def secretive(sample):\n    return 1.0\n\n\nraise RuntimeError('no weights')\n")
+    bad = at(failing, name="secretive", handler="secretive", secrets=("JUDGE_KEY",))
+    one = package("secretive")
+
+    async def main() -> None:
+        async with judge(plane, "a", keep_versions=2) as a, judge(plane, "b", keep_versions=2) as b:
+            await a.deploy(one)
+            assert readable(plane) == {"a"}
+            await b.deploy(one, canary=0.5)
+            assert readable(plane) == {"a", "b"}
+            await b.rollback("secretive")
+            assert readable(plane) == {"a", "b"}, "both versions are kept"
+            async with judge(plane, "c", keep_versions=2) as c:
+                with pytest.raises(BackendFailed, match="no weights"):
+                    await c.deploy(bad)
+                assert {"a", "b"} <= readable(plane)
+                await c.deploy(one)
+                await c.deploy(package("secretive", memory_mb=320))
+            assert readable(plane) == {"b", "c"}, "version 1 is pruned, and the canary is kept"
+
+    asyncio.run(main())
+
+
+def test_functions_with_secrets_share_no_role(plane: Plane) -> None:
+    """Of one name under two prefixes, or with names that agree in more characters than a role's name has."""
+    names = [f"{'judge-' * 8}{n}" for n in "12"]
+
+    async def main() -> None:
+        for prefix, secret in (("rollart-", "a"), ("team-", "b")):
+            async with judge(plane, secret, prefix=prefix) as aws:
+                await aws.deploy(package("secretive"))
+        for name, secret in zip(names, ("a", "b"), strict=True):
+            async with judge(plane, secret, prefix="long-") as aws:
+                await aws.deploy(package("secretive", name=name))
+
+    asyncio.run(main())
+    assert (readable(plane), readable(plane, "team-secretive")) == ({"a"}, {"b"})
+    assert [readable(plane, f"long-{name}") for name in names] == [{"a"}, {"b"}]
+    roles = {role["RoleName"] for role in client(plane, "iam").list_roles()["Roles"]}
+    assert {"rollart-functions.rollart-secretive.us-east-1", "rollart-functions.team-secretive.us-east-1"} < roles
+    assert len(roles) == 4
+
+
+def test_a_canary_with_another_role_is_refused_before_anything_is_uploaded(plane: Plane) -> None:
+    """Lambda routes calls of an alias to versions of one role alone."""
+
+    async def main() -> int:
+        async with judge(plane, "a") as aws:
+            await aws.deploy(package(name="secretive"))
+            uploads = plane.calls["PUT /code"]
+            with pytest.raises(BackendFailed, match="gives both versions one role"):
+                await aws.deploy(package("secretive"), canary=0.5)
+            return plane.calls["PUT /code"] - uploads
+
+    assert asyncio.run(main()) == 0
 
 
 def test_what_the_user_may_not_do_is_named(plane: Plane) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from serverless.deploy.aws import AwsDeployer
-from serverless.deploy.aws_function import AwsSettings, bundle
+from serverless.deploy.aws_function import AwsSettings, bundle, reference_permissions
 from serverless.errors import PackageError
 from tests.serverless.aws.provider import MISSING, at, client, settings
 from tests.serverless.aws.provider import plane as new_plane
@@ -89,6 +89,19 @@ def test_requirements_are_in_the_archive(plane: Plane, tmp_path: pathlib.Path, m
     payload = json.dumps([{"id": "a", "messages": []}]).encode()
     answer = client(plane).invoke(FunctionName=deployed.endpoint, Payload=payload)
     assert json.loads(answer["Payload"].read())[0]["aggregate_reward_score"] == 0.75
+
+
+def test_a_role_decrypts_with_the_keys_of_all_its_versions() -> None:
+    keys = [f"arn:aws:kms:us-east-1:123456789012:{name}" for name in ("alias/judge", "key/1")]
+    references = [{"aws_secret": "judge", "key": ""}]
+    statements = reference_permissions(references, {"", *keys}, "arn:aws:{}:us-east-1:123456789012")
+    assert [one["Resource"] for one in statements] == [
+        ["arn:aws:secretsmanager:us-east-1:123456789012:secret:judge-??????"],
+        ["arn:aws:kms:us-east-1:123456789012:key/*"],
+        [keys[1]],
+    ]
+    assert [one["Sid"] for one in statements] == ["OwnSecrets", "OwnKey", "OwnKey1"], "unique in a policy"
+    assert statements[1]["Condition"] == {"ForAnyValue:StringEquals": {"kms:ResourceAliases": "alias/judge"}}
 
 
 def test_the_archive_is_the_same_bytes_each_time() -> None:
