@@ -240,17 +240,19 @@ class AwsDeployer:
     @_step
     def pin(self, package: Package, run: str, *, existing: bool = False) -> PinnedVersion:
         """Set the alias of a run to the package's version, with a lease of `LEASE_S`. The version is published and
-        tried if it is missing; it becomes current only if no version is. The alias holds the package's `warm`
-        environments. With `existing`, raises `UnknownFunction` if the function does not exist."""
-        wanted, alias = self._wanted(package), _run_alias(run)
-        name = wanted.name
+        tried if it is missing; it becomes current only if no version is. A version that was drawn from AWS is taken as
+        it is, whatever the settings are now. The alias holds the package's `warm` environments. Raises
+        `UnknownFunction` if a drawn version is gone and, with `existing`, if the function does not exist."""
+        function, alias = package.spec.name, _run_alias(run)
+        wanted = None if package.deployment[0] == PROVIDER else self._wanted(package)
+        name = self.settings.function_name(function)
         exists = self._control.ours(name)
         if existing and not exists:
-            raise UnknownFunction(f"{wanted.package.spec.name} is gone from AWS", remedy="deploy it again")
+            raise UnknownFunction(f"{function} is gone from AWS", remedy="deploy it again")
         if exists:
             self._remove_expired(name)
         named = {number for one in self._control.aliases(name) for number in (one.number, one.canary)}
-        version = self._published(wanted, exists=exists, tried=named)
+        version = self._published(wanted, exists=exists, tried=named) if wanted else self._drawn(package)
         until = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=LEASE_S)
         lease = f"rollart: lease until {until.isoformat(timespec='seconds')}"
         self._control.point_alias(name, alias, version.number, lease)
@@ -258,7 +260,7 @@ class AwsDeployer:
             self._control.point(name, version)
         if version.number not in named:
             self._prune(name)
-        qualifier, warm = alias, wanted.package.spec.warm
+        qualifier, warm = alias, package.spec.warm
         if warm or not existing:
             same = [one.name for one in self._control.aliases(name) if one.number == version.number]
             holders = [one for one in same if self._control.warm(name, one)]
@@ -269,7 +271,7 @@ class AwsDeployer:
             elif not holders:  # calls wait for the alias, and work without provisioned environments
                 with contextlib.suppress(ServerlessError):
                     self._control.set_warm(name, warm, alias, wait=False)
-        return _pinned(wanted.package.spec.name, alias, qualifier, version)
+        return _pinned(function, alias, qualifier, version)
 
     @_step
     def current(self, function: str, version: str = "") -> PinnedVersion:
@@ -530,6 +532,18 @@ class AwsDeployer:
         if found is None:
             known = ", ".join(version.number for version in versions)
             raise UnknownFunction(f"{function} has no version {number} on AWS", remedy=f"it has {known}")
+        return found
+
+    def _drawn(self, package: Package) -> LambdaVersion:
+        """The version from which a package was read back, unless it is gone."""
+        function, number = package.spec.name, package.deployment[1]
+        kept = self._control.versions(self.settings.function_name(function))
+        found = next((v for v in kept if v.number == number and v.digest == package.version), None)
+        if found is None:
+            raise UnknownFunction(
+                f"version {number} ({package.version[:12]}) of {function}, which the run has drawn, is gone from AWS",
+                remedy="start another run, which draws one of the versions that are there",
+            )
         return found
 
     def _point(self, function: str, version: LambdaVersion, seen: LambdaAlias | None) -> DeployedFunction:

@@ -248,6 +248,33 @@ def test_a_canary_from_its_deployment_to_its_end(releases: Releases, tmp_path: P
     asyncio.run(main())
 
 
+@pytest.mark.skipif(bool(Lambda.missing), reason=Lambda.missing or "-")
+def test_a_run_calls_the_version_that_it_has_drawn_whatever_its_settings(tmp_path: Path) -> None:
+    """Settings of a cluster that would make another version do not: the drawn one is called as it is, or refused."""
+    releases = Lambda(tmp_path)
+
+    async def main() -> None:
+        async with releases.deployer() as control:
+            await control.deploy(constant(tmp_path, 1.0))
+            functions = releases.functions()
+            functions["aws_lambda"] |= {"architecture": "arm64", "secrets_ttl_s": 7.0}
+            run = Run(tmp_path / "run", functions)
+            assert (await run.draw()).number == "1"
+            await control.deploy(constant(tmp_path, 2.0))
+            uploads = releases.plane.calls["PUT /code"]
+            assert await run.score() == 1.0
+            assert [one.provider_version for one in await control.versions("f")] == ["2", "1"]
+            assert releases.plane.calls["PUT /code"] == uploads
+            aws.client(releases.plane).delete_function(FunctionName="rollart-f", Qualifier="1")
+            with pytest.raises(UnknownFunction, match=r"version 1 .* of f, which the run has drawn, is gone"):
+                await run.score()
+
+    try:
+        asyncio.run(main())
+    finally:
+        releases.close()
+
+
 def test_versions_with_a_weight_are_kept(tmp_path: Path) -> None:
     """Whatever their age: here the current version is older than all that were deployed as its canaries."""
 
