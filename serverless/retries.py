@@ -123,6 +123,13 @@ AWS_CONFLICT = RetryPolicy(
 AWS_REMOVAL = RetryPolicy("Removal of a Lambda version", "another change is in progress", 3, 2.0, 2.0)
 AWS_ROLE = RetryPolicy("Creation of a Lambda function", "its new role is not known everywhere", 60, 1.0, 1.0)
 AWS_TRIAL = RetryPolicy("Trial of a new Lambda version", "throttled", 20, 0.25, 1.0, jitter="half")
+AWS_PERMISSION = RetryPolicy(
+    "Trial of a new Lambda version whose secrets its role may read since this deployment",
+    "access is denied: the permission is not known everywhere",
+    10,
+    1.0,
+    8.0,
+)
 AWS_DEPLOYMENT = RetryPolicy(
     "Deployment of a Lambda function", "another deployment was published between", 10, 0.25, 8.0, jitter="full"
 )

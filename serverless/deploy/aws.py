@@ -34,7 +34,14 @@ from serverless.deploy.aws_function import ALIAS, AwsFunction, AwsSettings, aws_
 from serverless.deploy.aws_session import library
 from serverless.deploy.changes import spec_lines, weight_lines
 from serverless.deploy.package import Package, restore_archive
-from serverless.errors import BackendFailed, PackageError, ServerlessError, SpecInvalid, UnknownFunction
+from serverless.errors import (
+    BackendFailed,
+    CredentialsMissing,
+    PackageError,
+    ServerlessError,
+    SpecInvalid,
+    UnknownFunction,
+)
 from serverless.meter import MeterSink, NullMeter, billed_seconds
 from serverless.output import LineReader
 from serverless.providers.base import (
@@ -49,7 +56,7 @@ from serverless.providers.base import (
     previous_version,
 )
 from serverless.providers.faults import LambdaReport
-from serverless.retries import AWS_DEPLOYMENT
+from serverless.retries import AWS_DEPLOYMENT, AWS_PERMISSION
 from serverless.secrets import Secrets
 from serverless.types import Cause, Invocation
 
@@ -438,7 +445,7 @@ class AwsDeployer:
 
     def _published(self, wanted: AwsFunction, *, exists: bool, tried: Collection[str] = ()) -> LambdaVersion:
         """The package's version, kept or newly published. It is tried unless its number is in `tried`."""
-        name = wanted.name
+        name, function = wanted.name, wanted.package.spec.name
 
         def upload() -> tuple[LambdaVersion, bool]:
             nonlocal exists
@@ -451,23 +458,34 @@ class AwsDeployer:
         version, new = AWS_DEPLOYMENT.run_blocking(upload, DeploymentOvertaken, pause=self._control.pause)
         if not new and version.number in tried:
             return version
+
+        def smoke() -> None:
+            report = None
+            try:
+                report = self._control.smoke(name, version.number, float(wanted.configuration["Timeout"]))
+            except SmokeFailed as error:
+                report = error.report
+                raise
+            finally:
+                if report is not None:
+                    self._trials.append((function, report))
+
         try:
-            if new and wanted.references:
-                self._control.grant_secrets(name)
-            trial = self._control.smoke(name, version.number, float(wanted.configuration["Timeout"]))
+            # A concurrent deployment that has published the version may have permitted it a moment ago.
+            own_role = bool(wanted.references) and not self.settings.role_arn
+            permitted = own_role and (not new or self._control.grant_secrets(name))
+            AWS_PERMISSION.run_blocking(
+                smoke, lambda error: permitted and _access_denied(error), pause=self._control.pause
+            )
         except BackendFailed as error:
             alone = not exists and len(self._control.versions(name)) <= 1
             self._control.remove(name, "" if alone else version.number)
             if not isinstance(error, SmokeFailed):
                 raise
-            if error.report is not None:
-                self._trials.append((wanted.package.spec.name, error.report))
             raise BackendFailed(
-                f"function {wanted.package.spec.name}: the new version does not work: {error.message}",
+                f"function {function}: the new version does not work: {error.message}",
                 remedy="`rollart rewards test` runs it here; what was current before stays current",
             ) from None
-        if trial is not None:
-            self._trials.append((wanted.package.spec.name, trial))
         return version
 
     def _uploaded(self, wanted: AwsFunction, *, exists: bool) -> tuple[LambdaVersion, bool]:
@@ -620,6 +638,13 @@ def _changed_variables(before: Mapping[str, Any], after: Mapping[str, Any]) -> l
     lines = [f"variable {name}: {words[name in old, name in new]}" for name in changed]
     keys = before.get("KMSKeyArn"), after.get("KMSKeyArn")
     return lines if keys[0] == keys[1] else [*lines, f"key of the variables: {keys[0]} -> {keys[1]}"]
+
+
+def _access_denied(error: BaseException) -> bool:
+    """True if AWS denied access to a function during its trial, rather than to this user."""
+    return (
+        isinstance(error, BackendFailed) and not isinstance(error, CredentialsMissing) and "AccessDenied" in str(error)
+    )
 
 
 def _run_alias(run: str) -> str:

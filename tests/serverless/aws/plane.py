@@ -35,6 +35,9 @@ from tests.serverless.aws.environment import Answer, Environment, runtime_path
 REFUSED = "AKIAREFUSED"
 """An access key that this plane refuses."""
 
+ROLE_KEY = "ASIAFUNCTION"
+"""The access key of functions, that is of their roles."""
+
 _FUNCTION = re.compile(r"^/(?P<api>[\d-]+)/functions/(?P<name>[^/]+)(?P<rest>/.*)?$")
 _REGION = re.compile(r"Credential=(?P<key>[^/]+)/\d+/(?P<region>[^/]+)/(?P<service>[^/]+)/")
 _ARCHIVES = "/archives/"
@@ -81,6 +84,8 @@ class Plane:
         self.polls = 0
         self.failures: list[Response] = []
         self.refusals: dict[str, list[Response]] = {}
+        self.denied = 0
+        """The next calls of AWS by functions to be denied."""
         self.executions: Counter[str] = Counter()
         self.throttled: Counter[str] = Counter()
         self.starts: Counter[str] = Counter()
@@ -137,6 +142,10 @@ class Plane:
             return _respond(
                 start_response, refusal(403, "UnrecognizedClientException", "The security token is invalid")
             )
+        if scope is not None and scope["key"] == ROLE_KEY and self.denied:
+            self.denied -= 1
+            body = {"__type": "AccessDeniedException", "message": "The role is not authorized to perform it"}
+            return _respond(start_response, (400, {}, json.dumps(body).encode()))
         if refusals := self.refusals.get(f"{environ['REQUEST_METHOD']} {environ.get('PATH_INFO', '')}"):
             return _respond(start_response, refusals.pop(0))
         if environ.get("PATH_INFO", "").startswith(_ARCHIVES):
@@ -331,7 +340,7 @@ class Plane:
                 account={
                     "AWS_REGION": str(function.region),
                     "AWS_DEFAULT_REGION": str(function.region),
-                    "AWS_ACCESS_KEY_ID": "ASIAFUNCTION",
+                    "AWS_ACCESS_KEY_ID": ROLE_KEY,
                     "AWS_SECRET_ACCESS_KEY": "secret",
                     "AWS_ENDPOINT_URL": self.url,
                 },

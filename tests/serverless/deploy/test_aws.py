@@ -418,6 +418,28 @@ def test_a_canary_with_another_role_is_refused_before_anything_is_uploaded(plane
     assert asyncio.run(main()) == 0
 
 
+def test_a_permission_that_is_not_known_everywhere_yet_is_waited_for(plane: Plane) -> None:
+    """Only after it was changed: otherwise the function's own access is denied, and waiting does not help."""
+    books = Books()
+
+    async def main() -> Any:
+        async with judge(plane, "a", meter=books) as aws:
+            plane.denied = 2
+            first = await aws.deploy(package("secretive"))
+            assert plane.denied == 0
+            tried = plane.executions["rollart-secretive"]
+            plane.denied = 1
+            with pytest.raises(BackendFailed, match="AccessDenied"):
+                await aws.deploy(package("secretive", memory_mb=320))
+            return first, tried, plane.executions["rollart-secretive"]
+
+    first, tried, in_all = asyncio.run(main())
+    assert first.current
+    assert (tried, in_all) == (3, 4)
+    assert [i.cause for i in books.invocations] == [Cause.SMOKE] * 4, "each trial is billed"
+    assert sum(i.billed_s for i in books.invocations) == pytest.approx(plane.billed_s())
+
+
 def test_what_the_user_may_not_do_is_named(plane: Plane) -> None:
     from tests.serverless.aws.plane import refusal
 
