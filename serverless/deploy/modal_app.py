@@ -11,7 +11,9 @@ import asyncio
 import contextlib
 import datetime
 import decimal
+import hashlib
 import importlib
+import json
 import math
 import pathlib
 import shlex
@@ -115,17 +117,22 @@ class ModalDeployer:
         with modal_client.translate_errors():
             await self._require_secrets(package.spec)
             _, deployments = await namespace.find(name)
+            secrets = self._secret_sources(package.spec)
+            kept = deployments.matching(package.version, secrets)
             if not deployments.live:
                 lines = [f"create app {namespace.app(name)} at version {package.version[:12]}"]
             else:
                 weighted = [await self._deployed(name, deployments, n) for n in deployments.weighted]
                 lines = [*weight_lines(weighted, package.version, canary)]
-                if deployments.versions[deployments.live] == package.version:
+                if deployments.live in kept:
                     changes = await self._scaling(name, deployments.live, package.spec)
                     lines += [f"{key} -> {value}" for key, value in changes.items()]
                 else:
-                    if lines and package.version in deployments.versions.values():
+                    if lines and kept:
                         lines[0] = f"{lines[0]} (kept, no upload)"
+                    if secrets != deployments.secrets.get(deployments.live, ""):
+                        sources = ", ".join(self._secrets.in_modal(package.spec)) or "none"
+                        lines.append(f"modal.Secrets: other ones -> {sources}")
                     try:
                         before = await self.package(name)
                         lines += spec_lines(before.spec, package.spec)
@@ -149,7 +156,7 @@ class ModalDeployer:
                 await self._require_secrets(package.spec)
                 app, deployments = await namespace.find(name)
                 current = not deployments.canary if current is None else current
-                kept = [n for n, digest in deployments.versions.items() if digest == package.version]
+                kept = deployments.matching(package.version, self._secret_sources(package.spec))
                 if kept:
                     number = next((n for n in deployments.weighted if n in kept), max(kept))
                     if deployments.live and (not current or (canary and number == deployments.live)):
@@ -302,7 +309,10 @@ class ModalDeployer:
                 await self._try(target, package)
                 _, before = await namespace.find(name)  # others may have moved it during the trial
                 now = datetime.datetime.now(datetime.UTC).timestamp()
-                fresh = before.added(number, package.version, now, keep=self.settings.keep, canary=canary)
+                secrets = self._secret_sources(package.spec)
+                fresh = before.added(
+                    number, package.version, now, keep=self.settings.keep, canary=canary, secrets=secrets
+                )
                 if not current:
                     known = replace(before, versions={**before.versions, number: package.version})
                     return await self._deployed(name, known, number)
@@ -376,6 +386,14 @@ class ModalDeployer:
             kind.from_name(secret, environment_name=environment, required_keys=names, client=namespace.client)
             for secret, names in self._secrets.in_modal(spec).items()
         ]
+
+    def _secret_sources(self, spec: FunctionSpec) -> str:
+        """A digest of which `modal.Secret` has which variable, '' without secrets. A deployment keeps the sources that
+        it was made with, and the package's version does not have them."""
+        if not spec.secrets:
+            return ""
+        sources = {secret: sorted(names) for secret, names in self._secrets.in_modal(spec).items()}
+        return hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()[:32]
 
     async def _require_secrets(self, spec: FunctionSpec) -> None:
         """Raise `SecretMissing` for a secret that Modal does not have."""

@@ -16,6 +16,7 @@ A function has one app, whose tags map its deployments to package versions:
     rollart-weight 0.1            that share
     rollart-v3     <digest>       the package version of deployment 3, base64url (a tag holds 63 characters)
     rollart-t3     1767225600     when it was made, Unix seconds
+    rollart-s3     <digest>       the sources of its secrets, if it has any: which `modal.Secret` has which variable
 
 Modal keeps deployments and looks any of them up by number (`Function.from_name(version=)`), so a rollback is one
 `App.set_tags`, which is atomic, and a deployment that fails is never live.
@@ -275,6 +276,9 @@ FUNCTION = "call"
 PACKAGE = "package"
 """The name of the function of an app that gives its package back: that of `serverless.deploy.modal_files`."""
 
+_NUMBERED = ("rollart-v", "rollart-t", "rollart-s")
+"""Tags that end with the number of a deployment."""
+
 _WEIGHT = re.compile(r"0?\.\d+")
 
 _NAME = 63
@@ -303,12 +307,14 @@ class DeploymentTags:
     canary: int = 0
     """The deployment that gets the share `weight` of the calls; 0 for none."""
     weight: float = 0.0
+    secrets: Mapping[int, str] = field(default_factory=dict)
+    """Digests of the sources of secrets, by deployment number."""
 
     @classmethod
     def read(cls, tags: Mapping[str, str]) -> DeploymentTags:
-        live, canary, weight, versions, times, other = 0, 0, 0.0, {}, {}, {}
+        live, canary, weight, versions, times, secrets, other = 0, 0, 0.0, {}, {}, {}, {}
         for key, value in tags.items():
-            number = int(key[9:]) if key[:9] in ("rollart-v", "rollart-t") and key[9:].isdigit() else 0
+            number = int(key[9:]) if key[:9] in _NUMBERED and key[9:].isdigit() else 0
             if key == "rollart-live":
                 live = int(value) if value.isdigit() else 0
             elif key == "rollart-canary":
@@ -317,19 +323,22 @@ class DeploymentTags:
                 weight = float(value) if _WEIGHT.fullmatch(value) else 0.0
             elif number and key[8] == "v":
                 versions[number] = _hex(value)
+            elif number and key[8] == "s":
+                secrets[number] = value
             elif number:
                 times[number] = int(value) if value.isdigit() else 0
             else:
                 other[key] = value
         live = live if live in versions else 0
         split = live and canary in versions and canary != live and 0.0 < weight < 1.0
-        return cls(live, versions, times, other, *((canary, weight) if split else ()))
+        return cls(live, versions, times, other, *((canary, weight) if split else (0, 0.0)), secrets)
 
     def tags(self) -> dict[str, str]:
         tags = dict(self.other)
         for number, digest in self.versions.items():
             tags[f"rollart-v{number}"] = base64.urlsafe_b64encode(bytes.fromhex(digest)).decode().rstrip("=")
         tags |= {f"rollart-t{n}": str(t) for n, t in self.times.items() if n in self.versions}
+        tags |= {f"rollart-s{n}": sources for n, sources in self.secrets.items() if n in self.versions}
         if self.canary:
             tags |= {"rollart-canary": str(self.canary), "rollart-weight": f"{self.weight:.6f}"}
         return tags | ({"rollart-live": str(self.live)} if self.live else {})
@@ -339,18 +348,27 @@ class DeploymentTags:
         """The deployments that get calls, the live one first."""
         return tuple(filter(None, (self.live, self.canary)))
 
+    def matching(self, digest: str, secrets: str) -> list[int]:
+        """The deployments of a package version with these sources of secrets."""
+        return [n for n, found in self.versions.items() if found == digest and self.secrets.get(n, "") == secrets]
+
     def pointed(self, number: int, canary: float = 0.0) -> DeploymentTags:
         """The tags with another live deployment; with `canary`, it gets this share of the calls beside the live one."""
         if canary:
             return replace(self, canary=number, weight=canary)
         return replace(self, live=number, canary=0, weight=0.0)
 
-    def added(self, number: int, digest: str, t: float, *, keep: int, canary: float = 0.0) -> DeploymentTags:
+    def added(
+        self, number: int, digest: str, t: float, *, keep: int, canary: float = 0.0, secrets: str = ""
+    ) -> DeploymentTags:
         """The tags with a new deployment, live or as a canary, the newest `keep` of the older ones, and those with a
         weight."""
-        tags = replace(self, versions={**self.versions, number: digest}, times={**self.times, number: int(t)}).pointed(
-            number, canary if self.live else 0.0
-        )
+        tags = replace(
+            self,
+            versions={**self.versions, number: digest},
+            times={**self.times, number: int(t)},
+            secrets={**self.secrets, **({number: secrets} if secrets else {})},
+        ).pointed(number, canary if self.live else 0.0)
         kept = {*sorted(tags.versions, reverse=True)[: keep + 1], *tags.weighted}
         return replace(tags, versions={n: digest for n, digest in tags.versions.items() if n in kept})
 

@@ -19,6 +19,7 @@ from serverless.errors import BackendFailed, CredentialsMissing, PackageError, S
 from serverless.providers import modal_client
 from serverless.providers.modal import ModalBackend
 from serverless.providers.modal_client import DeploymentTags, ModalSettings, call_pinned, pin
+from serverless.secrets import Secrets, SecretSource
 from serverless.spec import FunctionSpec
 from serverless.types import Cause, FaultKind
 from serverless.wire import encode
@@ -208,6 +209,44 @@ def test_a_version_that_fails_its_trial_is_never_live(
             failed = plane.pool(f"{prefix}f")
             assert failed["version"] == 2
             await until(lambda: not plane.pool(f"{prefix}f")["containers"], LONG_S)
+
+    asyncio.run(main())
+
+
+def test_another_source_of_a_secret_is_another_deployment(plane: PlaneProcess, tmp_path: pathlib.Path) -> None:
+    """Containers have the `modal.Secret` of their deployment, and the package's version does not name it."""
+    one = scoring(tmp_path, "float(__import__('os').environ['JUDGE_KEY'])", secrets=("JUDGE_KEY",))
+    prefix = plane.prefix()
+
+    def deployer(source: str) -> ModalDeployer:
+        secrets = Secrets({"JUDGE_KEY": SecretSource(modal=source)})
+        return ModalDeployer(ModalSettings(prefix=prefix), secrets=secrets)
+
+    async def main() -> None:
+        import modal
+
+        async with (
+            deployer("judge") as first,
+            deployer("judge2") as second,
+            ModalBackend(ModalSettings(prefix=prefix)) as backend,
+        ):
+            for name, value in (("judge", "1.5"), ("judge2", "2.5")):
+                client = first.namespace.client
+                await modal.Secret.objects.create.aio(name, {"JUDGE_KEY": value}, client=client)
+            await first.deploy(one)
+            assert await score(backend) == 1.5
+            assert (await first.deploy(one)).unchanged
+            assert not (await first.plan(one)).lines
+            assert (await second.plan(one)).lines == ("modal.Secrets: other ones -> judge2",)
+            made = await second.deploy(one)
+            assert (made.unchanged, made.provider_version) == (False, "2")
+            await backend.attach("f", "2")
+            assert await score(backend) == 2.5
+            assert not (await second.plan(one)).lines
+            before = published(plane)
+            assert (await first.deploy(one)).provider_version == "1", "the first one is kept"
+            assert published(plane) == before
+            await first.delete("f")
 
     asyncio.run(main())
 
@@ -441,4 +480,8 @@ def test_tags_say_which_deployment_is_which() -> None:
         3, {3: "ef" * 32, 2: "cd" * 32}, {3: 30, 2: 20}, {"team": "rl"}
     )
     assert all(len(text) <= 63 for pair in third.tags().items() for text in pair)
+    sourced = DeploymentTags().added(4, "ab" * 32, 40.0, keep=1, secrets="0f" * 16)
+    assert DeploymentTags.read(sourced.tags()) == sourced
+    assert (sourced.matching("ab" * 32, "0f" * 16), sourced.matching("ab" * 32, "")) == ([4], [])
+    assert "rollart-s4" not in sourced.added(5, digest, 50.0, keep=0).tags()
     assert DeploymentTags.read({"rollart-live": "7", "rollart-vx": "?", "rollart-v2": "not base64 !"}).live == 0
