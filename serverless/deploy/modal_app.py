@@ -169,7 +169,7 @@ class ModalDeployer:
                         await namespace.function(name, number).autoscaler.update.aio(**changes)
                     unchanged = before == deployments and not changes
                     return replace(await self._deployed(name, deployments, number), unchanged=unchanged)
-            return await self._new(package, deployments, canary=canary, current=current or not deployments.live)
+            return await self._new(package, app, canary=canary, current=current)
 
     async def functions(self) -> Sequence[DeployedFunction]:
         namespace = self.namespace
@@ -292,14 +292,12 @@ class ModalDeployer:
             raise BackendFailed("the modal deployer is not open", remedy="use `async with`")
         return self._at
 
-    async def _new(
-        self, package: Package, deployments: DeploymentTags, *, canary: float, current: bool
-    ) -> DeployedFunction:
+    async def _new(self, package: Package, existing: Any, *, canary: float, current: bool) -> DeployedFunction:
         """Deploy a version, try it and make it live, or a canary. On failure the weights stay, and an app without a
-        live version is stopped."""
+        live version is stopped. `existing` is the function's app, None if there is none."""
         name, namespace = package.spec.name, self.namespace
         with modal_client.translate_errors():
-            app = await self._publish(package, deployments)
+            app = await self._publish(package, existing)
             number = (await app.info.aio(refresh=True)).lifecycle.version
         try:
             if number is None:
@@ -313,7 +311,7 @@ class ModalDeployer:
                 fresh = before.added(
                     number, package.version, now, keep=self.settings.keep, canary=canary, secrets=secrets
                 )
-                if not current:
+                if before.live and not current:
                     known = replace(before, versions={**before.versions, number: package.version})
                     return await self._deployed(name, known, number)
                 bounds = await self._set(name, before.live)
@@ -328,12 +326,13 @@ class ModalDeployer:
                 await app.set_tags.aio(fresh.tags(), client=namespace.client)
                 return await self._deployed(name, fresh, number)
         except BaseException:
-            if not deployments.live:
-                with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):
+                _, after = await namespace.find(name)
+                if not after.live:
                     await app.stop.aio(client=namespace.client)
             raise
 
-    async def _publish(self, package: Package, deployments: DeploymentTags) -> Any:
+    async def _publish(self, package: Package, existing: Any) -> Any:
         """Upload and build. The app keeps its tags, so the new deployment receives no calls yet."""
         modal = modal_client.modal_library()
         name, namespace = package.spec.name, self.namespace
@@ -343,10 +342,17 @@ class ModalDeployer:
             replace(package, files=container_files(package)).write(root)
             replace(package, files=build_files(package)).write(build)
             replace(package, files=source_files(package)).write(source)
-            app = modal.App(namespace.app(name), tags=deployments.tags(), include_source=False)
-            reader = modal.Image.debian_slim(python_version=self.settings.python or python_version())
-            app.function(image=reader.add_local_dir(source, "/root"), **_READING)(files.package)
+            reader = modal.Image.debian_slim(python_version=self._python)
             image = self._image(modal, package.spec, build)
+            # `App.deploy` replaces the app's tags by those given here, and Modal has no conditional change of tags: a
+            # promotion or rollback by another process between this look-up and the end of `deploy` is undone. So that
+            # these are seconds, the images are built before, which may take minutes; `deploy` then finds them built.
+            if existing is not None:
+                for one in (reader, image):
+                    await one.build.aio(existing)
+            _, deployments = await namespace.find(name)
+            app = modal.App(namespace.app(name), tags=deployments.tags(), include_source=False)
+            app.function(image=reader.add_local_dir(source, "/root"), **_READING)(files.package)
             options = container_options(package.spec)
             if package.spec.env:
                 options["env"] = dict(package.spec.env)

@@ -251,6 +251,25 @@ def test_another_source_of_a_secret_is_another_deployment(plane: PlaneProcess, t
     asyncio.run(main())
 
 
+def test_a_rollback_during_a_build_is_not_undone(plane: PlaneProcess, tmp_path: pathlib.Path) -> None:
+    def images() -> int:
+        return int(plane.state()["requests"].get("ImageGetOrCreate", 0))
+
+    async def main() -> None:
+        async with both(plane) as (deployer, _, prefix), ModalDeployer(ModalSettings(prefix=prefix)) as other:
+            one = await deployer.deploy(scoring(tmp_path, "1.0"))
+            await deployer.deploy(scoring(tmp_path, "2.0"))
+            requests = images()
+            with plane.held("ImageGetOrCreate"):
+                third = asyncio.create_task(deployer.deploy(scoring(tmp_path, "3.0"), canary=0.5))
+                await until(lambda: images() > requests, LONG_S)
+                assert (await other.rollback("f")).version == one.version
+            made = await third
+            assert [v.version for v in await deployer.functions()] == [one.version, made.version]
+
+    asyncio.run(main())
+
+
 def test_versions_are_pinned_rolled_back_and_pruned(plane: PlaneProcess, tmp_path: pathlib.Path) -> None:
     async def main() -> None:
         async with both(plane, keep=1) as (deployer, backend, prefix):

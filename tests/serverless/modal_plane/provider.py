@@ -58,6 +58,19 @@ class PlaneProcess:
         with urllib.request.urlopen(f"{self.http_url}/fault", data=body, timeout=60):
             pass
 
+    @contextlib.contextmanager
+    def held(self, *methods: str) -> Iterator[None]:
+        """Requests of these gRPC methods are answered after the block."""
+        self._hold(methods)
+        try:
+            yield
+        finally:
+            self._hold(())
+
+    def _hold(self, methods: Sequence[str]) -> None:
+        with urllib.request.urlopen(f"{self.http_url}/held", data=json.dumps(methods).encode(), timeout=60):
+            pass
+
     def prefix(self) -> str:
         """Apps that no other test of this plane has."""
         return f"t{next(self.prefixes)}-"
@@ -94,6 +107,7 @@ def running_plane() -> Iterator[PlaneProcess]:
         try:
             yield plane
         finally:
+            _forget_client()
             for name, value in before.items():
                 os.environ.pop(name) if value is None else os.environ.update({name: value})
             plane.stop()
@@ -103,6 +117,13 @@ def running_plane() -> Iterator[PlaneProcess]:
         if process.stdout is not None:
             process.stdout.close()
         shutil.rmtree(root, ignore_errors=True)
+
+
+def _forget_client() -> None:
+    """Modal keeps the client that it made from the environment, whose plane is gone, for the rest of the process."""
+    from modal.client import Client
+
+    Client._set_env_client(None)
 
 
 class ModalFunctions(Provider):

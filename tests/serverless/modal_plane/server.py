@@ -1,7 +1,7 @@
 """The plane as a program: `python -m tests.serverless.modal_plane.server DIR TOKEN_ID TOKEN_SECRET`.
 
 Prints one line of JSON, `{"server_url", "http_url"}`, serves until SIGTERM, and leaves no container behind. Beside the
-blobs, its HTTP port has `GET /state` and `POST /fault` for tests.
+blobs, its HTTP port has `GET /state`, `POST /fault` and `POST /held` for tests.
 """
 
 from __future__ import annotations
@@ -90,9 +90,13 @@ def _http(plane: Plane) -> web.Application:
         plane.faults.append(Fault(**await request.json()))
         return web.Response()
 
+    async def held(request: web.Request) -> web.Response:
+        plane.held = set(await request.json())
+        return web.Response()
+
     app = web.Application(client_max_size=1 << 30)
     app.add_routes([web.put("/blob/{id}", put), web.get("/blob/{id}", get)])
-    app.add_routes([web.get("/state", state), web.post("/fault", fault)])
+    app.add_routes([web.get("/state", state), web.post("/fault", fault), web.post("/held", held)])
     return app
 
 

@@ -36,6 +36,8 @@ class Plane:
     state: State
     pools: dict[str, Pool] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)
+    """Methods whose requests are not answered yet."""
     requests: dict[str, int] = field(default_factory=dict)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -68,6 +70,8 @@ def client_service(plane: Plane) -> grpclib.server.IServable:
         given = (metadata.get("x-modal-token-id"), metadata.get("x-modal-token-secret"))
         if given != plane.state.token:
             raise GRPCError(Status.UNAUTHENTICATED, "Token ID is malformed or unknown")
+        while name in plane.held:
+            await asyncio.sleep(0.01)
         for fault in plane.faults:
             if fault.method == name and fault.times > 0:
                 fault.times -= 1
