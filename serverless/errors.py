@@ -7,6 +7,7 @@ ServerlessError
 ├── UnknownFunction    a call names a function that is not deployed
 ├── BackendFailed      a backend cannot start or was closed
 │   ├── CredentialsMissing  a provider knows no user, or refuses the one it knows
+│   ├── FunctionFailed      the function itself does not work there: its user can repair it
 │   ├── ExtraMissing        a provider's client library is not installed
 │   ├── IndexUnreachable    a package index does not answer, so that wheels are not known
 │   └── SandboxUnavailable  no isolation of untrusted programs works here
@@ -21,6 +22,7 @@ __all__ = [
     "BackendFailed",
     "CredentialsMissing",
     "ExtraMissing",
+    "FunctionFailed",
     "IndexUnreachable",
     "NotOffloadable",
     "PackageError",
@@ -75,6 +77,10 @@ class CredentialsMissing(BackendFailed):
 class ExtraMissing(BackendFailed):
     def __init__(self, library: str, extra: str) -> None:
         super().__init__(f"{library} is not installed", remedy=f"pip install 'rollart[{extra}]'")
+
+
+class FunctionFailed(BackendFailed):
+    """The function does not load, fails its trial, or needs a library that is not installed."""
 
 
 class IndexUnreachable(BackendFailed):

@@ -46,6 +46,7 @@ from serverless.errors import (
     BackendFailed,
     CredentialsMissing,
     ExtraMissing,
+    FunctionFailed,
     IndexUnreachable,
     PackageError,
     ServerlessError,
@@ -103,7 +104,9 @@ def translated_errors(prefix: str = "") -> Iterator[None]:
         yield
     except ServerlessError as error:
         kind: type[RollartError] = RunFailed
-        if isinstance(error, CredentialsMissing | ExtraMissing | BackendFailed):
+        if isinstance(error, FunctionFailed):
+            kind = UsageError
+        elif isinstance(error, CredentialsMissing | ExtraMissing | BackendFailed):
             kind = ProviderError
         elif isinstance(error, SpecInvalid):
             kind = SpecError

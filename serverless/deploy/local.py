@@ -23,7 +23,7 @@ from pydantic import BaseModel
 
 from serverless.deploy.changes import spec_lines, weight_lines
 from serverless.deploy.package import Package, check_digest
-from serverless.errors import BackendFailed, PackageError, SpecInvalid, UnknownFunction
+from serverless.errors import BackendFailed, FunctionFailed, PackageError, SpecInvalid, UnknownFunction
 from serverless.meter import MeterSink
 from serverless.providers.base import (
     DeployedFunction,
@@ -37,7 +37,7 @@ from serverless.providers.base import (
 )
 from serverless.secrets import Secrets
 from serverless.spec import FunctionSpec
-from serverless.types import Cause
+from serverless.types import Cause, FaultKind
 from serverless.workers import logs
 from serverless.workers.local import LocalBackend
 
@@ -127,7 +127,8 @@ class LocalDeployer:
             if wanted == state:
                 return replace(self._deployed(name, state, found[package.version]), unchanged=True)
             if package.version not in (state.current, state.canary):
-                await _try(package, self._meter, self._secrets, allow_unsafe=self._allow_unsafe)
+                kept = "the version before it stays current" if state.current else "nothing is deployed"
+                await _try(package, self._meter, self._secrets, kept, allow_unsafe=self._allow_unsafe)
                 package.install(self._directory(name) / package.version)
                 found[package.version] = _Version(
                     version=package.version,
@@ -303,19 +304,25 @@ class LocalDeployer:
         )
 
 
-async def _try(package: Package, meter: MeterSink | None, secrets: Secrets, *, allow_unsafe: bool) -> None:
-    """Load the function and call it with an empty list; the answer must be a list."""
+_OF_FUNCTION = (FaultKind.CRASH, FaultKind.TIMEOUT, FaultKind.OUT_OF_MEMORY, FaultKind.BAD_ANSWER)
+"""Faults of a trial that the function itself has, not this machine."""
+
+
+async def _try(package: Package, meter: MeterSink | None, secrets: Secrets, kept: str, *, allow_unsafe: bool) -> None:
+    """Load the function and call it with an empty list; the answer must be an empty list. `kept` says what a failure
+    leaves deployed. Raises `FunctionFailed`, or another `BackendFailed` if this machine is at fault."""
     async with LocalBackend(meter=meter, allow_unsafe=allow_unsafe, secrets=secrets) as backend:
         await backend.deploy(package)
         deadline_s = package.spec.init_timeout_s + package.spec.timeout_s
         reply = await backend.invoke(package.spec.name, [], deadline_s=deadline_s, cause=Cause.SMOKE)
     if reply.fault is not None:
-        raise BackendFailed(
+        failed = FunctionFailed if reply.fault.kind in _OF_FUNCTION else BackendFailed
+        raise failed(
             f"function {package.spec.name} failed its trial call: {reply.fault.detail}",
-            remedy="the version before it stays current; run `rollart rewards test` on its source",
+            remedy=f"{kept}; run `rollart rewards test` on its source",
         )
     if reply.body != []:
-        raise BackendFailed(
+        raise FunctionFailed(
             f"function {package.spec.name} answered an empty list with {reply.body!r:.60}",
-            remedy="an answer is a list with one entry per item",
+            remedy=f"{kept}; an answer is a list with one entry per item",
         )

@@ -20,7 +20,7 @@ from typing import Any, Literal, Self
 
 from serverless.analysis.imports import imports
 from serverless.deploy.package import HANDLER, Package
-from serverless.errors import BackendFailed, ExtraMissing
+from serverless.errors import BackendFailed, ExtraMissing, FunctionFailed
 from serverless.meter import MeterSink
 from serverless.sandbox import required
 from serverless.secrets import Secrets, masked
@@ -110,7 +110,7 @@ class LocalBackend(PooledBackend):
                 raise BackendFailed(f"function {package.spec.name}: {error}", remedy="deploy it again") from None
             for module in package.spec.preload:
                 if module in failed:
-                    raise BackendFailed(
+                    raise FunctionFailed(
                         f"function {package.spec.name} preloads {module}, which cannot be imported here: "
                         f"{failed[module]}",
                         remedy="install it, or take it out of preload",
@@ -217,7 +217,7 @@ def check_isolation(package: Package) -> None:
 
 
 def check_importable(package: Package) -> None:
-    """Raise `BackendFailed` for an import that fails on this machine: a requirement, a preloaded module, or a module
+    """Raise `FunctionFailed` for an import that fails on this machine: a requirement, a preloaded module, or a module
     that the function needs to load and that is neither packed nor installed."""
     _check_requirements(package)
     packed = {path.split("/")[1].removesuffix(".py") for path in package.files if path.startswith("function/")}
@@ -225,7 +225,7 @@ def check_importable(package: Package) -> None:
     wanted += [(module, "imports") for _, _, module, needed in imports(package.files) if needed]
     for module, verb in wanted:
         if module.partition(".")[0] not in packed and not module_exists(module.partition(".")[0]):
-            raise BackendFailed(
+            raise FunctionFailed(
                 f"function {package.spec.name} {verb} {module}, which is neither packed nor installed here",
                 remedy="install it, or take it out",
             )
@@ -252,7 +252,7 @@ def _check_requirements(package: Package) -> None:
         try:
             metadata.version(name)
         except metadata.PackageNotFoundError:
-            raise BackendFailed(
+            raise FunctionFailed(
                 f"function {package.spec.name} requires {requirement}, which is not installed here",
                 remedy=f"pip install '{requirement}'",
             ) from None

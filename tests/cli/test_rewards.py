@@ -16,9 +16,9 @@ import click
 import pytest
 
 from rollart.cli.commands import cli
-from rollart.errors import StorageFailed
+from rollart.errors import RollartError, StorageFailed
 from rollart.launch.functions import translated_errors
-from serverless.errors import SpecInvalid
+from serverless.errors import BackendFailed, FunctionFailed, ServerlessError, SpecInvalid
 from tests.serverless.aws import provider as aws
 
 Call = Callable[..., Any]
@@ -322,6 +322,24 @@ def test_costs_are_at_the_prices_of_the_cluster(
 def test_a_full_disk_is_named() -> None:
     with pytest.raises(StorageFailed, match="No space left on device"), translated_errors():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as a file's write raises it, without its name
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(FunctionFailed("it did not load"), 2), (BackendFailed("it is gone"), 3), (SpecInvalid("no"), 2)],
+)
+def test_the_exit_code_says_who_can_repair_it(error: ServerlessError, code: int) -> None:
+    with pytest.raises(RollartError) as raised, translated_errors():
+        raise error
+    assert raised.value.exit_code == code
+
+
+@pytest.mark.slow  # a trial in a real worker
+def test_a_function_that_does_not_load_is_the_users_error(rollart: Call) -> None:
+    Path("f.py").write_text("import rollart\nraise OSError('no data')\n\n@rollart.reward\ndef f(sample): return 1.0\n")
+    result = rollart("rewards", "deploy", "f.py")
+    assert result.code == 2, result
+    assert "nothing is deployed" in result.err
 
 
 COMMANDS = (

@@ -11,7 +11,7 @@ import pytest
 
 from serverless.deploy.local import KEPT, LocalDeployer
 from serverless.deploy.package import Package, build
-from serverless.errors import BackendFailed, PackageError, SpecInvalid, UnknownFunction
+from serverless.errors import BackendFailed, FunctionFailed, PackageError, SpecInvalid, UnknownFunction
 from serverless.spec import FunctionSpec
 from serverless.wire import encode
 from serverless.workers.local import LocalBackend
@@ -71,12 +71,18 @@ def test_versions_and_the_way_back(tmp_path: pathlib.Path) -> None:
 def test_a_version_that_does_not_work_does_not_become_current(tmp_path: pathlib.Path) -> None:
     one, broken = version(tmp_path, 1.0), version(tmp_path, None)
 
+    did_not_load = r"failed its trial call: the function did not load.*nothing_here"
+
     async def work(deployer: LocalDeployer) -> None:
-        await deployer.deploy(one)
-        with pytest.raises(BackendFailed, match=r"failed its trial call: the function did not load.*nothing_here"):
+        with pytest.raises(FunctionFailed, match=did_not_load) as first:
             await deployer.deploy(broken)
+        assert first.value.remedy.startswith("nothing is deployed; ")
+        await deployer.deploy(one)
+        with pytest.raises(FunctionFailed, match=did_not_load) as second:
+            await deployer.deploy(broken)
+        assert second.value.remedy.startswith("the version before it stays current; ")
         assert [v.version for v in await deployer.versions("f")] == [one.version]
-        with pytest.raises(BackendFailed, match="answered an empty list with"):
+        with pytest.raises(FunctionFailed, match="answered an empty list with"):
             await deployer.deploy(package("lambdas:chatty"))
         assert [f.function for f in await deployer.functions()] == ["f"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rollart.testing.functions import Meter
-from serverless.errors import BackendFailed
+from serverless.errors import BackendFailed, FunctionFailed
 from serverless.pipeline.offload import Offload
 from serverless.pipeline.stages import PipelineSpec, RetrySpec
 from serverless.providers.base import LogLine
@@ -332,7 +332,7 @@ def test_a_function_that_preloads_has_a_zygote_of_its_own() -> None:
 def test_a_preload_that_cannot_be_imported_is_refused_at_deployment() -> None:
     async def main() -> None:
         async with LocalBackend() as backend:
-            with pytest.raises(BackendFailed, match="preloads no_such_module, which cannot be imported here"):
+            with pytest.raises(FunctionFailed, match="preloads no_such_module, which cannot be imported here"):
                 await backend.deploy(package(preload=("no_such_module",)))
 
     run(main())
@@ -362,7 +362,7 @@ def test_it_runs_on_uvloop() -> None:
 def test_a_missing_requirement_is_refused_at_deployment() -> None:
     async def main() -> None:
         async with LocalBackend() as backend:
-            with pytest.raises(BackendFailed, match=r"requires no-such-dist>=1.*pip install"):
+            with pytest.raises(FunctionFailed, match=r"requires no-such-dist>=1.*pip install"):
                 await backend.deploy(package(requirements=("no-such-dist>=1",)))
 
     run(main())
