@@ -429,7 +429,7 @@ def test_what_was_deployed_before_a_failure_is_told(rollart: Call) -> None:
         "    def __call__(self, s): return 1.0\n"
     )
     done = rollart("rewards", "deploy", "two.py", "--json")
-    assert done.code == 3
+    assert done.code == 2
     assert [row["function"] for row in rows(done.out, "functions")] == ["a"]
     assert [row["status"] for row in rows(done.out, "trials")] == ["ok", "crash"]
     assert "no weights" in done.err
