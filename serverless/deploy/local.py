@@ -46,12 +46,19 @@ KEPT = 5
 
 
 class _Version(BaseModel):
-    """A version. `number` increases and is the provider's own name of it."""
+    """A version. `number` is the provider's own name of it, the same as long as it is kept. `activation` is the place
+    of its last deployment among those of all versions, by which a rollback finds the one before; 0, in a state of an
+    earlier release, is the place of its number."""
 
     version: str
     number: int
     created: str
     spec: dict[str, Any]
+    activation: int = 0
+
+    @property
+    def rank(self) -> int:
+        return self.activation or self.number
 
 
 class _State(BaseModel):
@@ -127,16 +134,21 @@ class LocalDeployer:
             if wanted == state:
                 return replace(self._deployed(name, state, found[package.version]), unchanged=True)
             if package.version not in (state.current, state.canary):
-                kept = "the version before it stays current" if state.current else "nothing is deployed"
-                await _try(package, self._meter, self._secrets, kept, allow_unsafe=self._allow_unsafe)
+                left = "the version before it stays current" if state.current else "nothing is deployed"
+                await _try(package, self._meter, self._secrets, left, allow_unsafe=self._allow_unsafe)
                 package.install(self._directory(name) / package.version)
-                found[package.version] = _Version(
+                known = found.get(package.version) or _Version(
                     version=package.version,
                     number=1 + max((one.number for one in state.versions), default=0),
                     created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                    spec=package.spec.model_dump(mode="json"),
+                    spec={},
                 )
-            newest = sorted(found.values(), key=lambda one: -one.number)
+                last = {
+                    "activation": 1 + max((one.rank for one in state.versions), default=0),
+                    "spec": package.spec.model_dump(mode="json"),
+                }
+                found[package.version] = known.model_copy(update=last)
+            newest = sorted(found.values(), key=lambda one: -one.rank)
             named = (wanted.current, wanted.canary)
             kept = tuple(one for n, one in enumerate(newest) if n < KEPT or one.version in named)
             state = wanted.model_copy(update={"versions": kept})
@@ -172,8 +184,8 @@ class LocalDeployer:
             elif state.canary:
                 chosen = state.current
             else:
-                number = state.find(state.current).number
-                former = {one.provider_version for one in versions if int(one.provider_version) < number}
+                rank = state.find(state.current).rank
+                former = {str(one.number) for one in state.versions if one.rank < rank}
                 chosen = previous_version(function, versions, former).version
             return self._point(function, state, chosen)
 
@@ -261,8 +273,8 @@ class LocalDeployer:
         return state
 
     def _all(self, function: str, state: _State) -> list[DeployedFunction]:
-        """The versions, newest first."""
-        newest = sorted(state.versions, key=lambda one: -one.number)
+        """The versions, the last deployed one first."""
+        newest = sorted(state.versions, key=lambda one: -one.rank)
         return [self._deployed(function, state, one) for one in newest]
 
     def _point(self, function: str, state: _State, version: str) -> DeployedFunction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pathlib
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -85,6 +86,44 @@ def test_a_version_that_does_not_work_does_not_become_current(tmp_path: pathlib.
         with pytest.raises(FunctionFailed, match="answered an empty list with"):
             await deployer.deploy(package("lambdas:chatty"))
         assert [f.function for f in await deployer.functions()] == ["f"]
+
+    run(work, tmp_path / "root")
+
+
+def test_a_kept_version_keeps_its_number_and_a_rollback_follows_the_deployments(tmp_path: pathlib.Path) -> None:
+    one, two, three = (version(tmp_path, value) for value in (1.0, 2.0, 3.0))
+
+    async def work(deployer: LocalDeployer) -> None:
+        for each in (one, two):
+            await deployer.deploy(each)
+        assert (await deployer.rollback("f")).version == one.version
+        canary = await deployer.deploy(two, canary=0.1)
+        assert (canary.provider_version, canary.weight) == ("2", 0.1)
+        assert (await deployer.package("f", "2")).version == two.version
+        assert (await deployer.promote("f")).provider_version == "2"
+        assert (await deployer.deploy(three)).provider_version == "3"
+        assert (await deployer.deploy(one)).provider_version == "1"
+        assert [v.provider_version for v in await deployer.versions("f")] == ["1", "3", "2"]
+        back = [await deployer.rollback("f") for _ in range(2)]
+        assert [v.version for v in back] == [three.version, two.version], "the order of the deployments"
+
+    run(work, tmp_path / "root")
+
+
+def test_a_state_of_an_earlier_release_is_in_the_order_of_its_numbers(tmp_path: pathlib.Path) -> None:
+    one, two = version(tmp_path, 1.0), version(tmp_path, 2.0)
+
+    async def work(deployer: LocalDeployer) -> None:
+        for each in (one, two):
+            await deployer.deploy(each)
+        path = tmp_path / "root/deployed/f/state.json"
+        state = json.loads(path.read_text())
+        for each in state["versions"]:
+            del each["activation"]
+        path.write_text(json.dumps(state))
+        assert (await deployer.rollback("f")).version == one.version
+        assert (await deployer.deploy(two)).provider_version == "2"
+        assert [v.version for v in await deployer.versions("f")] == [two.version, one.version]
 
     run(work, tmp_path / "root")
 
