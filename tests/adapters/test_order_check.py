@@ -34,6 +34,7 @@ def run_with(
     *,
     cases: Mapping[str, Sequence[Item]] | None = None,
     refuses: bool = False,
+    why: list[str] | None = None,
     **settings: Any,
 ) -> tuple[list[Outcome | SpecError], list[str], Meter, float]:
     """Score all items at once. The outcomes or errors, the kinds of events, the bills, and the seconds."""
@@ -54,9 +55,13 @@ def run_with(
                     yield call
 
             async with Offload([one], backend) as offload:
-                checked = OrderCheckedOffload(
-                    offload, [one], worker, note=lambda kind, *_: notes.append(kind), cases=cases
-                )
+
+                def note(kind: str, function: str, values: Mapping[str, Any]) -> None:
+                    notes.append(kind)
+                    if why is not None:
+                        why.append(values["why"])
+
+                checked = OrderCheckedOffload(offload, [one], worker, note=note, cases=cases)
                 async with checked:
                     began = loop.time()
                     tasks = [asyncio.ensure_future(checked.submit("behave", each, 60.0)) for each in items]
@@ -114,6 +119,20 @@ def test_cases_that_are_not_the_functions_own_prove_nothing() -> None:
 def test_a_function_that_cannot_run_here_passes_with_an_event() -> None:
     found, notes, _, _ = run_with(lambda each: 1.0, different(2), refuses=True)
     assert (notes, all(isinstance(one, Scored) for one in found)) == (["order_not_checked"], True)
+
+
+def test_the_reason_is_the_first_fault() -> None:
+    """Also after faults on cases: that of the run's own items is what keeps it from being checked."""
+    count = itertools.count()
+
+    def raises(each: Item) -> float:
+        raise OSError(f"no data {next(count)}" if each.id == "t0" else "no case")
+
+    why: list[str] = []
+    found, notes, _, _ = run_with(raises, different(1), cases={"behave": [item("case")]}, why=why)
+    assert notes == ["order_not_checked"]
+    assert isinstance(found[0], InfraFault)
+    assert [one.partition("no data")[0] for one in why] == ["crash: OSError: "]
 
 
 def test_other_functions_are_exempt() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 from rollart.errors import SpecError
-from rollart.model import Item, Outcome
+from rollart.model import InfraFault, Item, Outcome
+from serverless import wire
 from serverless.deploy.package import Package
 from serverless.errors import ServerlessError
 from serverless.history import OrderedCall, find_differences, refusal
 from serverless.pipeline.offload import Offload
+from serverless.providers.base import Reply
 from serverless.spec import FunctionSpec
 
 ITEMS = 8
@@ -104,10 +107,11 @@ class OrderCheckedOffload:
 
     async def _run(self, check: _FunctionCheck, items: Sequence[Item]) -> bool:
         """True if the function was checked and passed."""
-        spec = check.package.spec
+        spec, check.faulty = check.package.spec, False
         try:
             async with self._worker(check.package) as call:
-                twice, found = await find_differences(spec, items, call, limit_s=self._limit_s)
+                noting = functools.partial(_note_fault, check, call)
+                twice, found = await find_differences(spec, items, noting, limit_s=self._limit_s)
         except ServerlessError as error:
             check.why = error.message
             return False
@@ -121,6 +125,16 @@ class OrderCheckedOffload:
         return False
 
 
+async def _note_fault(check: _FunctionCheck, call: OrderedCall, event: list[wire.WireItem], limit_s: float) -> Reply:
+    """A call, whose first fault is the reason why a check cannot be made."""
+    reply = await call(event, limit_s)
+    outcomes = wire.outcomes(reply.body, event, deterministic=True) if reply.fault is None else [reply.fault]
+    fault = next((one for one in outcomes if isinstance(one, InfraFault)), None)
+    if fault is not None and not check.faulty:
+        check.faulty, check.why = True, f"{fault.kind}: {fault.detail}"
+    return reply
+
+
 class _FunctionCheck:
     """The items and the result of one function's check."""
 
@@ -130,6 +144,7 @@ class _FunctionCheck:
         self.error: SpecError | None = None
         self.why = "no item had two answers in time"
         """The reason why it could not be checked."""
+        self.faulty = False
         self._items: dict[str, Item] = {}
 
     @property
