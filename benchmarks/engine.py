@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from rollart.architecture import Architecture
+from rollart.architecture import Architecture, architecture_of
 from rollart.engine.jobs import EngineJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner
@@ -73,22 +73,19 @@ def main() -> None:
 
 
 def architecture(*, layers: int, hidden: int, heads: int, head_dim: int, intermediate: int, vocab: int) -> Architecture:
-    return Architecture(
-        family="Qwen3ForCausalLM",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=2,
-        head_dim=head_dim,
-        intermediate=intermediate,
-        vocab=vocab,
-        norm_eps=1e-6,
-        tied=True,
-        qk_norm=True,
-        attention_bias=False,
-        rope_theta=10_000.0,
-        rope_scaling=None,
-        eos=(),
+    return architecture_of(
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "num_hidden_layers": layers,
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": 2,
+            "head_dim": head_dim,
+            "intermediate_size": intermediate,
+            "vocab_size": vocab,
+            "tie_word_embeddings": True,
+        },
+        "the benchmark",
     )
 
 

@@ -18,7 +18,7 @@ from placement.calibrate import FREE, FREE_EFFECTIVE, Row, fit, predict
 from placement.hardware import device
 from placement.roofline import Constants, Roofline
 from placement.types import Device
-from rollart.architecture import Architecture
+from rollart.architecture import architecture_of
 from rollart.engine.jobs import EngineJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner
@@ -156,24 +156,8 @@ def ceilings(bench: Bench) -> dict[str, Any]:
 
 def serving(bench: Bench) -> Runner:
     """An engine of random weights in this process."""
-    c = bench.size.config
-    architecture = Architecture(
-        family="Qwen3ForCausalLM",
-        layers=c["num_hidden_layers"],
-        hidden=c["hidden_size"],
-        heads=c["num_attention_heads"],
-        kv_heads=c["num_key_value_heads"],
-        head_dim=c["head_dim"],
-        intermediate=c["intermediate_size"],
-        vocab=c["vocab_size"],
-        norm_eps=1e-6,
-        tied=True,
-        qk_norm=True,
-        attention_bias=False,
-        rope_theta=1e6,
-        rope_scaling=None,
-        eos=(),
-    )
+    config = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1e6}
+    architecture = architecture_of(config | bench.size.config, "the benchmark")
     dtype = getattr(torch, bench.dtype)
     network = Network(architecture, context=bench.size.context, device=bench.device, dtype=dtype)
     g = torch.Generator(bench.device).manual_seed(0)

@@ -411,6 +411,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family(wide_norms=True),
     "olmoe": Family(wide_norms=True, experts=LayerSelection.EVERY),
     "phi3": Family(qkv_bias=False, output_bias=False, window=LayerSelection.EVERY),
+    "smollm3": Family(tied=True),
 }
 
 _SAME_AS = {

@@ -1,25 +1,21 @@
 """Contents of a Hugging Face checkpoint directory: the architecture, and the files with the weights.
 
-Qwen3 and Llama families. A model that the embedded engine cannot compute exactly is refused by name here rather than
-approximated: by the engine when it starts, and by `rollart validate` before. Errors: `UsageError`, one line.
+One decoder, described by `Architecture`, computes the families of `FAMILIES`. A model that the embedded engine cannot
+compute exactly is refused by name here rather than approximated: by the engine when it starts, and by `rollart
+validate` before. Errors: `UsageError`, one line.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rollart.errors import UsageError
-
-FAMILIES = {"Qwen3ForCausalLM": True, "LlamaForCausalLM": False}
-"""Supported architectures, and whether they normalise queries and keys per head."""
-
-TYPES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
-"""Architecture by `model_type`, for a configuration without `architectures`."""
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 """Required keys of a configuration: transformers would default them to the sizes of a model of several billion
@@ -29,8 +25,30 @@ MARKER = "COMPLETE"
 """File that the trainer writes last into a published directory: a directory without it is incomplete and is never read.
 It is empty, or JSON with the `version` and hashes of the files."""
 
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Linear modules of a supported decoder layer."""
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+"""Linear modules of a supported decoder layer; the last two are Phi-3's."""
+
+ROTARY_PARAMETERS: Mapping[str, Sequence[str]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor", "short_factor"),
+}
+"""Supported scalings of rotary embeddings, with their parameters. Of `longrope` the factors for sequences of the
+original length alone: a longer `context` is refused."""
+
+OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
+"""Parameters that a configuration may leave out."""
 
 AGAIN = "download or copy it again"
 
@@ -39,8 +57,28 @@ HEADER_BYTES = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
+class Rotary:
+    """Rotary position embedding of a layer. The leading `dim` elements of each head are rotated."""
+
+    theta: float
+    dim: int
+    kind: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    scaling: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The parameters of `kind`, by the names of Hugging Face's configuration; `attention_factor` multiplies both
+    tables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """The attention of one layer: `window` keys, the query's own included (None: all), and positions (None: none)."""
+
+    window: int | None
+    rotary: Rotary | None
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
-    """The numbers that determine a decoder's computation. Sizes in elements; `rope` as in the checkpoint's config."""
+    """The numbers that determine a decoder's computation. Sizes in elements."""
 
     family: str
     layers: int
@@ -52,11 +90,27 @@ class Architecture:
     vocab: int
     norm_eps: float
     tied: bool
-    qk_norm: bool
-    attention_bias: bool
-    rope_theta: float
-    rope_scaling: Mapping[str, float] | None
-    """`llama3` scaling: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings."""
+    attention: tuple[Attention, ...]
+    """By layer."""
+    attention_scale: float
+    """Factor of the products of queries and keys."""
+    qk_norm: Literal["none", "head", "projection"]
+    """Norm of queries and keys: of each head, or of the whole projection."""
+    norms: Literal["before", "after", "around"]
+    """Norms of attention and MLP: of their inputs, of their outputs before the addition, or of both."""
+    norm_offset: float
+    """Added to the norms' weights."""
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+    activation: Literal["silu", "gelu_tanh"]
+    embedding_scale: float
+    attention_cap: float | None
+    """Soft cap c of attention scores: c tanh(score / c)."""
+    logit_cap: float | None
+    """Soft cap of the logits."""
+    fused: bool
+    """True if the checkpoint has one matrix for queries, keys and values, and one for gate and up."""
     eos: tuple[int, ...] = field(compare=False)
     """End-of-sequence ids. Not compared: a trainer may publish weights without a generation config."""
 
@@ -65,42 +119,193 @@ class Architecture:
         """Query heads per key-value head."""
         return self.heads // self.kv_heads
 
+    @property
+    def uniform(self) -> bool:
+        """True for a decoder like Llama's and Qwen's: all that the fused kernels compute."""
+        first = self.attention[0]
+        return (
+            all(one == first for one in self.attention)
+            and first.window is None
+            and first.rotary is not None
+            and first.rotary.dim == self.head_dim
+            and self.attention_scale == self.head_dim**-0.5
+            and self.attention_cap is None
+            and self.qk_norm != "projection"
+            and self.norms == "before"
+            and not self.norm_offset
+            and self.activation == "silu"
+        )
+
+
+def _no_windows(config: Mapping[str, Any]) -> list[bool]:
+    return [False] * int(config["num_hidden_layers"])
+
+
+def _all_windows(config: Mapping[str, Any]) -> list[bool]:
+    return [bool(config.get("sliding_window"))] * int(config["num_hidden_layers"])
+
+
+def _where_asked(config: Mapping[str, Any]) -> list[bool]:
+    """By `layer_types`, if `use_sliding_window` is set."""
+    kinds = config.get("layer_types")
+    if not kinds or not config.get("use_sliding_window"):
+        return _no_windows(config)
+    return [kind == "sliding_attention" for kind in kinds]
+
+
+def _last_layers(config: Mapping[str, Any]) -> list[bool]:
+    """By `layer_types`, else those from `max_window_layers` on, if `use_sliding_window` is set."""
+    if config.get("use_sliding_window") and not config.get("layer_types"):
+        first = int(config.get("max_window_layers", 28))
+        return [layer >= first for layer in range(int(config["num_hidden_layers"]))]
+    return _where_asked(config)
+
+
+def _alternating(period: int, config: Mapping[str, Any]) -> list[bool]:
+    """By `layer_types`, else all but every `period`-th layer."""
+    kinds = config.get("layer_types")
+    if kinds:
+        return [kind == "sliding_attention" for kind in kinds]
+    period = int(config.get("sliding_window_pattern", period))
+    return [(layer + 1) % period != 0 for layer in range(int(config["num_hidden_layers"]))]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderFamily:
+    """How the decoders of an architecture differ from Llama's, and the defaults of keys that configurations leave out
+    (transformers 5.23)."""
+
+    model_type: str
+    qk_norm: Literal["none", "head", "projection"] = "none"
+    norms: Literal["before", "after", "around"] = "before"
+    qkv_bias: bool | None = None
+    """None: `attention_bias` decides about all four projections."""
+    mlp_bias: bool = False
+    """True if the key `mlp_bias` has an effect."""
+    windows: Callable[[Mapping[str, Any]], list[bool]] = _no_windows
+    """Layers with a sliding window."""
+    window: int | None = None
+    no_rotary: int = 0
+    """Every so many layers one has no positions; 0: none. The key `no_rope_layers` overrides it."""
+    theta: float = 10_000.0
+    window_theta: float | None = None
+    """Base of layers with a window; None: that of the others."""
+    head_dim: int | None = None
+    norm_eps: float = 1e-6
+    tied: bool = False
+    attention_cap: float | None = None
+    """Soft cap of scores that `attn_logit_softcapping` overrides; None: the family has none."""
+    logit_cap: float | None = None
+    """Soft cap of the logits that `final_logit_softcapping` overrides."""
+    gemma: bool = False
+    """Weights of norms are offsets from 1, embeddings are scaled by the root of their size, and scores by
+    `query_pre_attn_scalar` to the power of -1/2."""
+    fused: bool = False
+
+
+FAMILIES: Mapping[str, DecoderFamily] = {
+    "Gemma2ForCausalLM": DecoderFamily(
+        "gemma2",
+        norms="around",
+        windows=functools.partial(_alternating, 2),
+        window=4096,
+        head_dim=256,
+        tied=True,
+        attention_cap=50.0,
+        logit_cap=30.0,
+        gemma=True,
+    ),
+    "Gemma3ForCausalLM": DecoderFamily(
+        "gemma3_text",
+        qk_norm="head",
+        norms="around",
+        windows=functools.partial(_alternating, 6),
+        window=4096,
+        theta=1_000_000.0,
+        window_theta=10_000.0,
+        head_dim=256,
+        tied=True,
+        gemma=True,
+    ),
+    "LlamaForCausalLM": DecoderFamily("llama", mlp_bias=True),
+    "MistralForCausalLM": DecoderFamily("mistral", qkv_bias=False, windows=_all_windows, window=4096),
+    "Olmo2ForCausalLM": DecoderFamily("olmo2", qk_norm="projection", norms="after", norm_eps=1e-5),
+    "Phi3ForCausalLM": DecoderFamily("phi3", qkv_bias=False, windows=_all_windows, norm_eps=1e-5, fused=True),
+    "Qwen2ForCausalLM": DecoderFamily("qwen2", qkv_bias=True, windows=_last_layers, window=4096),
+    "Qwen3ForCausalLM": DecoderFamily("qwen3", qk_norm="head", windows=_last_layers, window=4096),
+    "SmolLM3ForCausalLM": DecoderFamily(
+        "smollm3", mlp_bias=True, windows=_where_asked, no_rotary=4, theta=2_000_000.0, tied=True
+    ),
+}
+"""The decoders that the embedded engine computes, by the name of their architecture."""
+
 
 def read_architecture(directory: str | Path) -> Architecture:
     """Read `config.json` (and `generation_config.json` for the end-of-sequence ids)."""
     path = Path(directory)
     if not path.is_dir():
         raise UsageError(f"model directory {path} does not exist", remedy="pass --model DIR with a config.json")
-    return architecture_of(_read_json(path / "config.json"), path)
-
-
-def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
-    """The architecture of a parsed `config.json`; `path` is its origin."""
-    family = refuse_unsupported(config, path)
-    heads = int(config["num_attention_heads"])
-    theta, scaling = _rope(path, config)
+    config = _read_json(path / "config.json")
     # With vLLM's precedence: generation_config.json first, then config.json.
     generation = path / "generation_config.json"
     eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
-    if eos is None:
-        eos = config.get("eos_token_id", [])
+    return architecture_of(config if eos is None else {**config, "eos_token_id": eos}, path)
+
+
+def architecture_of(config: Mapping[str, Any], path: str | Path) -> Architecture:
+    """The architecture of a parsed `config.json`; `path` is its origin. `UsageError` for settings that the embedded
+    engine does not support, or would compute wrongly if it ignored them."""
+    name, family = _family(config, path)
+    _check_sizes(config, path)
+    if config.get("quantization_config"):
+        raise UsageError(f"{path}: quantised checkpoints are not supported")
+    if config.get("use_bidirectional_attention"):
+        raise UsageError(f"{path}: bidirectional attention is not supported")
+    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    head_dim = int(config.get("head_dim") or family.head_dim or hidden // heads)
+    bias = bool(config.get("attention_bias")) if family.qkv_bias is None else False
+    eos = config.get("eos_token_id")
+    scalar = float(config.get("query_pre_attn_scalar", 256)) if family.gemma else float(head_dim)
     return Architecture(
-        family=family,
+        family=name,
         layers=int(config["num_hidden_layers"]),
-        hidden=int(config["hidden_size"]),
+        hidden=hidden,
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        head_dim=head_dim,
         intermediate=int(config["intermediate_size"]),
         vocab=int(config["vocab_size"]),
-        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        tied=bool(config.get("tie_word_embeddings", False)),
-        qk_norm=FAMILIES[family],
-        attention_bias=bool(config.get("attention_bias", False)),
-        rope_theta=theta,
-        rope_scaling=scaling,
+        norm_eps=float(config.get("rms_norm_eps", family.norm_eps)),
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        attention=_attention(config, path, family, head_dim),
+        attention_scale=scalar**-0.5,
+        qk_norm=family.qk_norm,
+        norms=family.norms,
+        norm_offset=1.0 if family.gemma else 0.0,
+        qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        out_bias=bias,
+        mlp_bias=family.mlp_bias and bool(config.get("mlp_bias")),
+        activation=_activation(config, path),
+        embedding_scale=hidden**0.5 if family.gemma else 1.0,
+        attention_cap=config.get("attn_logit_softcapping", family.attention_cap) if family.attention_cap else None,
+        logit_cap=config.get("final_logit_softcapping", family.logit_cap) if family.gemma else None,
+        fused=family.fused,
         eos=tuple(int(token) for token in (eos if isinstance(eos, list) else [eos]) if token is not None),
     )
+
+
+def refuse_longer_context(architecture: Architecture, context: int) -> None:
+    """`UsageError` for a context that the rotary embeddings do not cover here. Beyond the original length, `longrope`
+    has other frequencies, for all tokens of a sequence that becomes so long."""
+    for one in architecture.attention:
+        if one.rotary is not None and one.rotary.kind == "longrope":
+            most = int(one.rotary.scaling["original_max_position_embeddings"])
+            if context > most:
+                raise UsageError(
+                    f"a context of {context} is not supported by the embedded engine for a model with longrope (rule: "
+                    f"at most its original {most} positions)",
+                    remedy=f"model.context {most}",
+                )
 
 
 def weight_files(directory: str | Path) -> list[Path]:
@@ -172,23 +377,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def refuse_unsupported(config: Mapping[str, Any], path: str | Path) -> str:
-    """The architecture of a configuration. `UsageError` for settings that the embedded engine does not support, or
-    would compute wrongly if it ignored them; `path` is the configuration's origin."""
-    named = config.get("architectures") or [TYPES.get(str(config.get("model_type")), config.get("model_type", "?"))]
-    family = str(named[0])
-    if family not in FAMILIES:
-        supported = ", ".join(FAMILIES)
-        raise UsageError(f"{path}: architecture {family} is not supported", remedy=f"use one of {supported}")
-    if config.get("mlp_bias"):
-        raise UsageError(f"{path}: mlp_bias is not supported")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UsageError(f"{path}: activation {config['hidden_act']} is not supported", remedy="use silu")
-    layer_types = set(config.get("layer_types") or ["full_attention"])
-    if config.get("use_sliding_window") or layer_types != {"full_attention"}:
-        raise UsageError(f"{path}: sliding-window attention is not supported")
-    if config.get("quantization_config"):
-        raise UsageError(f"{path}: quantised checkpoints are not supported")
+def _family(config: Mapping[str, Any], path: str | Path) -> tuple[str, DecoderFamily]:
+    types = {family.model_type: name for name, family in FAMILIES.items()}
+    known = str(config.get("model_type", "?"))
+    name = str((config.get("architectures") or [types.get(known, known)])[0])
+    if name not in FAMILIES:
+        supported = ", ".join(one.removesuffix("ForCausalLM") for one in FAMILIES)
+        raise UsageError(
+            f"{path}: architecture {name} is not supported by the embedded engine", remedy=f"use one of {supported}"
+        )
+    return name, FAMILIES[name]
+
+
+def _check_sizes(config: Mapping[str, Any], path: str | Path) -> None:
     for key in SIZES:
         if not isinstance(config.get(key), int) or config[key] < 1:
             raise UsageError(f"{path}: {key} is {config.get(key)!r} (rule: a size, 1 or more)")
@@ -200,20 +401,76 @@ def refuse_unsupported(config: Mapping[str, Any], path: str | Path) -> str:
         )
     if not config.get("head_dim") and hidden % heads:
         raise UsageError(f"{path}: hidden_size is {hidden} and num_attention_heads {heads} (rule: a multiple)")
-    _rope(path, config)
-    return family
 
 
-def _rope(path: str | Path, config: Mapping[str, Any]) -> tuple[float, Mapping[str, float] | None]:
-    """Base and scaling, from transformers 5 (`rope_parameters`) or 4 (`rope_theta` and `rope_scaling`)."""
-    parameters: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = float(parameters.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+def _activation(config: Mapping[str, Any], path: str | Path) -> Literal["silu", "gelu_tanh"]:
+    name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    match name:
+        case "silu" | "swish":
+            return "silu"
+        case "gelu_pytorch_tanh":
+            return "gelu_tanh"
+    raise UsageError(f"{path}: activation {name} is not supported", remedy="use silu or gelu_pytorch_tanh")
+
+
+def _attention(
+    config: Mapping[str, Any], path: str | Path, family: DecoderFamily, head_dim: int
+) -> tuple[Attention, ...]:
+    window = config.get("sliding_window", family.window)
+    layers = int(config["num_hidden_layers"])
+    windows = family.windows({**config, "sliding_window": window})
+    if family.windows is _no_windows and set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise UsageError(f"{path}: layer_types is {config['layer_types']}, which {family.model_type} does not have")
+    if len(windows) != layers or (any(windows) and not (isinstance(window, int) and window > 0)):
+        raise UsageError(
+            f"{path}: layer_types and sliding_window do not describe the attention of {layers} layers (rule: "
+            "full_attention or sliding_attention for each, and a window for the latter)"
+        )
+    rotary = {sliding: _rotary(config, path, family, head_dim, sliding=sliding) for sliding in set(windows)}
+    used = config.get("no_rope_layers") if family.no_rotary else None
+    if used is None:
+        interval = int(config.get("no_rope_layer_interval", family.no_rotary)) if family.no_rotary else layers + 1
+        used = [(layer + 1) % interval != 0 for layer in range(layers)]
+    return tuple(
+        Attention(int(window) if sliding else None, rotary[sliding] if used[layer] else None)
+        for layer, sliding in enumerate(windows)
+    )
+
+
+def _rotary(
+    config: Mapping[str, Any], path: str | Path, family: DecoderFamily, head_dim: int, *, sliding: bool
+) -> Rotary:
+    """From transformers 5 (`rope_parameters`, for some families by layer type) or 4 (`rope_theta`, `rope_scaling`)."""
+    given: Mapping[str, Any] = config.get("rope_parameters") or {}
+    theta = config.get("rope_theta") or family.theta
+    parameters = given.get("sliding_attention" if sliding else "full_attention", given)
+    if not parameters and not (sliding and family.window_theta):
+        parameters = config.get("rope_scaling") or {}
+    if sliding and family.window_theta is not None:
+        theta = config.get("rope_local_base_freq") or family.window_theta
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if float(parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))) != 1.0:
-        raise UsageError(f"{path}: partial rotary embeddings are not supported")
-    if kind == "default":
-        return theta, None
-    if kind != "llama3":
-        raise UsageError(f"{path}: rope scaling {kind} is not supported", remedy="use default or llama3")
-    keys = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-    return theta, {key: float(parameters[key]) for key in keys}
+    share = float(parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    dim = int(head_dim * share)
+    if not 0 < dim <= head_dim or dim % 2:
+        raise UsageError(
+            f"{path}: partial_rotary_factor is {share:g}, and a head has {head_dim} elements (rule: an "
+            "even number of them is rotated)"
+        )
+    keys = ROTARY_PARAMETERS.get(kind)
+    if keys is None:
+        raise UsageError(
+            f"{path}: rope scaling {kind} is not supported", remedy="use one of " + ", ".join(ROTARY_PARAMETERS)
+        )
+    longest = config.get("max_position_embeddings")
+    original = config.get(
+        "original_max_position_embeddings", parameters.get("original_max_position_embeddings", longest)
+    )
+    scaling = {key: parameters[key] for key in keys if parameters.get(key) is not None}
+    if "original_max_position_embeddings" in keys:
+        scaling["original_max_position_embeddings"] = original
+    if "factor" in keys and "factor" not in scaling and original and longest:
+        scaling["factor"] = longest / original
+    missing = [key for key in keys if key not in scaling and key not in OPTIONAL]
+    if missing:
+        raise UsageError(f"{path}: rope scaling {kind} has no {missing[0]}")
+    return Rotary(float(parameters.get("rope_theta") or theta), dim, kind, scaling)

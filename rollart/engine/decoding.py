@@ -22,6 +22,7 @@ from rollart.architecture import Architecture
 from rollart.engine.cache import KvCache
 from rollart.engine.network import Network
 from rollart.engine.operations import TorchOperations
+from rollart.engine.rotary import Tables
 
 Ints = npt.NDArray[np.int64]
 
@@ -51,7 +52,7 @@ class GraphDecoder:
         self.why = ""
         """Reason for using PyTorch's operators instead of the fused ones, or for using no graph; '' otherwise."""
         if operations is None:
-            operations, self.why = select_operations(network.architecture, *network.rope)
+            operations, self.why = select_operations(network.architecture, network.tables, network.dtype)
         self.operations = operations
         self._sizes = captured_sizes(cache.slots - 1)
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -150,20 +151,25 @@ def captured_sizes(most: int) -> Sequence[int]:
     return tuple(sorted(s for s in steps if s <= most))
 
 
-def select_operations(architecture: Architecture, cos: Tensor, sin: Tensor) -> tuple[TorchOperations, str]:
+def select_operations(
+    architecture: Architecture, tables: Sequence[Tables], dtype: torch.dtype
+) -> tuple[TorchOperations, str]:
     """The operations for this device, and the reason for not using the fused ones ('' if they are used): their results
     on this device must match those of PyTorch."""
-    plain = TorchOperations(architecture, cos, sin)
+    plain = TorchOperations(architecture, tables)
+    if not architecture.uniform:
+        return plain, f"fused kernels are for decoders like Llama's, not {architecture.family}"
+    (cos, _), *_ = tables
     if cos.device.type != "cuda":
         return plain, f"fused kernels are for CUDA devices, this is {cos.device.type}"
     try:
         from rollart.engine.kernels import TritonOperations
 
-        fused = TritonOperations(architecture, cos, sin)
+        fused = TritonOperations(architecture, tables)
         found = operation_differences(plain, fused, context=min(cos.shape[0], COMPARED_POSITIONS))
     except Exception as error:  # e.g. no Triton, an unsupported head dimension, no compiler
         return plain, f"fused kernels do not run here: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-    bad = {name: value for name, value in found.items() if not value <= TOLERANCE[cos.dtype]}
+    bad = {name: value for name, value in found.items() if not value <= TOLERANCE[dtype]}
     if bad:
         return plain, "fused kernels differ from PyTorch: " + ", ".join(f"{n} by {v:.1e}" for n, v in bad.items())
     return fused, ""
@@ -174,11 +180,12 @@ def operation_differences(
 ) -> dict[str, float]:
     """‖theirs − ours‖ / ‖ours‖ of each operation on random values, the maximum over `rows`. Destinations of writes are
     filled with NaN first, so that missing writes are detected."""
-    a, device = ours.architecture, ours.cos.device
+    a, (cos, _) = ours.architecture, ours.tables[0]
+    device = cos.device
     g = torch.Generator(device).manual_seed(0)
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, device=device).to(ours.cos.dtype)
+        return torch.randn(shape, generator=g, device=device).to(cos.dtype)
 
     found: dict[str, float] = {}
 
@@ -199,7 +206,7 @@ def operation_differences(
         positions = torch.randint(0, context, (n,), generator=g, device=device)
         positions[0] = context - 1
         qkv = random(n, (a.heads + 2 * a.kv_heads) * a.head_dim)
-        scale = random(a.heads + a.kv_heads, a.head_dim) if a.qk_norm else None
+        scale = random(a.heads + a.kv_heads, a.head_dim) if a.qk_norm != "none" else None
         caches = [random(2, n + 2, a.kv_heads, context, a.head_dim)]
         caches[0][:, slots, :, positions] = float("nan")
         caches.append(caches[0].clone())

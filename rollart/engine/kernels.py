@@ -9,12 +9,15 @@ inside. Triton, which PyTorch's CUDA wheels include, compiles the kernels at fir
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor, empty, empty_like, float32
 
 from rollart.architecture import Architecture
 from rollart.engine.operations import TorchOperations
+from rollart.engine.rotary import Tables
 
 KEYS = 64
 """Keys per block: 16 KB of keys and 16 KB of values at a head dimension of 128 in bf16; three blocks in flight."""
@@ -181,11 +184,14 @@ class TritonOperations(TorchOperations):
 
     ragged = True
 
-    def __init__(self, architecture: Architecture, cos: Tensor, sin: Tensor) -> None:
-        super().__init__(architecture, cos.contiguous(), sin.contiguous())
+    def __init__(self, architecture: Architecture, tables: Sequence[Tables]) -> None:
+        """`ValueError` for an architecture that is not `uniform`."""
+        if not architecture.uniform:
+            raise ValueError(f"{architecture.family} is not uniform")
+        super().__init__(architecture, [(cos.contiguous(), sin.contiguous()) for cos, sin in tables])
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """`x + delta` `[R, hidden]` (`x` without `delta`) and its root mean square norm times `weight`."""
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert weight is not None
         rows, hidden = x.shape
         total, normed = x if delta is None else empty_like(x), empty_like(x)
         block = triton.next_power_of_2(hidden)
@@ -204,25 +210,31 @@ class TritonOperations(TorchOperations):
         return total, normed
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """`[R, 2 * width]` to `[R, width]`: silu of the first half times the second."""
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
         _gate[(rows, triton.cdiv(width, 1024))](gate_up, out, width, BLOCK=1024, num_warps=4)
         return out
 
     def place(
-        self, qkv: Tensor, scale: Tensor | None, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor
+        self,
+        qkv: Tensor,
+        scale: Tensor | None,
+        slots: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: int | None = 0,
     ) -> Tensor:
-        """Norm and rotate queries and keys of `qkv` `[R, (heads + 2 kv_heads) * head_dim]`; keys and values go into the
-        cache `[slots, kv_heads, context, head_dim]`. The queries `[R, heads, head_dim]`."""
+        assert table is not None
+        cos, sin = self.tables[table]
         rows, heads = qkv.shape[0], self.architecture.heads
         _, kv, context, dim = keys.shape
         queries = empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)
         _place[(rows, heads + 2 * kv)](
             qkv,
-            self.cos,
-            self.sin,
-            self.cos if scale is None else scale,
+            cos,
+            sin,
+            cos if scale is None else scale,
             slots,
             positions,
             queries,
@@ -239,9 +251,15 @@ class TritonOperations(TorchOperations):
         return queries
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, length: int
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        length: int,
+        window: int | None = None,
     ) -> Tensor:
-        """Attention of one query per row to its slot's positions 0 to `positions` [R]: `[R, heads * head_dim]`."""
         rows, heads, dim = queries.shape
         _, kv, context, _ = keys.shape
         splits = 1

@@ -7,12 +7,13 @@ needed; for a model of few layers that halves a prefill.
 Tokens of all rows are packed without padding, so that the linear layers, which are most of the work, compute no
 padding. Attention needs rectangles: rows are grouped by similar length (at most a factor of two apart), and only the
 queries are padded. A decoding row is simply a row with one new token.
+
+One decoder computes all families: `Architecture` says which norms, biases, positions, windows and soft caps it has.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,9 +22,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollart.architecture import Architecture
+from rollart.architecture import Architecture, refuse_longer_context
 from rollart.engine.cache import KvCache
-from rollart.engine.operations import TorchOperations
+from rollart.engine.operations import TorchOperations, causal_mask, gate, norm_heads, rms_norm, scaled_attention
+from rollart.engine.rotary import Tables, rotary_tables, rotate
 from rollart.engine.sampling import to_device
 from rollart.errors import UsageError
 
@@ -51,32 +53,47 @@ class Network:
 
         def layer() -> _Layer:
             queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
-            bias = a.attention_bias
-            qkv = BlockedLinear(empty(queries + 2 * keys, a.hidden), empty(queries + 2 * keys) if bias else None)
+            qkv = linear(queries + 2 * keys, a.hidden, bias=a.qkv_bias)
             return _Layer(
-                norm_in=empty(a.hidden),
+                norm_in=norm(a.hidden) if a.norms != "after" else None,
                 qkv=qkv,
                 q=qkv.rows(0, queries),
                 kv=qkv.rows(queries, queries + 2 * keys),
-                qk_scale=empty(a.heads + a.kv_heads, a.head_dim) if a.qk_norm else None,
-                out=BlockedLinear(empty(a.hidden, queries), empty(a.hidden) if bias else None),
-                norm_mid=empty(a.hidden),
-                gate_up=BlockedLinear(empty(2 * a.intermediate, a.hidden)),
-                down=BlockedLinear(empty(a.hidden, a.intermediate)),
+                qk_scale=norm(a.heads + a.kv_heads, a.head_dim) if a.qk_norm != "none" else None,
+                out=linear(a.hidden, queries, bias=a.out_bias),
+                norm_out=norm(a.hidden) if a.norms != "before" else None,
+                norm_mid=norm(a.hidden) if a.norms != "after" else None,
+                gate_up=linear(2 * a.intermediate, a.hidden, bias=a.mlp_bias),
+                down=linear(a.hidden, a.intermediate, bias=a.mlp_bias),
+                norm_down=norm(a.hidden) if a.norms != "before" else None,
             )
+
+        def norm(*shape: int) -> Tensor:
+            # 1 + w in half precision would round w to the precision of 1.
+            return torch.zeros(shape, device=device, dtype=torch.float32 if a.norm_offset else dtype)
+
+        def linear(rows: int, columns: int, *, bias: bool) -> BlockedLinear:
+            return BlockedLinear(empty(rows, columns), empty(rows) if bias else None)
 
         self._embed = empty(a.vocab, a.hidden)
         self._head = BlockedLinear(self._embed if a.tied else empty(a.vocab, a.hidden))
-        self._norm = empty(a.hidden)
+        self._norm = norm(a.hidden)
         self._layers = [layer() for _ in range(a.layers)]
-        self.rope = _rope_tables(a, context, device, dtype)
-        """The rotary tables, cosine and signed sine `[context, 1, head_dim]`."""
+        self._embedding_scale = torch.tensor(a.embedding_scale, device=device, dtype=dtype)
+        refuse_longer_context(a, context)
+        rotaries = list(dict.fromkeys(one.rotary for one in a.attention if one.rotary is not None))
+        self.tables = [rotary_tables(one, context, device, dtype) for one in rotaries]
+        """The distinct rotary tables."""
+        self._table_of = [None if one.rotary is None else rotaries.index(one.rotary) for one in a.attention]
+        self.windows = list(dict.fromkeys(one.window for one in a.attention))
+        """The distinct attention windows, in keys; None: all keys."""
+        self._window_of = [self.windows.index(one.window) for one in a.attention]
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the tensors that a checkpoint of this architecture holds."""
         for name, target in self.weight_targets():
-            per_head = name.endswith(("q_norm.weight", "k_norm.weight"))  # one vector for all heads
-            yield name, tuple(target.shape[-1:] if per_head else target.shape)
+            shared = target.dim() == 2 and "_norm." in name  # one vector for all heads
+            yield name, tuple(target.shape[-1:] if shared else target.shape)
 
     def check(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse tensors that are not this architecture's, before anything is overwritten."""
@@ -91,7 +108,8 @@ class Network:
         host while steps continue; otherwise `load` would convert them while steps are stopped."""
         if self.device.type == "cpu":
             return dict(tensors)
-        return {name: tensor.to("cpu", self.dtype) for name, tensor in tensors.items()}
+        types = {name: target.dtype for name, target in self.weight_targets()}
+        return {name: tensor.to("cpu", types.get(name, self.dtype)) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
@@ -99,6 +117,8 @@ class Network:
         self.check(tensors)
         for name, target in self.weight_targets():
             target.copy_(tensors[name])
+            if "norm" in name and self.architecture.norm_offset:
+                target.add_(self.architecture.norm_offset)
         self._head.pack()
         for layer in self._layers:
             for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
@@ -108,29 +128,33 @@ class Network:
 
     def forward(self, batch: PackedBatch, cache: KvCache) -> Tensor:
         """Write the batch's keys and values into the cache; return fp32 logits `[rows, vocab]` of the last tokens."""
-        a, x = self.architecture, F.embedding(batch.tokens, self._embed)
-        cos, sin = (table.index_select(0, batch.positions) for table in self.rope)
+        a, x = self.architecture, self._embedded(batch.tokens)
+        tables = [_select(one, batch.positions) for one in self.tables]
         final = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            h = self._rms(x, layer.norm_in)
+            table = None if (t := self._table_of[i]) is None else tables[t]
+            h = x if layer.norm_in is None else self._rms(x, layer.norm_in)
             if i == final and (last := batch.last) is not None:  # keys and values of all, queries of each row's last
                 scale_q = scale_k = None
                 if layer.qk_scale is not None:
                     scale_q, scale_k = layer.qk_scale[: a.heads], layer.qk_scale[a.heads :]
                 kv = layer.kv(h).view(x.shape[0], 2 * a.kv_heads, a.head_dim)
-                cache.write(i, batch.write, self._rotate(kv[:, : a.kv_heads], scale_k, cos, sin), kv[:, a.kv_heads :])
+                keys = self._positioned(norm_heads(a, kv[:, : a.kv_heads], scale_k, 0), table)
+                cache.write(i, batch.write, keys, kv[:, a.kv_heads :])
                 q = layer.q(h.index_select(0, last)).view(-1, a.heads, a.head_dim)
-                q = self._rotate(q, scale_q, cos.index_select(0, last), sin.index_select(0, last))
+                q = norm_heads(a, q, scale_q, a.heads)
+                q = self._positioned(q, None if table is None else _select(table, last))
                 x, attended = x.index_select(0, last), self._attention(i, q, batch, cache, tail=True)
             else:
                 qkv = layer.qkv(h).view(x.shape[0], a.heads + 2 * a.kv_heads, a.head_dim)
-                qk = self._rotate(qkv[:, : a.heads + a.kv_heads], layer.qk_scale, cos, sin)
+                qk = norm_heads(a, qkv[:, : a.heads + a.kv_heads], layer.qk_scale, a.heads)
+                qk = self._positioned(qk, table)
                 cache.write(i, batch.write, qk[:, a.heads :], qkv[:, a.heads + a.kv_heads :])
                 attended = self._attention(i, qk[:, : a.heads], batch, cache, tail=False)
-            x = x + layer.out(attended)
-            gate, up = layer.gate_up(self._rms(x, layer.norm_mid)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate).mul_(up))
-        return self._head(self._rms(x, self._norm)).float()
+            x = x + self._out(layer.out(attended), layer.norm_out)
+            h = x if layer.norm_mid is None else self._rms(x, layer.norm_mid)
+            x = x + self._out(layer.down(gate(a, layer.gate_up(h))), layer.norm_down)
+        return self._logits(self._rms(x, self._norm))
 
     def decode(
         self,
@@ -143,74 +167,68 @@ class Network:
     ) -> Tensor:
         """`forward` of rows with one new token each `[R]`, in shapes that depend on `R` and `length` alone, where
         positions are below `length`: fp32 logits `[R, vocab]`."""
-        x, delta = F.embedding(tokens, self._embed), None
-        for layer, keys, values in zip(self._layers, cache.keys, cache.values, strict=True):
+        x, delta = self._embedded(tokens), None
+        for i, layer in enumerate(self._layers):
+            keys, values, window = cache.keys[i], cache.values[i], self.windows[self._window_of[i]]
             x, h = operations.add_norm(x, delta, layer.norm_in)
-            queries = operations.place(layer.qkv(h), layer.qk_scale, slots, positions, keys, values)
-            attended = operations.attend(queries, keys, values, slots, positions, length)
-            x, h = operations.add_norm(x, layer.out(attended), layer.norm_mid)
-            delta = layer.down(operations.gate(layer.gate_up(h)))
+            qkv, table = layer.qkv(h), self._table_of[i]
+            queries = operations.place(qkv, layer.qk_scale, slots, positions, keys, values, table)
+            attended = operations.attend(queries, keys, values, slots, positions, length, window)
+            x, h = operations.add_norm(x, self._out(layer.out(attended), layer.norm_out), layer.norm_mid)
+            delta = self._out(layer.down(operations.gate(layer.gate_up(h))), layer.norm_down)
         _, h = operations.add_norm(x, delta, self._norm)
-        return self._head(h).float()
+        return self._logits(h)
 
     def _attention(self, i: int, q: Tensor, batch: PackedBatch, cache: KvCache, *, tail: bool) -> Tensor:
         """Attend group by group. `q`: `[T, heads, head_dim]`, or `[R, ...]` for the rows' last tokens (`tail`)."""
         a = self.architecture
         outputs = []
         for g in batch.groups:
-            rows = g.r1 - g.r0
+            rows, (mask, tail_mask) = g.r1 - g.r0, g.masks[self._window_of[i]]
             keys, values = cache.read(i, g.slots, g.length)
             if tail or g.width == 1:
                 part = q[g.r0 : g.r1] if tail else q[g.t0 : g.t1]
                 folded = part.view(rows, a.kv_heads, a.group, a.head_dim)
-                out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=g.tail_mask)
+                out = scaled_attention(a, folded, keys, values, tail_mask)
                 outputs.append(out.reshape(rows, -1))
                 continue
             part = q[g.t0 : g.t1] if g.pad is None else q[g.t0 : g.t1].index_select(0, g.pad)
             # Query heads of one kv head are folded into the query axis: keys and values are never repeated.
             folded = part.view(rows, g.width, a.kv_heads, a.group, a.head_dim).transpose(1, 2)
             folded = folded.reshape(rows, a.kv_heads, g.width * a.group, a.head_dim)
-            out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=g.mask)
+            out = scaled_attention(a, folded, keys, values, mask)
             out = out.view(rows, a.kv_heads, g.width, a.group, a.head_dim).transpose(1, 2)
             out = out.reshape(rows * g.width, -1)
             outputs.append(out if g.keep is None else out.index_select(0, g.keep))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), weight, self.architecture.norm_eps)
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self._embed)
+        return x if self.architecture.embedding_scale == 1.0 else x * self._embedding_scale
 
-    def _rotate(self, x: Tensor, scale: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
-        """Per-head norm (if any) and rotary embedding of `[n, heads, head_dim]`; rotate_half's sign is in `sin`."""
-        if scale is not None:
-            x = F.rms_norm(x, (x.shape[-1],), None, self.architecture.norm_eps) * scale
-        return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(self.architecture, x, weight)
+
+    def _out(self, x: Tensor, norm: Tensor | None) -> Tensor:
+        return x if norm is None else self._rms(x, norm)
+
+    def _positioned(self, x: Tensor, table: Tables | None) -> Tensor:
+        return x if table is None else rotate(x, table)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        logits, cap = self._head(x).float(), self.architecture.logit_cap
+        return logits if cap is None else (logits / cap).tanh() * cap
 
     def weight_targets(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face tensor names with the views of the fused weights that they fill."""
         a = self.architecture
-        queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
         yield "model.embed_tokens.weight", self._embed
         yield "model.norm.weight", self._norm
         if not a.tied:
             yield "lm_head.weight", self._head.weight
         for i, layer in enumerate(self._layers):
-            at = f"model.layers.{i}."
-            yield at + "input_layernorm.weight", layer.norm_in
-            yield at + "post_attention_layernorm.weight", layer.norm_mid
-            for kind, fused in (("weight", layer.qkv.weight), ("bias", layer.qkv.bias)):
-                if fused is not None:
-                    yield f"{at}self_attn.q_proj.{kind}", fused[:queries]
-                    yield f"{at}self_attn.k_proj.{kind}", fused[queries : queries + keys]
-                    yield f"{at}self_attn.v_proj.{kind}", fused[queries + keys :]
-            if layer.qk_scale is not None:
-                yield at + "self_attn.q_norm.weight", layer.qk_scale[: a.heads]
-                yield at + "self_attn.k_norm.weight", layer.qk_scale[a.heads :]
-            yield at + "self_attn.o_proj.weight", layer.out.weight
-            if layer.out.bias is not None:
-                yield at + "self_attn.o_proj.bias", layer.out.bias
-            yield at + "mlp.gate_proj.weight", layer.gate_up.weight[: a.intermediate]
-            yield at + "mlp.up_proj.weight", layer.gate_up.weight[a.intermediate :]
-            yield at + "mlp.down_proj.weight", layer.down.weight
+            for name, target in layer.weight_targets(a):
+                yield f"model.layers.{i}.{name}", target
 
 
 class BlockedLinear:
@@ -268,8 +286,8 @@ class AttentionGroup:
     """Rows that attend together: packed tokens [t0, t1), rows [r0, r1) of the batch.
 
     `pad` `[rows * width]` picks each padded query from the group's tokens and `keep` `[t1 - t0]` picks the real
-    ones back (None where no row is shorter than `width`). `mask` is additive, `[rows, 1, width * heads per
-    kv head or 1, length]`; `tail_mask` `[rows, 1, 1, length]` is that of each row's last token alone.
+    ones back (None where no row is shorter than `width`). `masks` are additive, a pair for each window of the network:
+    of all tokens, `[rows, 1, width * heads per kv head or 1, length]`, and of each row's last, `[rows, 1, 1, length]`.
     """
 
     r0: int
@@ -281,8 +299,7 @@ class AttentionGroup:
     slots: slice | Tensor
     pad: Tensor | None
     keep: Tensor | None
-    mask: Tensor
-    tail_mask: Tensor
+    masks: tuple[tuple[Tensor, Tensor], ...]
 
 
 def pack_batch(network: Network, table: Ints, slots: Ints, start: Ints, end: Ints, *, context: int) -> PackedBatch:
@@ -319,48 +336,64 @@ def pack_batch(network: Network, table: Ints, slots: Ints, start: Ints, end: Int
 class _Layer:
     """One decoder layer. `q` and `kv` are parts of `qkv`; `qk_scale` `[heads + kv_heads, head_dim]` is the q/k norm."""
 
-    norm_in: Tensor
+    norm_in: Tensor | None
     qkv: BlockedLinear
     q: BlockedLinear
     kv: BlockedLinear
     qk_scale: Tensor | None
     out: BlockedLinear
-    norm_mid: Tensor
+    norm_out: Tensor | None
+    norm_mid: Tensor | None
     gate_up: BlockedLinear
     down: BlockedLinear
+    norm_down: Tensor | None
+
+    def weight_targets(self, a: Architecture) -> Iterator[tuple[str, Tensor]]:
+        """Names of the layer's tensors, with the views that they fill."""
+        norms = (self.norm_in, self.norm_out, self.norm_mid, self.norm_down)
+        for name, norm in zip(NORM_NAMES[a.norms], norms, strict=True):
+            if norm is not None:
+                yield f"{name}_layernorm.weight", norm
+        if self.qk_scale is not None:
+            for name, scale in (("q", self.qk_scale[: a.heads]), ("k", self.qk_scale[a.heads :])):
+                yield f"self_attn.{name}_norm.weight", scale.view(-1) if a.qk_norm == "projection" else scale
+        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        yield from _parts("self_attn", self.qkv, {"qkv": 0} if a.fused else {"q": q, "k": kv, "v": kv})
+        yield from _parts("self_attn", self.out, {"o": 0})
+        w = a.intermediate
+        yield from _parts("mlp", self.gate_up, {"gate_up": 0} if a.fused else {"gate": w, "up": w})
+        yield from _parts("mlp", self.down, {"down": 0})
 
 
-def _rope_tables(a: Architecture, context: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and signed sine `[context, 1, head_dim]`: rotating is x * cos + roll(x, head_dim / 2) * sin."""
-    half = a.head_dim // 2
-    frequency = 1.0 / a.rope_theta ** (torch.arange(half, dtype=torch.float32) * 2 / a.head_dim)
-    if a.rope_scaling is not None:
-        # Llama 3.1's rope scaling: long wavelengths are stretched by `factor`, short ones kept, the middle blended.
-        factor, original = a.rope_scaling["factor"], a.rope_scaling["original_max_position_embeddings"]
-        low, high = a.rope_scaling["low_freq_factor"], a.rope_scaling["high_freq_factor"]
-        wavelength = 2 * math.pi / frequency
-        smooth = (original / wavelength - low) / (high - low)
-        blended = (1 - smooth) / factor * frequency + smooth * frequency
-        scaled = torch.where(wavelength > original / low, frequency / factor, frequency)
-        frequency = torch.where((wavelength <= original / low) & (wavelength >= original / high), blended, scaled)
-    angle = torch.arange(context, dtype=torch.float32)[:, None] * frequency
-    cos, sin = angle.cos(), angle.sin()
-    return (
-        torch.cat((cos, cos), -1)[:, None].to(device, dtype),
-        torch.cat((-sin, sin), -1)[:, None].to(device, dtype),
-    )
+NORM_NAMES: Mapping[str, Sequence[str]] = {
+    "before": ("input", "", "post_attention", ""),
+    "after": ("", "post_attention", "", "post_feedforward"),
+    "around": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
+}
+"""Names of a layer's norms: before attention, after it, before the MLP, after it."""
+
+
+def _parts(module: str, matrix: BlockedLinear, rows: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """The projections that `matrix` holds one below the other, by name with their rows (0: all)."""
+    for kind, fused in (("weight", matrix.weight), ("bias", matrix.bias)):
+        if fused is not None:
+            parts = torch.split(fused, [n or fused.shape[0] for n in rows.values()])
+            yield from ((f"{module}.{name}_proj.{kind}", part) for name, part in zip(rows, parts, strict=True))
+
+
+def _select(tables: Tables, at: Tensor) -> Tables:
+    return tables[0].index_select(0, at), tables[1].index_select(0, at)
 
 
 def _group(network: Network, a: int, b: int, slots: Ints, start: Ints, lengths: Ints, offsets: Ints) -> AttentionGroup:
-    """The rows [a, b). With one layer only, just each row's last query is ever computed, so `mask` is `tail_mask`."""
-    device, dtype, per_kv_head = network.device, network.dtype, network.architecture.group
+    """The rows [a, b). With one layer only, just each row's last query is ever computed: both masks are its."""
+    device, per_kv_head = network.device, network.architecture.group
     slots, start, lengths = slots[a:b], start[a:b], lengths[a:b]
     rows, width = b - a, int(lengths.max())
     final = start + lengths - 1
     length = int(final.max()) + 1
-    tail_mask = _causal(final[:, None], length, device, dtype).view(rows, 1, 1, length)
-    pad = keep = None
-    mask = tail_mask
+    keys = torch.arange(length, device=device)
+    pad = keep = queries = None
     if width > 1 and network.architecture.layers > 1:
         step = np.minimum(np.arange(width), lengths[:, None] - 1)
         if int(lengths.min()) < width:
@@ -368,16 +401,15 @@ def _group(network: Network, a: int, b: int, slots: Ints, start: Ints, lengths: 
             pad = to_device((local[:, None] + step).reshape(-1), device)
             real = np.arange(width) < lengths[:, None]
             keep = to_device(np.flatnonzero(real), device)
-        mask = _causal(start[:, None] + step, length, device, dtype)
-        mask = mask.view(rows, 1, width, 1, length).expand(-1, -1, -1, per_kv_head, -1)
-        mask = mask.reshape(rows, 1, width * per_kv_head, length)
+        queries = to_device(start[:, None] + step, device)[:, :, None]
+    ends = to_device(final, device)[:, None, None]
+    masks = []
+    for window in network.windows:
+        tail_mask = mask = causal_mask(keys, ends, window, network.dtype).view(rows, 1, 1, length)
+        if queries is not None:
+            mask = causal_mask(keys, queries, window, network.dtype).view(rows, 1, width, 1, length)
+            mask = mask.expand(-1, -1, -1, per_kv_head, -1).reshape(rows, 1, width * per_kv_head, length)
+        masks.append((mask, tail_mask))
     run = int(slots[-1]) - int(slots[0]) + 1 == rows
     where = slice(int(slots[0]), int(slots[-1]) + 1) if run else to_device(slots, device)
-    return AttentionGroup(a, b, int(offsets[a]), int(offsets[b]), width, length, where, pad, keep, mask, tail_mask)
-
-
-def _causal(positions: Ints, length: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Additive mask `[rows, width, length]`: key j is hidden from a query at a position below j."""
-    query = to_device(positions, device)
-    hidden = torch.arange(length, device=device) > query[:, :, None]
-    return torch.zeros(hidden.shape, device=device, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return AttentionGroup(a, b, int(offsets[a]), int(offsets[b]), width, length, where, pad, keep, tuple(masks))

@@ -1,19 +1,65 @@
-"""The operations of a decode step between its matrix products: one row per sequence, all shapes fixed.
+"""The operations of the decoder between its matrix products.
 
-`TorchOperations` uses PyTorch, on any device; `kernels.TritonOperations` uses a few fused kernels, on GPUs with Triton.
+Functions of one tensor serve both passes. `TorchOperations` has those of a decode step, one row per sequence, all
+shapes fixed; `kernels.TritonOperations` has them as a few fused kernels, on GPUs with Triton.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rollart.architecture import Architecture
+from rollart.engine.rotary import Tables, rotate
+
+
+def rms_norm(a: Architecture, x: Tensor, weight: Tensor) -> Tensor:
+    """Root mean square norm of the last dimension, computed in the type of `weight`."""
+    if x.dtype is weight.dtype:  # the usual case, without two calls
+        return F.rms_norm(x, (x.shape[-1],), weight, a.norm_eps)
+    return F.rms_norm(x.to(weight.dtype), (x.shape[-1],), weight, a.norm_eps).to(x.dtype)
+
+
+def norm_heads(a: Architecture, x: Tensor, weight: Tensor | None, queries: int) -> Tensor:
+    """The norm, if any, of `queries` heads of queries and the rest of keys, `x` `[n, heads, head_dim]`. `weight`
+    `[heads, head_dim]`."""
+    if weight is None:
+        return x
+    if a.qk_norm == "head":
+        normed = F.rms_norm(x if x.dtype is weight.dtype else x.to(weight.dtype), (a.head_dim,), None, a.norm_eps)
+        return (normed * weight).to(x.dtype)
+    parts = [part for part in (slice(0, queries), slice(queries, None)) if x[:, part].shape[1]]
+    return torch.cat([rms_norm(a, x[:, p].flatten(1), weight[p].flatten()).view_as(x[:, p]) for p in parts], 1)
+
+
+def gate(a: Architecture, gate_up: Tensor) -> Tensor:
+    """`[n, 2 * width]` to `[n, width]`: the activation of the first half times the second."""
+    first, second = gate_up.chunk(2, -1)
+    return (F.silu(first) if a.activation == "silu" else F.gelu(first, approximate="tanh")).mul_(second)
+
+
+def scaled_attention(a: Architecture, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Attention of `[..., queries, head_dim]` with an additive mask, and the soft cap of the scores, if any."""
+    if a.attention_cap is None:
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=a.attention_scale)
+    scores = queries @ keys.transpose(-1, -2) * (a.attention_scale / a.attention_cap)
+    scores = scores.tanh().mul_(a.attention_cap).add_(mask)
+    return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+
+
+def causal_mask(keys: Tensor, queries: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """Additive mask: a query sees keys up to its own position, the last `window` of them. Positions are broadcast."""
+    hidden = keys > queries
+    if window is not None:
+        hidden = hidden | (keys <= queries - window)
+    return torch.zeros(hidden.shape, device=keys.device, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 class TorchOperations:
-    """Implementation in PyTorch. `cos` and `sin` `[context, 1, head_dim]` are the rotary tables; `sin` has the sign.
+    """Implementation in PyTorch. `tables` are the rotary tables, of which a layer uses one or none.
 
     `keys` and `values` are one layer's cache, `[slots, kv_heads, context, head_dim]`. `slots` and `positions` `[R]` are
     the location of each row's token, which attends up to its position. `length` bounds the positions."""
@@ -21,27 +67,36 @@ class TorchOperations:
     ragged = False
     """True if `attend` reads each row up to its own position; otherwise it reads all rows up to `length`."""
 
-    def __init__(self, architecture: Architecture, cos: Tensor, sin: Tensor) -> None:
-        self.architecture, self.cos, self.sin = architecture, cos, sin
+    def __init__(self, architecture: Architecture, tables: Sequence[Tables]) -> None:
+        self.architecture, self.tables = architecture, tables
 
-    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+    def add_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`x + delta` `[R, hidden]` (`x` without `delta`), and its norm (itself without `weight`)."""
         x = x if delta is None else x + delta
-        return x, F.rms_norm(x, (x.shape[-1],), weight, self.architecture.norm_eps)
+        return x, x if weight is None else rms_norm(self.architecture, x, weight)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
-        return F.silu(gate).mul_(up)
+        """`[R, 2 * width]` to `[R, width]`."""
+        return gate(self.architecture, gate_up)
 
     def place(
-        self, qkv: Tensor, scale: Tensor | None, slots: Tensor, positions: Tensor, keys: Tensor, values: Tensor
+        self,
+        qkv: Tensor,
+        scale: Tensor | None,
+        slots: Tensor,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: int | None = 0,
     ) -> Tensor:
+        """Norm and rotate (by a table) queries and keys of `qkv` `[R, (heads + 2 kv_heads) * head_dim]`; keys and
+        values go into the cache. The queries `[R, heads, head_dim]`."""
         a = self.architecture
         qkv = qkv.view(qkv.shape[0], a.heads + 2 * a.kv_heads, a.head_dim)
-        qk = qkv[:, : a.heads + a.kv_heads]
-        if scale is not None:
-            qk = F.rms_norm(qk, (a.head_dim,), None, a.norm_eps) * scale
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        qk = torch.addcmul(qk * cos, qk.roll(a.head_dim // 2, -1), sin)
+        qk = norm_heads(a, qkv[:, : a.heads + a.kv_heads], scale, a.heads)
+        if table is not None:
+            cos, sin = self.tables[table]
+            qk = rotate(qk, (cos.index_select(0, positions), sin.index_select(0, positions)))
         context = keys.shape[2]
         heads = torch.arange(a.kv_heads, device=qkv.device)
         index = ((slots[:, None] * a.kv_heads + heads) * context + positions[:, None]).view(-1)
@@ -50,12 +105,19 @@ class TorchOperations:
         return qk[:, : a.heads]
 
     def attend(
-        self, queries: Tensor, keys: Tensor, values: Tensor, slots: Tensor, positions: Tensor, length: int
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        length: int,
+        window: int | None = None,
     ) -> Tensor:
+        """Attention of one query per row to its slot's positions up to its own, the last `window` of them:
+        `[R, heads * head_dim]`."""
         a, rows = self.architecture, queries.shape[0]
-        hidden = torch.arange(length, device=queries.device) > positions[:, None]
-        mask = torch.zeros(hidden.shape, device=queries.device, dtype=queries.dtype)
-        mask = mask.masked_fill_(hidden, float("-inf")).view(rows, 1, 1, length)
+        mask = causal_mask(torch.arange(length, device=queries.device), positions[:, None], window, queries.dtype)
         k, v = (cache[:, :, :length].index_select(0, slots) for cache in (keys, values))
         folded = queries.reshape(rows, a.kv_heads, a.group, a.head_dim)
-        return F.scaled_dot_product_attention(folded, k, v, attn_mask=mask).reshape(rows, -1)
+        return scaled_attention(a, folded, k, v, mask.view(rows, 1, 1, length)).reshape(rows, -1)

@@ -34,7 +34,14 @@ from typing import IO, Any
 from placement.types import ROLLOUT_ROLES, Role
 from rollart.adapters.env_hosts.checks import MODULE, WARM_START_ARGUMENT, EnvironmentProblem, check_environments
 from rollart.adapters.text import HubTokenizer
-from rollart.architecture import LINEAR, read_architecture, refuse_truncated, refuse_unsupported, weight_files
+from rollart.architecture import (
+    LINEAR,
+    architecture_of,
+    read_architecture,
+    refuse_longer_context,
+    refuse_truncated,
+    weight_files,
+)
 from rollart.errors import RollartError, SpecError, UsageError
 from rollart.launch.broadcasts import collective_backend
 from rollart.launch.functions import (
@@ -179,7 +186,7 @@ def model_problems(specs: Specs, *, launch: bool = True) -> Iterator[RuleViolati
         try:
             init = initial_config(model.init, specs.base)
             if specs.cluster.engines.kind != "vllm":
-                refuse_unsupported(init, "model.init")
+                refuse_longer_context(architecture_of(init, "model.init"), model.context)
             vocabulary = init.get("vocab_size")
         except (SpecError, UsageError) as error:
             yield RuleViolation(("run", "model", "init"), error.message, _remedy_with_vllm(error))
@@ -361,7 +368,7 @@ def _directory_problems(specs: Specs, path: Path) -> Iterator[RuleViolation]:
         return
     try:
         if specs.cluster.engines.kind != "vllm":
-            read_architecture(path)
+            refuse_longer_context(read_architecture(path), specs.run.model.context)
         for file in weight_files(path):
             refuse_truncated(file)
     except UsageError as error:

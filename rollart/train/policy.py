@@ -48,6 +48,8 @@ def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) ->
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dtype = parameter_dtype(config)
+    # None: sdpa for all models but those with soft caps of scores, which it cannot compute.
+    attention = None if config.attention == "sdpa" else config.attention
     try:
         where = torch.device(device)
         if where.type == "cuda" and not torch.cuda.is_available():
@@ -61,7 +63,7 @@ def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) ->
             model = AutoModelForCausalLM.from_pretrained(
                 config.path,
                 dtype="auto" if as_stored else dtype,
-                attn_implementation=config.attention,
+                attn_implementation=attention,
                 local_files_only=True,
             )
         except Exception as error:
@@ -72,7 +74,7 @@ def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) ->
             shape = AutoConfig.for_model(init.pop("model_type", "qwen3"), **init)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(config.seed)
-                model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=config.attention)
+                model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=attention)
         except Exception as error:
             raise UsageError(f"model.init does not describe a model: {first_line(error)}") from error
     module: nn.Module = model.to(where).eval()
@@ -107,10 +109,11 @@ class TrainedPolicy:
         with torch.no_grad():
             ids = torch.arange(min(4, self.vocab_size), device=self.device)[None]
             whole = model(input_ids=ids, use_cache=False).logits.float()
-            ours = self.scorer.head(self.scorer.body(input_ids=ids, use_cache=False).last_hidden_state).float()
-        if not torch.allclose(whole, ours, atol=1e-4, rtol=1e-4):  # soft caps, scales: trained wrongly
+            ours = self.scorer.logits(self.scorer.body(input_ids=ids, use_cache=False).last_hidden_state).float()
+        if not torch.allclose(whole, ours, atol=1e-4, rtol=1e-4):  # scales, biases: trained wrongly
             raise UsageError(f"{type(model).__name__} transforms its logits after the output head: not supported")
-        self.scorer.trims_last_layer = self._matches_model(self.scorer.last_layer_trimmed)
+        if getattr(model.config, "sliding_window", None) is None:  # without a mask, windows would be ignored
+            self.scorer.trims_last_layer = self._matches_model(self.scorer.last_layer_trimmed)
         self._sharded = ranks is not None and ranks.mesh is not None
         if parallel is not None:
             self._distribute(parallel, ranks or Ranks(), dtype)
@@ -209,13 +212,18 @@ class Scorer(nn.Module):
         super().__init__()
         self.body = model.base_model
         self.head = model.get_output_embeddings()
+        self.cap: float | None = getattr(model.config, "final_logit_softcapping", None)
         self.trims_last_layer = False
 
     def forward(self, ids: Tensor, at: Tensor) -> Tensor:
         """[rows, longest] token ids, flat positions [M] in them -> logits [M, vocabulary]."""
         hidden = self.last_layer_trimmed if self.trims_last_layer else self.whole
-        logits: Tensor = self.head(hidden(ids, at))
-        return logits
+        return self.logits(hidden(ids, at))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., hidden] -> logits [..., vocabulary], with the soft cap of Gemma 2."""
+        logits: Tensor = self.head(hidden)
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
     def whole(self, ids: Tensor, at: Tensor) -> Tensor:
         """Final hidden states [M, hidden] at the flat positions `at` of `ids` [rows, longest], for any architecture."""

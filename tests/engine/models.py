@@ -111,10 +111,10 @@ def run_one(runner: Runner, job: EngineJob) -> FinishedJob:
 def reference(directory: Path, token_ids: Sequence[int]) -> Tensor:
     """Log-probabilities `[tokens, vocab]` of every next token, computed directly from the checkpoint."""
     a, w = read_architecture(directory), read_tensors(directory)
-    n = len(token_ids)
-    inv = 1.0 / a.rope_theta ** (torch.arange(0, a.head_dim, 2).double() / a.head_dim)
-    if a.rope_scaling:
-        s = a.rope_scaling
+    n, rotary = len(token_ids), a.attention[0].rotary
+    assert rotary is not None
+    inv = 1.0 / rotary.theta ** (torch.arange(0, a.head_dim, 2).double() / a.head_dim)
+    if s := rotary.scaling:
         wave = 2 * torch.pi / inv
         low, high = (
             s["original_max_position_embeddings"] / s["low_freq_factor"],
@@ -144,7 +144,7 @@ def reference(directory: Path, token_ids: Sequence[int]) -> Tensor:
         p = f"model.layers.{i}."
         h = norm(x, p + "input_layernorm.weight")
         q, k, v = ((h @ w[f"{p}self_attn.{m}_proj.weight"].double().T).view(n, -1, a.head_dim) for m in "qkv")
-        if a.qk_norm:
+        if a.qk_norm == "head":
             q, k = norm(q, p + "self_attn.q_norm.weight"), norm(k, p + "self_attn.k_norm.weight")
         q, k = rotate(q), rotate(k).repeat_interleave(a.group, 1)
         score = torch.einsum("ihd,jhd->hij", q, k) / a.head_dim**0.5

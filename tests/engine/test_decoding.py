@@ -105,7 +105,7 @@ def test_a_replayed_graph_computes_with_the_weights_and_tokens_of_its_step(
     networks = [bf16(qwen), bf16(qwen)]
     caches = [KvCache(n.architecture, slots=5, context=64, device=n.device, dtype=n.dtype) for n in networks]
     ours, theirs = (
-        GraphDecoder(n, cache, operations=kind(n.architecture, *n.rope), capture=capture)
+        GraphDecoder(n, cache, operations=kind(n.architecture, n.tables), capture=capture)
         for n, cache, capture in zip(networks, caches, (True, False), strict=True)
     )
     ours.prepare()
@@ -134,7 +134,7 @@ def test_where_a_capture_fails_steps_go_on_without_and_on_their_own_stream(
     before = torch.cuda.current_stream()
     network = bf16(qwen)
     cache = KvCache(network.architecture, slots=5, context=64, device=network.device, dtype=network.dtype)
-    decoder = GraphDecoder(network, cache, operations=Ragged(network.architecture, *network.rope))
+    decoder = GraphDecoder(network, cache, operations=Ragged(network.architecture, network.tables))
     decoder.prepare()
     assert torch.cuda.current_stream() is before
     assert (decoder.graphs, decoder.why) == ({}, "no CUDA graph: operation not permitted when stream is capturing")
@@ -216,7 +216,7 @@ def test_tokens_drawn_in_two_levels_are_those_of_the_running_sum(seed: int, voca
 
 def test_elsewhere_than_on_a_gpu_the_operations_are_pytorchs(qwen: Path) -> None:
     network = runner(qwen).network
-    operations, why = select_operations(network.architecture, *network.rope)
+    operations, why = select_operations(network.architecture, network.tables, network.dtype)
     assert isinstance(operations, TorchOperations)
     assert why == "fused kernels are for CUDA devices, this is cpu"
 
@@ -225,14 +225,14 @@ def test_an_operation_that_does_not_write_is_found(qwen: Path) -> None:
     network = runner(qwen).network
 
     class Forgetful(TorchOperations):
-        def place(self, qkv, scale, slots, positions, keys, values):  # type: ignore[no-untyped-def]
-            return super().place(qkv, scale, slots, positions, keys.clone(), values)
+        def place(self, qkv, scale, slots, positions, keys, values, table=0):  # type: ignore[no-untyped-def]
+            return super().place(qkv, scale, slots, positions, keys.clone(), values, table)
 
     a = network.architecture
-    plain = TorchOperations(a, *network.rope)
+    plain = TorchOperations(a, network.tables)
     same = operation_differences(plain, plain, context=40)
     assert same == {"add_norm": 0.0, "gate": 0.0, "place": 0.0, "attend": 0.0}
-    found = operation_differences(plain, Forgetful(a, *network.rope), context=40)
+    found = operation_differences(plain, Forgetful(a, network.tables), context=40)
     assert found["place"] != found["place"], "NaN"
     assert found["gate"] == 0.0
 
@@ -244,17 +244,17 @@ behaviour."""
 INTERPRETED = """
 import json, sys, torch
 from rollart.architecture import read_architecture
-from rollart.engine.network import _rope_tables
+from rollart.engine.rotary import rotary_tables
 from rollart.engine.decoding import operation_differences
 from rollart.engine.kernels import TritonOperations
 from rollart.engine.operations import TorchOperations
 import dataclasses
 found = []
 a = read_architecture(sys.argv[1])
-wide = dataclasses.replace(a, heads=8, kv_heads=1, qk_norm=False, hidden=40, intermediate=1100)
+wide = dataclasses.replace(a, heads=8, kv_heads=1, qk_norm='none', hidden=40, intermediate=1100)
 for shape, dtype, context in ((a, torch.float32, 130), (wide, torch.float16, 60)):
-    cos, sin = _rope_tables(shape, context, torch.device("cpu"), dtype)
-    plain, fused = TorchOperations(shape, cos, sin), TritonOperations(shape, cos, sin)
+    tables = [rotary_tables(shape.attention[0].rotary, context, torch.device("cpu"), dtype)]
+    plain, fused = TorchOperations(shape, tables), TritonOperations(shape, tables)
     found.append(operation_differences(plain, fused, context=context, rows=(1, 5)))
 print(json.dumps(found))
 """

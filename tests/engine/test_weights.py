@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from rollart.architecture import read_architecture
+from rollart.architecture import Rotary, read_architecture, refuse_longer_context
 from rollart.engine.weights import published_version, read_tensors, require_complete
 from rollart.errors import UsageError
 from tests.engine.models import LLAMA, QWEN, publish, random_tensors
@@ -22,16 +22,16 @@ def test_both_layouts_of_rope(tmp_path: Path) -> None:
     new = read_architecture(write(tmp_path, rope_parameters={"rope_type": "default", "rope_theta": 5e5}))
     old = read_architecture(write(tmp_path, rope_parameters=None, rope_theta=5e5))
     assert new == old
-    assert new.rope_theta == 5e5
-    assert new.rope_scaling is None
+    assert {one.rotary for one in new.attention} == {Rotary(5e5, 16)}
 
 
 def test_llama3_scaling_and_derived_head_size(llama: Path) -> None:
     a = read_architecture(llama)
     assert a.head_dim == LLAMA["hidden_size"] // LLAMA["num_attention_heads"]
-    assert a.rope_scaling is not None
-    assert a.rope_scaling["factor"] == 8.0
-    assert not a.qk_norm
+    (attention,) = a.attention
+    assert attention.rotary is not None
+    assert (attention.rotary.kind, attention.rotary.scaling["factor"]) == ("llama3", 8.0)
+    assert a.qk_norm == "none"
     assert not a.tied
 
 
@@ -46,17 +46,28 @@ def test_generation_config_decides_the_end_ids(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"architectures": ["MambaForCausalLM"]}, "MambaForCausalLM is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope scaling yarn"),
-        ({"use_sliding_window": True}, "sliding-window"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope scaling dynamic"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "yarn has no factor"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.2}}, "partial_rotary_factor is 0.2"),
+        ({"use_sliding_window": True, "layer_types": ["sliding_attention"]}, "layer_types and sliding_window"),
+        ({"architectures": ["LlamaForCausalLM"], "layer_types": ["sliding_attention"] * 2}, "llama does not have"),
+        ({"use_bidirectional_attention": True}, "bidirectional"),
         ({"hidden_act": "gelu"}, "gelu"),
-        ({"mlp_bias": True}, "mlp_bias"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
     ],
 )
 def test_refuses_what_it_would_compute_wrongly(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         read_architecture(write(tmp_path, **changes))
+
+
+def test_a_context_beyond_longropes_original_length_is_refused(tmp_path: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 16}
+    ropes = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, **factors}
+    a = read_architecture(write(tmp_path, architectures=["Phi3ForCausalLM"], rope_parameters=ropes))
+    refuse_longer_context(a, 16)
+    with pytest.raises(UsageError, match="a context of 17 is not supported"):
+        refuse_longer_context(a, 17)
 
 
 def test_errors_of_one_line(tmp_path: Path) -> None:

@@ -460,6 +460,7 @@ MODELS: list[tuple[str, Config]] = [
     ("olmo2", {}),
     ("olmoe", {"num_experts": 6, "num_experts_per_tok": 2}),
     ("phi3", {"sliding_window": 8}),
+    ("smollm3", {}),
 ]
 
 

@@ -1,0 +1,97 @@
+"""Small random models of each family that the embedded engine computes, made and saved by transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCAB = 61
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.5, 2.0, 2.5],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "partial_rotary_factor": 0.5,
+}
+GEMMA_ROPES = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),
+    "qwen2-windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "tie_word_embeddings": True},
+    ),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "mistral": ("mistral", {"sliding_window": 6, "head_dim": 16}),
+    "mistral-full": ("mistral", {"sliding_window": None}),
+    "phi3": ("phi3", {"head_dim": 16, "sliding_window": 9}),
+    "phi4": (
+        "phi3",
+        {
+            "hidden_size": 64,
+            "rope_parameters": LONGROPE,
+            "original_max_position_embeddings": 64,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gemma2": ("gemma2", {"head_dim": 16, "sliding_window": 5, "query_pre_attn_scalar": 24}),
+    "gemma3": ("gemma3_text", {"head_dim": 16, "sliding_window": 5, "rope_parameters": GEMMA_ROPES}),
+    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "olmo2": ("olmo2", {}),
+}
+"""By name, the `model_type` and what differs from `COMMON`."""
+
+
+def config(name: str) -> Any:
+    """transformers' configuration of a model of `MODELS`."""
+    from transformers import AutoConfig
+
+    kind, changes = MODELS[name]
+    return AutoConfig.for_model(kind, **COMMON | changes)
+
+
+def make(name: str, directory: Path, *, seed: int = 0, scale: float = 0.25) -> Any:
+    """A random model in eval mode, saved to the directory. Its norms' weights vary, as those of trained models do."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config(name), attn_implementation="eager").float().eval()
+    gemma = name.startswith("gemma")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            vector = parameter.dim() == 1 and not gemma
+            torch.nn.init.normal_(parameter, 1.0 if vector else 0.0, scale)
+    directory.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(directory)
+    return model
