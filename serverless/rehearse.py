@@ -2,7 +2,8 @@
 
 Each case is called alone twice, cold or warm as it happens, for its score, its time, and whether a function that is
 declared deterministic returns the same value twice. Then a full batch is called, for the time per item and whether an
-item's score depends on the other items of its call. Costs are those of warm calls.
+item's score depends on the other items of its call. Times and costs are those of warm calls that scored: a failed call,
+or a model fault, may have ended before the work.
 """
 
 from __future__ import annotations
@@ -137,18 +138,19 @@ class Rehearsal:
     function: str
     version: str
     results: tuple[CaseResult, ...]
-    single_s: float
-    """Median of a warm call with one item."""
+    single_s: float | None
+    """Median of a warm call that scored its one item, None if no call did."""
     batch: int
     batched_item_s: float | None
-    """Seconds per item of a full batch, None if the batch failed."""
+    """Seconds per item of a full batch, None if not all of its items were scored."""
     cold_start_s: float
     memory_mb: float | None
     memory_limit_mb: int
     costs: tuple[CostPerMillion, ...] = ()
     warnings: tuple[str, ...] = ()
     tokens: tuple[TokenUsage, ...] = ()
-    """Tokens that all calls consumed, which scored `token_items` items: an entry per endpoint and model."""
+    """Tokens that all calls consumed, which scored `token_items` items: an entry per endpoint and model. Empty if no
+    item was scored."""
     token_items: int = 0
 
     @property
@@ -225,8 +227,13 @@ async def rehearse(
     again = [await caller.single(case) for case in reversed(cases)][::-1]  # one worker serves calls in turn
     batch, batched, full = await caller.full_batch(again)
     spec, results = package.spec, (*first, *again)
-    warm = [r.seconds for r in results if not r.cold_start_s] or [r.seconds for r in again]
+    scored = [r for r in results if isinstance(r.outcome, Scored)]
+    warm = [r.seconds for r in scored if not r.cold_start_s] or [r.seconds for r in scored]
     warnings = [*package.warnings, *_undeclared(package)]
+    if not scored:
+        warnings.append("no case was scored: there are no times and no costs of an item")
+    elif batched is None:
+        warnings.append(f"a call of {batch} items did not score all of them: there is no time and no cost of a batch")
     if spec.deterministic:
         items, answers, later = [r.case.item for r in first], [r.outcome for r in first], [r.outcome for r in again]
         changed = differences(items, answers, later, calls=len(results))
@@ -236,12 +243,12 @@ async def rehearse(
         elif mixed:
             warnings.append(f"the answer depends on what else is in the call: {', '.join(mixed)}")
     # For a batch of one, use the mean over every case, not the first one alone.
-    mean_s = statistics.mean(warm)
+    mean_s = statistics.mean(warm) if warm else None
     return Rehearsal(
         function=spec.name,
         version=package.version,
         results=tuple(first),
-        single_s=statistics.median(warm),
+        single_s=statistics.median(warm) if warm else None,
         batch=batch,
         batched_item_s=batched,
         cold_start_s=max(r.cold_start_s for r in results),
@@ -252,7 +259,7 @@ async def rehearse(
             for provider, units in prices.items()
         ),
         warnings=tuple(warnings),
-        tokens=tuple(caller.tokens),
+        tokens=tuple(caller.tokens) if caller.items else (),
         token_items=caller.items,
     )
 
@@ -291,11 +298,13 @@ def _costs(
     spec: FunctionSpec,
     provider: str,
     units: Mapping[str, float],
-    single_s: float,
+    single_s: float | None,
     batched_item_s: float | None,
     batch: int,
 ) -> CostPerMillion:
     """The costs at a provider, with items sent one by one and in full batches."""
+    if single_s is None:
+        return CostPerMillion(provider, None, None, batch, "no case was scored")
     single = cost(spec, units, single_s, 1)
     batched = None if batched_item_s is None else cost(spec, units, batched_item_s * batch, batch)
     waits = None if "GB-second" in units else _container_usd(spec, units)
@@ -320,7 +329,8 @@ _ANY_SCORE = ExpectedOutcome()
 
 
 class _Caller:
-    """Calls a deployed function. `peak_mb`: the peak memory of its workers, None if they are not visible."""
+    """Calls a deployed function. `peak_mb`: the peak memory of its workers, None if they are not visible. `items`: the
+    scored ones."""
 
     def __init__(self, backend: Backend, package: Package) -> None:
         self._backend = backend
@@ -341,13 +351,13 @@ class _Caller:
     async def full_batch(
         self, alone: Sequence[CaseResult]
     ) -> tuple[int, float | None, list[tuple[CaseResult, Outcome]]]:
-        """One call with a full batch of the cases in rotation, without those whose single call failed.
+        """One call with a full batch of the cases in rotation that were scored alone.
 
-        Returns the number of items, the seconds per item (None if the call failed), and the outcome of each case beside
-        its single result.
+        Returns the number of items, the seconds per item (None if not all are scored), and the outcome of each case
+        beside its single result.
         """
         limits = self._spec.batch
-        good = [r for r in alone if not isinstance(r.outcome, InfraFault)]
+        good = [r for r in alone if isinstance(r.outcome, Scored)]
         if not good:
             return limits.max_items, None, []
         chosen: list[CaseResult] = []
@@ -360,7 +370,9 @@ class _Caller:
         reply, outcomes = await self._call([{**wire.encode(r.case.item), "id": f"{n}"} for n, r in enumerate(chosen)])
         if reply.fault is not None or reply.invocation is None:
             return len(chosen), None, []
-        return len(chosen), _warm_seconds(reply.invocation) / len(chosen), list(zip(chosen, outcomes, strict=True))
+        every = all(isinstance(outcome, Scored) for outcome in outcomes)
+        item_s = _warm_seconds(reply.invocation) / len(chosen) if every else None
+        return len(chosen), item_s, list(zip(chosen, outcomes, strict=True))
 
     async def _call(self, event: list[wire.WireItem]) -> tuple[Reply, list[Outcome]]:
         spec = self._spec
@@ -368,10 +380,11 @@ class _Caller:
         seen = _peak_mb(self._backend)
         self.peak_mb = seen if self.peak_mb is None else max(self.peak_mb, seen or 0.0)
         self.tokens = total([*self.tokens, *(used for used, _ in wire.usage(reply.body))])
-        self.items += len(event)
         fault = reply.fault
         if fault is None:
-            return reply, wire.outcomes(reply.body, event, deterministic=spec.deterministic)
+            outcomes = wire.outcomes(reply.body, event, deterministic=spec.deterministic)
+            self.items += sum(isinstance(outcome, Scored) for outcome in outcomes)
+            return reply, outcomes
         if fault.kind is FaultKind.TIMEOUT and spec.timeout_floor is not None:
             return reply, [ModelFault(spec.timeout_floor, fault.detail)] * len(event)
         return reply, [fault] * len(event)

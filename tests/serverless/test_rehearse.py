@@ -153,6 +153,45 @@ def test_tokens_are_those_of_all_its_calls() -> None:
     assert json.loads(json.dumps(got.to_json()))["tokens"][0]["input_tokens"] == 1400
 
 
+def judge(reachable: Any) -> Any:
+    """Takes a second if its endpoint can be reached; an empty completion is not judged."""
+
+    async def judged(sample: Item) -> Any:
+        if not sample.completion:
+            return ModelFault(0.0, "empty completion")
+        record_tokens(TokenUsage("e", "m", 1, 100, 0, 0, 7))
+        if not reachable(sample):
+            return InfraFault(FaultKind.UNAVAILABLE, True, "no endpoint")
+        return 1.0
+
+    return judged
+
+
+def test_times_and_costs_come_from_scored_items_alone() -> None:
+    one, cases = (
+        package("behave", deterministic=False, batch={"max_items": 4}),
+        [case("none", ""), case("a"), case("b")],
+    )
+    dead = modelled(one, cases, judge(lambda sample: False))
+    assert (dead.single_s, dead.batched_item_s, dead.tokens, dead.token_items) == (None, None, (), 0)
+    assert [(c.usd_single, c.usd_batched, c.note) for c in dead.costs] == [(None, None, "no case was scored")] * 2
+    assert dead.warnings == ("no case was scored: there are no times and no costs of an item",)
+    assert json.loads(json.dumps(dead.to_json()))["single_s"] is None
+
+    half = modelled(one, cases, judge(lambda sample: sample.id != "b"))
+    assert half.single_s is not None
+    assert (half.batched_item_s is not None, half.warnings) == (True, ())
+    assert (half.token_items, half.tokens[0].requests) == (6, 8), (
+        "the failed requests are part of the scored items' cost"
+    )
+
+    calls = iter(range(100))
+    late = modelled(one, cases, judge(lambda sample: next(calls) < 6))
+    assert late.single_s is not None
+    assert (late.batched_item_s, late.costs[0].usd_batched) == (None, None)
+    assert late.warnings == ("a call of 4 items did not score all of them: there is no time and no cost of a batch",)
+
+
 def test_a_function_that_is_not_what_it_declares_is_told() -> None:
     seen: list[str] = []
 

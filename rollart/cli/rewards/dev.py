@@ -182,7 +182,8 @@ def _lines(one: Rehearsal, last: Rehearsal | None, changes: list[dict[str, str]]
         for c in one.costs
         if c.usd_single is not None
     ]
-    yield f"  per million items: {', '.join(costs)}"
+    if costs:
+        yield f"  per million items: {', '.join(costs)}"
     yield from (f"  warning: {warning}" for warning in one.warnings)
 
 

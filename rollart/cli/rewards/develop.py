@@ -207,7 +207,7 @@ def show_rehearsals(found: Sequence[Rehearsal], output: str) -> None:
             for r in one.results
         ]
         facts = (
-            ("one item", "ms", one.single_s * 1e3),
+            ("one item", "ms", one.single_s and one.single_s * 1e3),
             (f"an item in a call of {one.batch}", "ms", one.batched_item_s and one.batched_item_s * 1e3),
             ("cold start", "ms", one.cold_start_s * 1e3),
             ("memory used", "MB", one.memory_mb),
