@@ -37,6 +37,24 @@ def test_what_is_no_item_is_refused(text: str, words: str) -> None:
 
 
 @pytest.mark.slow  # function workers are processes
+def test_a_score_that_is_no_number_fails_its_item_in_strict_json(rollart: Call) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    Path("f.py").write_text(
+        "from rollart import reward\n\n@reward\ndef f(sample):\n    return float(sample.completion)\n"
+    )
+    items = json.dumps([{"id": "a", "completion": "nan"}, {"id": "b", "completion": "0.5"}])
+    for form in ("json", "text"):
+        done = rollart("rewards", "invoke", "f.py", "--item", items, "-o", form)
+        assert done.code == 1
+        assert "1 of 2 items failed: a: bad_answer: aggregate_reward_score is nan, not a number" in done.err
+        shown = json.loads(done.out, parse_constant=refuse)
+        answers = shown["answer"] if form == "json" else shown
+        assert [one["aggregate_reward_score"] for one in answers] == [None, 0.5]
+
+
+@pytest.mark.slow  # function workers are processes
 def test_a_hidden_state_is_refused_at_deployment_with_the_difference(rollart: Call) -> None:
     """Nothing is deployed. `test` warns of the same."""
     source = Path(__file__).parents[1] / "serverless" / "functions" / "hidden.py"

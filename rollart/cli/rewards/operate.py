@@ -29,8 +29,10 @@ from rollart.launch.functions import (
     translated_errors,
 )
 from rollart.report.tables import Report, Row, Table, as_count, as_seconds, as_share, as_text, as_usd, table
+from serverless import wire
 from serverless.meter import MeterSink
 from serverless.providers.base import DeployedFunction, Deployer, LogLine, Reply, split_reference
+from serverless.types import InfraFault
 
 T = TypeVar("T")
 
@@ -86,18 +88,23 @@ def invoke(
             failure = {"schema_version": 1, "answer": None, "fault": asdict(reply.fault), "bill": charged, **version}
             click.echo(json.dumps(failure, indent=2, ensure_ascii=False))
         raise RunFailed(f"{function} on {name}: {reply.fault.kind}: {reply.fault.detail}")
-    bill = reply.invocation
-    called = {"schema_version": 1, "answer": reply.body, "bill": bill and asdict(bill), **version}
-    shown = called if as_json else reply.body
-    click.echo(json.dumps(shown, indent=2, ensure_ascii=False))
+    bill, body = reply.invocation, _without_nan(reply.body)
+    called = {"schema_version": 1, "answer": body, "bill": bill and asdict(bill), **version}
+    click.echo(json.dumps(called if as_json else body, indent=2, ensure_ascii=False))
     if bill is not None and not as_json:
         cold = f", cold start {bill.cold_start_s:.3f} s" if bill.cold_start_s else ""
         by = "" if chosen is None else f", by version {chosen.provider_version} ({chosen.version[:DIGEST]})"
         click.echo(f"billed {bill.billed_s:.3f} s at {bill.memory_mb} MB{cold}{by}", err=True)
-    answers = reply.body if isinstance(reply.body, list) else []
-    failed = [one for one in answers if isinstance(one, dict) and "error" in one]
+    outcomes = zip(event, wire.outcomes(reply.body, event, deterministic=True), strict=True)
+    failed = [(item["id"], outcome) for item, outcome in outcomes if isinstance(outcome, InfraFault)]
     if failed:
-        raise RunFailed(f"{len(failed)} of {len(event)} items failed")
+        key, first = failed[0]
+        raise RunFailed(f"{len(failed)} of {len(event)} items failed: {key}: {first.kind}: {_printable(first.detail)}")
+
+
+def _without_nan(body: object) -> Any:
+    """The answer of a call with null in place of NaN and infinities, which JSON does not have."""
+    return json.loads(json.dumps(body), parse_constant=lambda _: None)
 
 
 def names_deployed(source: str) -> bool:
@@ -167,7 +174,11 @@ def _log_text(row: dict[str, str]) -> str:
     first, *others = row["trajectory"].split(",")
     trajectory = f"{first} and {len(others)} more" if others else first
     shown = " ".join(filter(None, (row["t"], row["source"], row["run"], trajectory, row["text"])))
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", shown)
+    return _printable(shown)
+
+
+def _printable(text: str) -> str:
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
