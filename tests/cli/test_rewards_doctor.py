@@ -73,6 +73,14 @@ def test_faults_of_the_platform_are_masked_or_retried(rollart: Callable[..., Any
     assert all(one["seconds"] < 30.0 for one in results.values())
 
 
+def test_a_reward_that_scores_no_case_shows_nothing(rollart: Callable[..., Any]) -> None:
+    done, results = doctor(rollart, SOUND.replace("return float(", "raise KeyError("))
+    assert done.code == 1
+    assert "nothing can be seen of f: none of the cases is scored without a fault" in done.err
+    assert "rollart rewards test f.py" in done.err
+    assert results["crash", True]["outcomes"] == {"crash": 2}, "the rows are shown all the same"
+
+
 def test_a_reward_that_scores_what_it_catches_is_named(rollart: Callable[..., Any]) -> None:
     done, results = doctor(rollart, CATCHING)
     assert done.code == 1

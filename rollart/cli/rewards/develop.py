@@ -100,6 +100,12 @@ def doctor(
             f"faults that became numbers: {', '.join(numbers)}",
             remedy="let the reward raise what it cannot handle: an exception masks the sample",
         )
+    unscored = [one.function for one in found if not one.without.outcomes.get("scored")]
+    if unscored:
+        raise RunFailed(
+            f"nothing can be seen of {', '.join(unscored)}: none of the cases is scored without a fault",
+            remedy=f"rollart rewards test {source}",
+        )
 
 
 @table("faults", "Injected faults")
