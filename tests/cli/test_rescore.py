@@ -14,6 +14,7 @@ from rollart.ledger.store import Ledger
 from rollart.model import Item, Scored, TrajectoryId
 from rollart.ports import Charge
 from serverless.errors import SpecInvalid
+from serverless.types import Invocation
 
 Call = Callable[..., Any]
 
@@ -62,6 +63,31 @@ def test_a_run_without_kept_items_says_how_to_get_some(rollart: Call, launch_cal
     assert done.code == 2
     assert "no kept items to score again (its `keep` is 'none')" in done.err
     assert "keep=all" in done.err
+
+
+@pytest.mark.parametrize("keep", ["all", "sample 0.02", "failed"])
+def test_a_run_that_has_scored_nothing_yet_is_to_be_resumed(rollart: Call, launch_calls: Any, keep: str) -> None:
+    assert rollart("launch", "run.yaml", "--name", "mine", f"keep={keep}").code == 0
+    Path("new.py").write_text(REWARDS)
+    done = rollart("rewards", "rescore", "mine", "--with", "new.py:exact")
+    assert done.code == 2
+    assert "no reward function has scored a trajectory of run 'mine' yet" in done.err
+    assert "rollart launch --resume runs/mine" in done.err
+
+
+def test_a_run_that_kept_none_of_its_items_is_to_be_launched_with_another_keep(
+    rollart: Call, launch_calls: Any
+) -> None:
+    def action(directory: Path) -> None:
+        ledger = Ledger(directory, clock=lambda: 0.0, inline=True)
+        ledger.record(Invocation("exact", "local", "w", 0.0, 1.0, 0.0, 1.0, 128, 1, "ok"))
+        ledger.close()
+
+    launch_calls.action = action
+    assert rollart("launch", "run.yaml", "--name", "mine", "keep=failed").code == 0
+    Path("new.py").write_text(REWARDS)
+    done = rollart("rewards", "rescore", "mine", "--with", "new.py:exact")
+    assert (done.code, "(its `keep` is 'failed')" in done.err) == (2, True)
 
 
 def test_a_file_of_several_rewards_needs_a_name(rollart: Call, recorded: Path) -> None:

@@ -14,6 +14,7 @@ from rollart.cli.rewards.operate import names_deployed
 from rollart.errors import RunFailed, UsageError
 from rollart.launch.functions import canonical_provider, deployer, one_package, translated_errors
 from rollart.ledger.reader import LedgerReader
+from rollart.report.offload import SERVED
 from rollart.report.rescore import Rescoring, rescore_report
 from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.load import saved_specs
@@ -48,6 +49,12 @@ def rescore(
     with LedgerReader(directory) as reader:
         index = index_kept(reader)
         if not index:
+            called = any(call.cause in SERVED and call.status == "ok" for call in reader.invocation_sums())
+            if not called and specs.keep.items != "none":
+                raise UsageError(
+                    f"no reward function has scored a trajectory of run '{directory.name}' yet",
+                    remedy=f"rollart launch --resume {directory}",
+                )
             raise UsageError(
                 f"run '{directory.name}' has no kept items to score again (its `keep` is '{specs.keep.items}')",
                 remedy="launch the run with keep=all",
