@@ -121,16 +121,29 @@ def test_the_life_of_a_canary(rollart: Call, monkeypatch: pytest.MonkeyPatch) ->
     assert rows(compared.out, "functions")[0]["weight"] == 1.0
     assert scored("f") == 2.0
 
-    write("1.0 / (sample is None)")
-    Path("cases.jsonl").write_text((json.dumps(ITEM) + "\n") * 6)
+    write(3.0)
     assert rollart("rewards", "deploy", "f.py", "--canary", "0.5").code == 0
-    refused = rollart("rewards", "promote", "f", "--cases", "cases.jsonl", "-y")
-    assert (refused.code, "more faults than the current version" in refused.err) == (5, True)
-    assert "crash faults" in refused.out
     assert rollart("rewards", "rollback", "f").code == 0
     assert scored("f") == 2.0
     none = rollart("rewards", "promote", "f")
     assert (none.code, "f has no canary" in none.err) == (2, True)
+
+
+@pytest.mark.slow  # function workers are processes
+def test_a_canary_that_scores_no_case_is_not_promoted(rollart: Call) -> None:
+    def deploy(value: str, *options: str) -> None:
+        Path("f.py").write_text(f"from rollart import reward\n\n@reward\ndef f(sample):\n    return {value}\n")
+        assert rollart("rewards", "deploy", "f.py", *options).code == 0
+
+    deploy("1.0")
+    deploy("1.0 / (sample is None)", "--canary", "0.5")
+    Path("cases.jsonl").write_text((json.dumps(ITEM) + "\n") * 6)
+    refused = rollart("rewards", "promote", "f", "--cases", "cases.jsonl", "-y")
+    assert (refused.code, "more faults than the current version" in refused.err) == (5, True)
+    assert "the canary scored none of 6 cases" in refused.out
+    assert "no scores are recorded" not in refused.out
+    refused = rollart("rewards", "promote", "f", "--cases", "cases.jsonl", "-y", "-o", "json")
+    assert rows(refused.out, "comparison")[1]["crash_faults"] == 1.0
 
 
 @pytest.mark.slow  # function workers are processes

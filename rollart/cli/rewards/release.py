@@ -201,6 +201,12 @@ def promote(
     notes = [f"from {source}", *unread]
     if not before.outcomes or not after.outcomes:
         notes.append("the versions are not compared: give --cases, or --runs with runs that called both")
+    elif cases is not None:
+        notes += [
+            f"the {role} scored none of {figures.outcomes} cases"
+            for role, figures in (("current version", before), ("canary", after))
+            if not figures.scores
+        ]
     elif not before.scores or not after.scores:
         notes.append("no scores are recorded: runs record them under `keep`")
     if difference is not None:
@@ -277,7 +283,7 @@ def _on_cases(
 def _comparison(rows: Sequence[tuple[str, DeployedFunction, VersionFigures]]) -> Iterator[Row]:
     kinds = fault_kinds(figures for _, _, figures in rows)
     for role, version, figures in rows:
-        faults = {f"{kind} faults": as_share(ratio(figures.faults[kind], figures.outcomes)) for kind in kinds}
+        faults = {f"{kind}_faults": as_share(ratio(figures.faults[kind], figures.outcomes)) for kind in kinds}
         yield {
             "version": role,
             "number": version.provider_version,
