@@ -187,6 +187,11 @@ def test_a_call_of_a_file_leaves_what_is_current_and_a_name_calls_it(rollart: Ca
 
         write(1.0)
         assert rollart("rewards", "deploy", "f.py", *at).code == 0
+        (listed,) = rows(rollart("rewards", "list", *at, "--json").out, "functions")
+        assert (listed["warm"], listed["most"]) == (0, None), "no concurrency is reserved"
+        assert rollart("rewards", "scale", "f", "--concurrency", "5", *at).code == 0
+        (listed,) = rows(rollart("rewards", "list", *at, "--json").out, "functions")
+        assert listed["most"] == 5
         write(2.0)
         assert rollart("rewards", "deploy", "f.py", *at).code == 0
         assert rollart("rewards", "rollback", "f", *at).code == 0

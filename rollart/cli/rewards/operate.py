@@ -320,7 +320,7 @@ def deployed_table(found: Sequence[DeployedFunction], *, people: bool) -> Iterat
             "created": d.created[:19] if people else d.created,
             "MB": as_count(d.memory_mb),
             "warm": as_count(d.warm),
-            "most": as_count(d.concurrency),
+            "most": as_count(d.concurrency or None),  # 0: no limit of its own, or not known
             "endpoint": as_text(d.endpoint, people=False),
         }
 
