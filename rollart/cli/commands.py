@@ -505,13 +505,14 @@ def rewards_plan() -> None:
 
 
 @command(rewards, "rewards.rescore:rescore")
-@click.argument("run", metavar="RUN")
+@click.argument("run", metavar="RUN", shell_complete=completed_by("runs"))
 @click.option(
     "--with",
     "source",
     required=True,
     metavar="FILE|NAME[@VERSION]",
     help="Reward that scores the run's kept items again: of a file, or deployed.",
+    shell_complete=completed_by("functions_or_files"),
 )
 @shown_option("--times", type=click.IntRange(1, 1000), default=1, help="Answers per item, for the variance of a judge.")
 @click.option("--function", metavar="NAME", help="Function of the run to compare with; needed where it has several.")
@@ -540,7 +541,7 @@ def rewards_rescore() -> None:
 
 
 @command(rewards, "servers:serve")
-@file_argument
+@click.argument("source", metavar="FILE", shell_complete=completed_by("functions_or_files"))
 @shown_option("--host", default="127.0.0.1", help="Address to listen on.")
 @shown_option("--port", type=click.IntRange(0, 65535), default=0, help="0: any that is free.")
 @click.option("--token-env", metavar="VAR", help="Variable with the bearer token that every call then needs.")

@@ -76,7 +76,9 @@ def test_functions_of_this_machine_and_their_versions(complete: Complete) -> Non
     deployed_here("judge")
     assert complete("rewards", "logs", "") == ["exact", "judge"]
     assert complete("rewards", "scale", "j") == ["judge"]
-    assert complete("rewards", "invoke", "ju") == ["judge"]
+    for command in (("invoke",), ("serve",), ("rescore", "lake-1", "--with")):
+        assert complete("rewards", *command, "ju") == ["judge"]
+        assert complete("rewards", *command, "judge@l") == ["@live"]
     names = ["canary", "live", DIGESTS[0][:12], DIGESTS[1][:12], "2", "1"]
     assert complete("rewards", "invoke", "judge@") == [f"@{one}" for one in names]
     assert complete("rewards", "invoke", "judge@l") == ["@live"]
@@ -106,6 +108,7 @@ def test_runs_the_latest_first(complete: Complete) -> None:
         file.touch()
         os.utime(file, (n, n))
     assert complete("report", "cost", "lake") == ["lake-2", "lake-1"]
+    assert complete("rewards", "rescore", "lake") == ["lake-2", "lake-1"]
     assert complete("logs", "") == ["sea-1", "lake-2", "lake-1"]
 
 
