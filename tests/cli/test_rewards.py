@@ -467,12 +467,13 @@ def test_a_lower_limit_of_the_user_stays(tmp_path: Path) -> None:
 def test_machines_get_json(rollart: Call) -> None:
     assert json.loads(rollart("rewards", "init", "mine", "--json").out)["files"][0] == "mine/mine.py"
     source = Path("mine/mine.py")
-    source.write_text(source.read_text().replace("    marks =", '    print("\\033[31mred")\n    marks =', 1))
+    more = '    print("\\033[31mred")\n    if not sample.completion:\n        raise TypeError("no text")\n    marks ='
+    source.write_text(source.read_text().replace("    marks =", more, 1))
     called = rollart("rewards", "invoke", "mine/mine.py", "--json", "--item", json.dumps(ITEM))
     found = json.loads(called.out)
     assert found["answer"][0]["aggregate_reward_score"] == 1.0
     assert found["bill"]["memory_mb"] == 128
-    failed = rollart("rewards", "invoke", "mine/mine.py", "--item", '{"messages": 3}')
+    failed = rollart("rewards", "invoke", "mine/mine.py", "--item", '{"completion": ""}')
     assert failed.code == 1
     assert "error" in json.loads(failed.out)[0]
     assert "1 of 1 items failed" in failed.err
@@ -485,7 +486,7 @@ def test_machines_get_json(rollart: Call) -> None:
     assert f"the last {len(lines) - 1} lines, there are more" in last.err
     assert r"\x1b[31mred" in rollart("rewards", "logs", "mine").out, "a terminal does not obey what a reward prints"
     assert "mine: no output of these calls in the last 3600 s" in rollart("rewards", "logs", "mine", "--run", "no").err
-    assert lines[-1]["text"] == "TypeError: 'int' object is not iterable"
+    assert lines[-1]["text"] == "TypeError: no text"
     assert f"mine,logs,lines,{len(lines) - 1},text,TypeError" in rollart("rewards", "logs", "mine", "-o", "csv").out
     gone = rollart("rewards", "delete", "mine", "--yes", "--json")
     assert json.loads(gone.out) == {"schema_version": 1, "deleted": "mine", "provider": "local"}

@@ -19,6 +19,8 @@ def test_the_short_form_of_cases_is_an_item() -> None:
     (item,) = call_event('{"prompt": "6*7?", "completion": "42", "reference_answer": "42"}')
     assert item["messages"] == [{"role": "user", "content": "6*7?"}, {"role": "assistant", "content": "42"}]
     assert item["id"] == "0"
+    (item,) = call_event('{"id": "", "prompt": null, "completion": "42", "reference_answer": null}')
+    assert (item["id"], item["messages"]) == ("0", [{"role": "assistant", "content": "42"}])
 
 
 @pytest.mark.parametrize(
@@ -29,6 +31,17 @@ def test_the_short_form_of_cases_is_an_item() -> None:
         ('{"messages": [], "completion": "y"}', "both or neither"),
         ("[1]", "item 0 is not an object"),
         ("{", "not JSON"),
+        ("[]", "no item in the list"),
+        ('{"completion": 5}', r"item 0: completion is 5 \(rule: text\)"),
+        ('{"completion": null}', "completion is null"),
+        ('{"completion": "y", "prompt": []}', "prompt is .* text or null"),
+        ('{"completion": "y", "id": 1}', "id is 1"),
+        ('{"completion": "y", "metadata": null}', "metadata is null .* an object"),
+        ('{"completion": "y", "reference_answer": 42}', "reference_answer is 42"),
+        ('{"messages": {}}', "messages is {} .* a list"),
+        ('{"messages": []}', "messages is empty"),
+        ('{"messages": [{"role": "user", "content": 5}]}', r"messages\.0 is .* an object of texts"),
+        ('[{"completion": "y"}, {"completion": "y", "id": "0"}]', "items 0 and 1 have the id '0'"),
     ],
 )
 def test_what_is_no_item_is_refused(text: str, words: str) -> None:

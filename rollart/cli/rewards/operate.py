@@ -245,7 +245,18 @@ def on_provider(
         return asyncio.run(main())
 
 
-_ITEM = ("id", "messages", "prompt", "completion", "reference_answer", "metadata")
+_TEXT, _LIST, _OBJECT, _TEXT_OR_NULL = "text", "a list", "an object", "text or null"
+_ITEM = {
+    "id": _TEXT,
+    "messages": _LIST,
+    "prompt": _TEXT_OR_NULL,
+    "completion": _TEXT,
+    "reference_answer": _TEXT_OR_NULL,
+    "metadata": _OBJECT,
+}
+"""The keys of an item with their types, as `serverless.rehearse.read_cases` takes them."""
+_TYPES = {_TEXT: str, _LIST: list, _OBJECT: dict, _TEXT_OR_NULL: str | None}
+_EXAMPLE = 'give {"id": …, "messages": […]}'
 
 
 def call_event(text: str) -> list[dict[str, Any]]:
@@ -255,24 +266,46 @@ def call_event(text: str) -> list[dict[str, Any]]:
     try:
         given = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UsageError(f"the item is not JSON: {error}", remedy='give {"id": …, "messages": […]}') from None
+        raise UsageError(f"the item is not JSON: {error}", remedy=_EXAMPLE) from None
     event = given if isinstance(given, list) else [given]
+    if not event:
+        raise UsageError("no item in the list", remedy=_EXAMPLE)
+    positions: dict[str, int] = {}
     for n, one in enumerate(event):
         if not isinstance(one, dict):
-            raise UsageError(f"item {n} is not an object", remedy='give {"id": …, "messages": […]}')
-        unknown = sorted(one.keys() - _ITEM)
-        if unknown or ("messages" in one) == ("completion" in one):
-            problem = f"unknown key '{unknown[0]}'" if unknown else "it has both or neither of messages and completion"
-            raise UsageError(
-                f"item {n}: {problem} (rule: {', '.join(_ITEM)})", remedy='give {"id": …, "messages": […]}'
-            )
+            raise UsageError(f"item {n} is not an object", remedy=_EXAMPLE)
+        if problem := _item_problem(one):
+            raise UsageError(f"item {n}: {problem}", remedy=_EXAMPLE)
         if "completion" in one:  # the short form of cases.jsonl
-            asked = [{"role": "user", "content": one.pop("prompt")}] if "prompt" in one else []
+            asked = [] if one.get("prompt") is None else [{"role": "user", "content": one["prompt"]}]
             one["messages"] = [*asked, {"role": "assistant", "content": one.pop("completion")}]
-        one.setdefault("id", str(n))
+        one.pop("prompt", None)
+        key = one["id"] = one.get("id") or str(n)
+        if positions.setdefault(key, n) != n:
+            raise UsageError(
+                f"items {positions[key]} and {n} have the id '{key}' (rule: each id of a call is of one item)",
+                remedy="give each item its own id",
+            )
         one.setdefault("reference_answer", None)
         one.setdefault("metadata", {})
     return event
+
+
+def _item_problem(item: dict[str, Any]) -> str:
+    """What is wrong with an item, '' for a valid one."""
+    if unknown := sorted(item.keys() - _ITEM.keys()):
+        return f"unknown key '{unknown[0]}' (rule: {', '.join(_ITEM)})"
+    if ("messages" in item) == ("completion" in item):
+        return f"it has both or neither of messages and completion (rule: {', '.join(_ITEM)})"
+    for key, kind in _ITEM.items():
+        if key in item and not isinstance(item[key], _TYPES[kind]):
+            return f"{key} is {json.dumps(item[key], ensure_ascii=False):.60} (rule: {kind})"
+    if item.get("messages") == []:
+        return "messages is empty (rule: at least one message)"
+    for n, message in enumerate(item.get("messages", ())):
+        if not isinstance(message, dict) or not all(isinstance(value, str) for value in message.values()):
+            return f"messages.{n} is {json.dumps(message, ensure_ascii=False):.60} (rule: an object of texts)"
+    return ""
 
 
 def show_deployed(
