@@ -105,8 +105,9 @@ def kuberay(
     steps = []  # by hand, where values must not be in a file
     secrets = dict.fromkeys([*pods.needs.secrets, *pods.needs.played])
     if secrets:
-        given = " ".join(f"--from-literal={key}=..." for key in secrets)
-        steps.append(f"kubectl create secret generic {name}-secrets -n {namespace} {given}")
+        # Values on a command line would be in the process list.
+        steps.append(f"write a file run.env with a line KEY=VALUE, without quotes, for each of {', '.join(secrets)}")
+        steps.append(f"kubectl create secret generic {name}-secrets -n {namespace} --from-env-file=run.env")
     if pods.needs.cloud:
         steps.append(
             f"give the service account {name} of namespace {namespace} the role that ControllerPolicy (targets cfn, "

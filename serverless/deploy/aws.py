@@ -28,15 +28,17 @@ from serverless.deploy.aws_control import (
     LambdaControl,
     LambdaVersion,
     SmokeFailed,
-    engine_for,
 )
 from serverless.deploy.aws_function import ALIAS, AwsFunction, AwsSettings, aws_function
 from serverless.deploy.aws_session import library
 from serverless.deploy.changes import spec_lines, weight_lines
+from serverless.deploy.images import find_engine
 from serverless.deploy.package import Package, restore_archive
 from serverless.errors import (
     BackendFailed,
     CredentialsMissing,
+    FunctionFailed,
+    IndexUnreachable,
     PackageError,
     ServerlessError,
     SpecInvalid,
@@ -220,12 +222,12 @@ class AwsDeployer:
         if live.runs(wanted):
             return replace(self._deployed(name, live), unchanged=True)
         if self._control.warm(name):
-            raise BackendFailed(
+            raise SpecInvalid(
                 f"{function}: Lambda has no canary on an alias with warm environments (provisioned concurrency)",
                 remedy=f"release them: rollart rewards scale {function} --warm 0",
             )
         if not self._control.keeps_role(live, wanted):
-            raise BackendFailed(
+            raise SpecInvalid(
                 f"{function}: Lambda gives both versions one role, and the current one has {live.role}",
                 remedy="deploy without --canary to change the role",
             )
@@ -349,7 +351,7 @@ class AwsDeployer:
         name, live = self.settings.function_name(function), self._live(function)
         released = self._control.released(name)
         if warm and released is not None and released.canary:
-            raise BackendFailed(
+            raise SpecInvalid(
                 f"{function}: Lambda has no warm environments (provisioned concurrency) on an alias with a canary",
                 remedy=f"end it first: rollart rewards promote {function}, or rollback {function}",
             )
@@ -428,14 +430,24 @@ class AwsDeployer:
                 self._trials.clear()
 
     def _code_lines(self, wanted: AwsFunction) -> list[str]:
-        """The code that would be built, and its size. Raises the errors of a deployment that are known beforehand."""
+        """The code that would be built, and its size. Raises the errors of a deployment that are known beforehand; the
+        package index and a container engine are not asked for more than notes."""
         self._control.check_package_type(wanted)
-        if wanted.image is None:
-            return wanted.build_lines() if wanted.package.spec.requirements else []
-        lines = wanted.build_lines()
-        if self._control.image_digest(wanted):
+        if wanted.image is None and not wanted.package.spec.requirements:
+            return []
+        if wanted.image is not None and self._control.image_digest(wanted):
             return [f"use the image {self.settings.repository}:{wanted.image.tag}, which is there"]
-        return [f"{lines[0]} with {engine_for(wanted).name}, and push it", *lines[1:]]
+        try:
+            first, *others = wanted.build_lines()
+        except IndexUnreachable as error:
+            first, others = ("build an image" if wanted.image else "build an archive"), [f"size not known: {error}"]
+        if wanted.image is None:
+            return [first, *others]
+        engine, reason = find_engine()
+        if engine is not None:
+            return [f"{first} with {engine.name}, and push it", *others]
+        written = "`rollart rewards deploy FILE --render DIR` writes its build context for another machine"
+        return [f"{first} and push it: no container engine answers here ({reason}); {written}", *others]
 
     def _wanted(self, package: Package) -> AwsFunction:
         """The package as a Lambda function whose secrets exist. Raises `SecretMissing`."""
@@ -482,9 +494,10 @@ class AwsDeployer:
             self._control.remove(name, "" if alone else version.number)
             if not isinstance(error, SmokeFailed):
                 raise
-            raise BackendFailed(
+            kept = "nothing is deployed" if alone else "what was current before stays current"
+            raise FunctionFailed(
                 f"function {function}: the new version does not work: {error.message}",
-                remedy="`rollart rewards test` runs it here; what was current before stays current",
+                remedy=f"{kept}; `rollart rewards test` runs it here",
             ) from None
         return version
 

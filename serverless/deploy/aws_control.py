@@ -589,8 +589,8 @@ def engine_for(wanted: AwsFunction) -> ContainerEngine:
         assert wanted.image is not None, "an archive needs no engine"
         raise BackendFailed(
             f"the image of {wanted.name} has to be built, and no container engine answers here ({reason})",
-            remedy="write its build context with `rollart rewards deploy --render DIR`, build it elsewhere and push it "
-            f"to the repository {wanted.settings.repository} with the tag {wanted.image.tag}: the next deployment "
+            remedy="write its build context with `rollart rewards deploy FILE --render DIR`, build it elsewhere and "
+            f"push it to the repository {wanted.settings.repository} with the tag {wanted.image.tag}: the next deployment "
             "uses it",
         )
     return engine

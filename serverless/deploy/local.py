@@ -26,6 +26,7 @@ from serverless.deploy.package import Package, check_digest
 from serverless.errors import BackendFailed, FunctionFailed, PackageError, SpecInvalid, UnknownFunction
 from serverless.meter import MeterSink
 from serverless.providers.base import (
+    FUNCTION_FAULTS,
     DeployedFunction,
     DeploymentChange,
     LiveVersions,
@@ -37,7 +38,7 @@ from serverless.providers.base import (
 )
 from serverless.secrets import Secrets
 from serverless.spec import FunctionSpec
-from serverless.types import Cause, FaultKind
+from serverless.types import Cause
 from serverless.workers import logs
 from serverless.workers.local import LocalBackend
 
@@ -316,10 +317,6 @@ class LocalDeployer:
         )
 
 
-_OF_FUNCTION = (FaultKind.CRASH, FaultKind.TIMEOUT, FaultKind.OUT_OF_MEMORY, FaultKind.BAD_ANSWER)
-"""Faults of a trial that the function itself has, not this machine."""
-
-
 async def _try(package: Package, meter: MeterSink | None, secrets: Secrets, kept: str, *, allow_unsafe: bool) -> None:
     """Load the function and call it with an empty list; the answer must be an empty list. `kept` says what a failure
     leaves deployed. Raises `FunctionFailed`, or another `BackendFailed` if this machine is at fault."""
@@ -328,7 +325,7 @@ async def _try(package: Package, meter: MeterSink | None, secrets: Secrets, kept
         deadline_s = package.spec.init_timeout_s + package.spec.timeout_s
         reply = await backend.invoke(package.spec.name, [], deadline_s=deadline_s, cause=Cause.SMOKE)
     if reply.fault is not None:
-        failed = FunctionFailed if reply.fault.kind in _OF_FUNCTION else BackendFailed
+        failed = FunctionFailed if reply.fault.kind in FUNCTION_FAULTS else BackendFailed
         raise failed(
             f"function {package.spec.name} failed its trial call: {reply.fault.detail}",
             remedy=f"{kept}; run `rollart rewards test` on its source",

@@ -29,11 +29,19 @@ from serverless.deploy.images import modal_lines, python_version
 from serverless.deploy.modal_entry import VERSION
 from serverless.deploy.package import Package, restore_archive, with_record
 from serverless.deploy.requirements import index_urls
-from serverless.errors import BackendFailed, PackageError, ServerlessError, SpecInvalid, UnknownFunction
+from serverless.errors import (
+    BackendFailed,
+    FunctionFailed,
+    PackageError,
+    ServerlessError,
+    SpecInvalid,
+    UnknownFunction,
+)
 from serverless.meter import MeterSink, NullMeter
 from serverless.output import LineReader
 from serverless.providers import modal_client
 from serverless.providers.base import (
+    FUNCTION_FAULTS,
     DeployedFunction,
     DeploymentChange,
     LiveVersions,
@@ -412,7 +420,8 @@ class ModalDeployer:
                 source = self._secrets.source(name).modal or name
                 raise SecretMissing(
                     f"function {spec.name} has no value of the secret {name}: Modal has no secret {source} with it",
-                    remedy=f"modal secret create {source} {name}=…, or set functions.secrets.{name}.modal",
+                    remedy=f"write {name}=… to .env and call modal secret create {source} --from-dotenv .env, or set "
+                    f"functions.secrets.{name}.modal",
                 ) from None
 
     async def _try(self, target: PinnedFunction, package: Package) -> None:
@@ -431,7 +440,8 @@ class ModalDeployer:
             )
         if answer.fault is not None or not isinstance(answer.body, list):
             reason = answer.fault.detail if answer.fault else f"it answered {answer.body!r:.80}"
-            raise BackendFailed(
+            failed = BackendFailed if answer.fault and answer.fault.kind not in FUNCTION_FAULTS else FunctionFailed
+            raise failed(
                 f"the new version of {target.name} failed its trial: {reason}",
                 remedy="the version before it stays; `rollart rewards test` runs it here",
             )

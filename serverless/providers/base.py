@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from serverless.deploy.package import Package
 from serverless.errors import SpecInvalid, UnknownFunction
 from serverless.output import LineReader
-from serverless.types import Cause, InfraFault, Invocation
+from serverless.types import Cause, FaultKind, InfraFault, Invocation
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +323,10 @@ def check_canary(function: str, share: float) -> None:
             f"a canary of {function} with {share:g} of its calls (rule: above 0 and below 1)",
             remedy="give a share such as 0.1, or none to make the version current",
         )
+
+
+FUNCTION_FAULTS = (FaultKind.CRASH, FaultKind.TIMEOUT, FaultKind.OUT_OF_MEMORY, FaultKind.BAD_ANSWER)
+"""Faults of a trial that the function itself has, not its provider."""
 
 
 def no_canary(function: str) -> UnknownFunction:

@@ -139,7 +139,8 @@ def test_secrets_and_identities_are_with_those_who_need_them(rendered: dict[str,
     kinds = [d["kind"] for d in yaml.safe_load_all(rendered["fleet/kuberay/runs.yaml"])]
     assert kinds == ["PersistentVolumeClaim", "ServiceAccount", "NetworkPolicy"]
     steps = render("kuberay", *FLEET).steps
-    assert any("secret generic fleet-secrets" in step and "REWARDS_TOKEN" in step for step in steps)
+    assert any("REWARDS_TOKEN" in step for step in steps)
+    assert any("secret generic fleet-secrets" in step and "--from-env-file" in step for step in steps)
     assert any("ControllerPolicy" in step for step in steps)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from serverless.deploy.aws import AwsDeployer
-from serverless.errors import BackendFailed, CredentialsMissing, UnknownFunction
+from serverless.errors import BackendFailed, CredentialsMissing, SpecInvalid, UnknownFunction
 from serverless.providers.aws import AwsLambdaBackend
 from serverless.secrets import Secrets, SecretSource
 from serverless.types import Cause
@@ -411,7 +411,7 @@ def test_a_canary_with_another_role_is_refused_before_anything_is_uploaded(plane
         async with judge(plane, "a") as aws:
             await aws.deploy(package(name="secretive"))
             uploads = plane.calls["PUT /code"]
-            with pytest.raises(BackendFailed, match="gives both versions one role"):
+            with pytest.raises(SpecInvalid, match="gives both versions one role"):
                 await aws.deploy(package("secretive"), canary=0.5)
             return plane.calls["PUT /code"] - uploads
 

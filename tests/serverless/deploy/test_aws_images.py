@@ -143,10 +143,11 @@ def test_without_an_engine_the_remedy_is_the_context_and_an_image_built_elsewher
 
     async def refused() -> None:
         async with AwsDeployer(settings(plane)) as aws:
-            for doing in (aws.plan, aws.deploy):
-                with pytest.raises(BackendFailed, match="no container engine answers") as error:
-                    await doing(one)
-                assert "--render" in error.value.remedy
+            (line,) = [line for line in (await aws.plan(one)).lines if "no container engine answers" in line]
+            assert "deploy FILE --render DIR" in line
+            with pytest.raises(BackendFailed, match="no container engine answers") as error:
+                await aws.deploy(one)
+            assert "--render" in error.value.remedy
 
     async def elsewhere() -> float:
         async with AwsDeployer(settings(plane)) as aws:
@@ -173,6 +174,23 @@ def test_lambda_keeps_the_type_of_a_functions_code(plane: Plane, engine: pathlib
             for doing in (aws.plan, aws.deploy):
                 with pytest.raises(BackendFailed, match="code of type Zip; Lambda never changes it to Image"):
                     await doing(image)
+
+    asyncio.run(main())
+
+
+def test_a_dry_run_goes_on_where_no_package_index_answers(
+    plane: Plane, engine: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UV_DEFAULT_INDEX", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("UV_HTTP_RETRIES", "0")
+    source = tmp_path / "uses.py"
+    source.write_text(SCORING)
+
+    async def main() -> None:
+        async with AwsDeployer(settings(plane)) as aws:
+            for image in (None, {}):
+                one = at(source, name="uses", handler="uses", requirements=("tiny-reward==1.5",), image=image)
+                assert any(line.startswith("size not known: ") for line in (await aws.plan(one)).lines)
 
     asyncio.run(main())
 
