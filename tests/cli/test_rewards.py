@@ -260,6 +260,8 @@ def test_a_plan_compares_providers(rollart: Call) -> None:
         (("deploy", "empty.py"), 2, "no function with @reward"),
         (("deploy", "wrong.py"), 2, "memory_mb"),
         (("deploy", "two.py", "--name", "x"), 2, "2 rewards"),
+        (("invoke", "two@", "--item", ITEM_TEXT), 2, "give a version after @"),
+        (("serve", "two@"), 2, "'two@' has no version (rule: NAME or NAME@VERSION)"),
         (("list", "--provider", "azure"), 2, "no provider 'azure'"),
         (("list", "--provider", "http"), 2, "nothing is deployed to 'http'"),
         (("scale", "f"), 2, "nothing to scale"),

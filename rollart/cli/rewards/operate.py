@@ -108,9 +108,15 @@ def _without_nan(body: object) -> Any:
 
 
 def names_deployed(source: str) -> bool:
-    """True for the name of a deployed function, with a version or without, as distinct from a file or a package."""
+    """True for the name of a deployed function, with a version or without, as distinct from a file or a package.
+    UsageError for NAME@."""
     path = Path(source)
-    return re.fullmatch(REFERENCE, source) is not None and not path.is_file() and not (path / "__init__.py").exists()
+    if path.is_file() or (path / "__init__.py").exists():
+        return False
+    function, at, version = source.partition("@")
+    if at and not version and re.fullmatch(REFERENCE, function) is not None:
+        raise UsageError(f"'{source}' has no version (rule: NAME or NAME@VERSION)", remedy="give a version after @")
+    return re.fullmatch(REFERENCE, source) is not None
 
 
 def logs(
