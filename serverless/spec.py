@@ -40,7 +40,7 @@ VARIABLE_RULE = "the name of an environment variable: a letter, then one or more
 
 Variable = Annotated[str, Field(pattern=VARIABLE)]
 
-_RESERVED = re.compile(
+RESERVED_VARIABLE = re.compile(
     r"(AWS_(REGION|DEFAULT_REGION|EXECUTION_ENV|LAMBDA_\w+|ACCESS_KEY|ACCESS_KEY_ID|SECRET_ACCESS_KEY|SESSION_TOKEN)"
     r"|(LAMBDA|MODAL|LD|ROLLART)_\w+|PYTHON\w*|PATH|HOME|TMPDIR)$"
 )
@@ -156,7 +156,7 @@ class FunctionSpec(Settings):
     @field_validator("env", "secrets")
     @classmethod
     def _settable(cls, names: Any) -> Any:
-        refused = sorted(name for name in names if _RESERVED.match(name))
+        refused = sorted(name for name in names if RESERVED_VARIABLE.match(name))
         if refused:
             raise ValueError(f"{refused[0]} is set by the provider's runtime: choose another name")
         return names if isinstance(names, Mapping) else tuple(sorted(set(names)))

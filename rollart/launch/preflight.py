@@ -61,7 +61,7 @@ from rollart.launch.prepare import (
     trainer_config,
 )
 from rollart.launch.requirements import CPU_INDEX, refuse_missing, refuse_without_cuda, torch_build
-from rollart.launch.rewards import check_function, function_packages, release_provider
+from rollart.launch.rewards import check_function, function_packages, release_provider, stateful_functions
 from rollart.launch.strategies import refuse_lending
 from rollart.settings.base import host_and_port
 from rollart.settings.cluster import UNLESS_QUICK
@@ -71,6 +71,7 @@ from rollart.settings.resolve import Resolved, engine_dtype, resolve_specs, trai
 from rollart.settings.rules import RuleViolation
 from rollart.user_code import importable
 from serverless.deploy.package import Package
+from serverless.spec import RESERVED_VARIABLE
 
 _launchable: Resolved | None = None
 """The last run that `launchable` returned to a launch."""
@@ -256,6 +257,8 @@ def launch_warnings(specs: Specs) -> Iterator[str]:
     with contextlib.suppress(RollartError):  # packing errors are reported elsewhere
         for package in function_packages(specs, {}):
             yield from (f"function '{package.spec.name}': {text}" for text in _package_warnings(package, specs))
+        for name, reason in stateful_functions(specs).items():
+            yield f"function '{name}' depends on earlier calls, so it runs beside the environments: {reason}"
 
 
 def dry_run_lines(resolved: Resolved) -> Iterator[str]:
@@ -527,11 +530,16 @@ def _package_warnings(package: Package, specs: Specs) -> Iterator[str]:
     yield from package.warnings
     if specs.cluster.functions.chain == ("http",):  # the host's own code
         return
-    for variable in sorted(_environment_variables(package) - package.spec.env.keys() - set(package.spec.secrets)):
+    declared = package.spec.env.keys() | set(package.spec.secrets)
+    for variable in sorted(_environment_variables(package) - declared):
+        if RESERVED_VARIABLE.match(variable):  # the runtime sets it
+            continue
         yield (
             f"it reads the environment variable {variable}, which it does not declare: functions have the variables of "
             "their `env` and `secrets` alone"
         )
+    if package.spec.gpu and specs.cluster.functions.chain == ("local",):
+        yield f"it asks for a GPU ({package.spec.gpu}): local workers have what this machine has, and are billed no GPU"
     remote = [name for name in specs.cluster.functions.chain if name in ("aws_lambda", "modal")]
     if not remote:
         return

@@ -274,6 +274,18 @@ def function_packages(specs: Specs, artefacts: Mapping[str, Sequence[str]]) -> t
     return tuple(found)
 
 
+def stateful_functions(specs: Specs) -> dict[str, str]:
+    """The reasons why functions of a run cannot be offloaded, by name: these run beside the environments."""
+    found = {}
+    for function in specs.run.functions:
+        if function.function is None:
+            try:
+                _package(function, (), Path(specs.base))
+            except NotOffloadable as refused:
+                found[function.name] = str(refused)
+    return found
+
+
 def _import_stateful(function: FunctionEntry, base: Path, refused: NotOffloadable) -> tuple[Any, FunctionSpec]:
     """The imported object of a function's entry, and its settings. SpecError if it is untrusted, or takes an
     environment."""

@@ -590,8 +590,8 @@ def engine_for(wanted: AwsFunction) -> ContainerEngine:
         raise BackendFailed(
             f"the image of {wanted.name} has to be built, and no container engine answers here ({reason})",
             remedy="write its build context with `rollart rewards deploy FILE --render DIR`, build it elsewhere and "
-            f"push it to the repository {wanted.settings.repository} with the tag {wanted.image.tag}: the next deployment "
-            "uses it",
+            f"push it to the repository {wanted.settings.repository} with the tag {wanted.image.tag}: the next "
+            "deployment uses it",
         )
     return engine
 

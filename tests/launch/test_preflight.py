@@ -595,6 +595,28 @@ def test_a_function_that_will_not_work_at_its_provider(
     assert wanted or "reads the environment variable" not in warned
 
 
+def test_rewards_that_run_beside_the_environments_or_without_their_gpu_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "counts.py").write_text("n = 0\n\ndef counts(sample):\n    global n\n    n += 1\n    return float(n)\n")
+    (tmp_path / "model.py").write_text(
+        "import os\n\ndef model(sample):\n    return float(len(os.environ['LAMBDA_TASK_ROOT']))\n"
+    )
+    functions = [
+        {"name": "counts", "source": "counts.py", "handler": "counts"},
+        {"name": "model", "source": "model.py", "handler": "model", "gpu": "L4"},
+    ]
+    run, cluster = tmp_path / "run.yaml", tmp_path / "cluster.yaml"
+    run.write_text(yaml.safe_dump(tiny(functions=functions, domains__0__rewards=[{"function": "counts"}])))
+    cluster.write_text(yaml.safe_dump(CLUSTER))
+    assert rollart(["validate", str(run), str(cluster)]) == 0
+    warned = capsys.readouterr().err
+    assert "function 'counts' depends on earlier calls, so it runs beside the environments: " in warned
+    assert "counts.py:" in warned
+    assert "function 'model': it asks for a GPU (L4)" in warned
+    assert "LAMBDA_TASK_ROOT" not in warned, "the runtime sets it, and a spec cannot"
+
+
 @pytest.mark.parametrize(
     ("changes", "warned"),
     [
