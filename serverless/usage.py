@@ -12,59 +12,36 @@ from typing import Any
 
 from serverless.types import TokenUsage
 
-_recorded: ContextVar[list[TokenUsage] | None] = ContextVar("recorded", default=None)
+recorded: ContextVar[list[TokenUsage] | None] = ContextVar("recorded", default=None)
+"""The tokens of the item that is being scored; None between calls."""
 
-_unattributed: list[TokenUsage] = []
-"""Recorded outside the context of an item: by threads, and by handlers that take the whole list."""
-
-_calls = 0
-"""Calls under way in this process."""
+unattributed: list[TokenUsage] = []
+"""Recorded outside the context of an item, and not billed yet: by threads, and by handlers that take the whole list.
+They are on the bill of the first item of the next call that ends."""
 
 
 def record_tokens(usage: TokenUsage) -> None:
-    """Add a request's tokens to the bill of the item that is being scored; those recorded in threads are in the bill of
-    the call's first item. No effect outside a function's call."""
-    recorded = _recorded.get()
-    if recorded is not None:
-        recorded.append(usage)
-    elif _calls:
-        _unattributed.append(usage)
-
-
-def begin_call() -> None:
-    """Count a call under way."""
-    global _calls
-    if not _calls:
-        _unattributed.clear()
-    _calls += 1
-    _recorded.set(None)  # a worker's calls share a context
-
-
-def end_call() -> list[TokenUsage]:
-    """The tokens that were recorded outside the context of an item since the last end of a call."""
-    global _calls
-    _calls -= 1
-    taken = _unattributed.copy()
-    del _unattributed[: len(taken)]
-    return taken
+    """Add a request's tokens to the bill of the item that is being scored."""
+    item = recorded.get()
+    (unattributed if item is None else item).append(usage)
 
 
 def recording() -> list[TokenUsage]:
     """A list that receives the tokens recorded from here on in this context, and in tasks started from it."""
-    recorded: list[TokenUsage] = []
-    _recorded.set(recorded)
-    return recorded
+    used: list[TokenUsage] = []
+    recorded.set(used)
+    return used
 
 
-def total(recorded: list[TokenUsage]) -> list[TokenUsage]:
+def total(usages: list[TokenUsage]) -> list[TokenUsage]:
     """One entry per endpoint and model, in order of first use."""
     sums: dict[tuple[str, str], TokenUsage] = {}
-    for usage in recorded:
+    for usage in usages:
         known = sums.get((usage.endpoint, usage.model))
         sums[usage.endpoint, usage.model] = usage if known is None else known + usage
     return list(sums.values())
 
 
-def encoded(recorded: list[TokenUsage]) -> list[dict[str, Any]]:
+def encoded(usages: list[TokenUsage]) -> list[dict[str, Any]]:
     """The wire form of the sums."""
-    return [asdict(usage) for usage in total(recorded)]
+    return [asdict(usage) for usage in total(usages)]

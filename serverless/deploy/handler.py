@@ -32,7 +32,7 @@ from serverless.calling import CALLS, ConventionAdapter
 from serverless.errors import PolicyFault, SpecInvalid
 from serverless.signatures import ACCEPTED, OPTIONS, CallableSignature, Convention, Unknown, of_object, recognise
 from serverless.types import InfraFault, Item, ModelFault, Scored, TokenUsage
-from serverless.usage import begin_call, encoded, end_call, recording
+from serverless.usage import encoded, recorded, recording, unattributed
 
 REFERENCE = "rollart_reference"
 """The key of an event, and of an answer, that is stored elsewhere (`serverless.providers.payloads`)."""
@@ -147,35 +147,28 @@ def _billed(handler: ListHandler) -> ListHandler:
     """Add the tokens that were recorded outside the context of an item, in threads say, to the first answer."""
 
     def run(event: list[dict[str, Any]], context: Any) -> Any:
-        answers, used = None, []
-        begin_call()
-        try:
-            answers = handler(event, context)
-        finally:
-            used = end_call()
-        return _with_unattributed(answers, used)
+        recorded.set(None)
+        answers = handler(event, context)
+        return _with_unattributed(answers) if unattributed else answers
 
     return run
 
 
 def _billed_async(handler: Callable[..., Awaitable[Any]]) -> ListHandler:
     async def run(event: list[dict[str, Any]], context: Any) -> Any:
-        answers, used = None, []
-        begin_call()
-        try:
-            answers = await handler(event, context)
-        finally:
-            used = end_call()
-        return _with_unattributed(answers, used)
+        recorded.set(None)
+        answers = await handler(event, context)
+        return _with_unattributed(answers) if unattributed else answers
 
     return run
 
 
-def _with_unattributed(answers: Any, used: list[TokenUsage]) -> Any:
-    if not used or not isinstance(answers, list) or not answers or not isinstance(answers[0], dict):
-        return answers
-    known = [TokenUsage(**one) for one in answers[0].get("usage", ())]
-    return [_with_usage(answers[0], [*known, *used]), *answers[1:]]
+def _with_unattributed(answers: Any) -> Any:
+    if not isinstance(answers, list) or not answers or not isinstance(answers[0], dict):
+        return answers  # for the next call
+    used = [TokenUsage(**one) for one in answers[0].get("usage", ())] + unattributed
+    unattributed.clear()
+    return [_with_usage(answers[0], used), *answers[1:]]
 
 
 class _AsyncHandler:

@@ -150,7 +150,11 @@ class ForkServer:
             if output is not None and key not in self._running:
                 output.close()
             raise
-        worker = ProcessWorker(pid, pidfd, ended, gone, framed="exec" not in order, output=output)
+        framed = "exec" not in order
+        if output is None:
+            worker = ProcessWorker(pid, pidfd, ended, gone, framed=framed)
+        else:
+            worker = MaskedWorker(pid, pidfd, ended, gone, framed=framed, output=output)
         await loop.create_unix_connection(lambda: worker, sock=ours)
         if variables:
             worker.send(encode_message(dict(variables)))
@@ -286,12 +290,10 @@ class ProcessWorker(WorkerChannel):
         gone: Callable[[], None],
         *,
         framed: bool = True,
-        output: MaskedLog | None = None,
     ) -> None:
         super().__init__()
         self.pid = pid
         self.ended = ended
-        self.output = output
         self._pidfd = pidfd
         self._gone = gone
         self._framed = framed
@@ -305,20 +307,14 @@ class ProcessWorker(WorkerChannel):
             case ["ready", int() | float() as init_s, None]:
                 self.init_s = float(init_s)
             case ["ready", int() | float(), str(error)]:
-                text = error if self.output is None else self.output.mask.text(error)
-                detail = f"the function did not load: {text}"
+                detail = f"the function did not load: {self._shown(error)}"
                 raise WorkerFault(InfraFault(FaultKind.CRASH, retryable=False, detail=detail))
             case _:
                 raise self.broke_protocol()
 
-    async def call(self, request: WorkerRequest) -> WorkerReply:
-        reply = await super().call(request)
-        if self.output is None:
-            return reply
-        self.output.flush(request.id)
-        if (fault := reply.fault) is not None:
-            reply = replace(reply, fault=replace(fault, detail=self.output.mask.text(fault.detail)))
-        return reply
+    def _shown(self, text: str) -> str:
+        """The text of an error of the function."""
+        return text
 
     def kill(self) -> None:
         if self._pidfd >= 0:
@@ -355,3 +351,31 @@ class ProcessWorker(WorkerChannel):
     def connection_lost(self, error: Exception | None) -> None:
         super().connection_lost(error)
         self._gone()
+
+
+class MaskedWorker(ProcessWorker):
+    """A worker whose function has secrets: they are masked in its output, which is flushed after each call, and in the
+    texts of its faults."""
+
+    def __init__(
+        self,
+        pid: int,
+        pidfd: int,
+        ended: asyncio.Future[int],
+        gone: Callable[[], None],
+        *,
+        framed: bool = True,
+        output: MaskedLog,
+    ) -> None:
+        super().__init__(pid, pidfd, ended, gone, framed=framed)
+        self.output = output
+
+    async def call(self, request: WorkerRequest) -> WorkerReply:
+        reply = await super().call(request)
+        self.output.flush(request.id)
+        if (fault := reply.fault) is not None:
+            reply = replace(reply, fault=replace(fault, detail=self._shown(fault.detail)))
+        return reply
+
+    def _shown(self, text: str) -> str:
+        return self.output.mask.text(text)

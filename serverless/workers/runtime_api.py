@@ -25,7 +25,7 @@ from serverless.types import FaultKind, InfraFault
 from serverless.workers._worker import VARIABLES_FD
 from serverless.workers.logs import append_end
 from serverless.workers.pool import Worker, WorkerFault, WorkerReply, WorkerRequest
-from serverless.workers.processes import ProcessWorker
+from serverless.workers.processes import MaskedWorker, ProcessWorker
 
 _RUNTIME = "/2018-06-01/runtime/"
 
@@ -120,8 +120,8 @@ class _RuntimeWorker:
         failed, answer = await self._or_death(self._answer)
         run_s = loop.time() - began
         assert self.process is not None
-        if (output := self.process.output) is not None:
-            output.flush(request.id)
+        if isinstance(self.process, MaskedWorker):
+            self.process.output.flush(request.id)
         else:
             append_end(self._log, size, request.id)
         if failed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -108,7 +109,6 @@ def test_tokens_recorded_in_threads_are_in_the_first_answer_of_their_call() -> N
     for asks in (3, 0, 2):
         answers = handler(event("a", "b", asks=asks), None)
         assert [u.requests for u, _ in wire.usage(answers)] == [1 + 2 * asks, 1]
-        record_tokens(ONE)
     pool.shutdown()
 
 
@@ -134,9 +134,13 @@ def test_an_item_that_is_not_scored_has_its_tokens_too() -> None:
     assert last == InfraFault(FaultKind.THROTTLED, True, "InfraFault: slow down", Throttle.RATE, 3.5)
 
 
-def test_tokens_recorded_outside_a_call_are_not_billed() -> None:
-    record_tokens(ONE)
-    assert "usage" not in adapt(lambda sample: 1.0, takes="item")(event("a"), None)[0]
+def test_tokens_recorded_between_calls_are_on_the_bill_of_the_next() -> None:
+    """By a thread of the function's own, or while it loads."""
+    contextvars.Context().run(record_tokens, ONE)
+    handler = adapt(lambda sample: 1.0, takes="item")
+    first, second = handler(event("a"), None), handler(event("a"), None)
+    assert [u.requests for u, _ in wire.usage(first)] == [1]
+    assert "usage" not in second[0]
 
 
 @pytest.mark.parametrize(
