@@ -23,7 +23,7 @@ from pydantic_core import InitErrorDetails
 
 from rollart.settings.base import ImportPath, Name, SpecEntry, host_and_port, is_loopback
 from rollart.settings.prices import PriceEntry
-from rollart.settings.providers import BUILT_IN, PLUGIN_NAME, installed_plugins, provider_names
+from rollart.settings.providers import ALIASES, BUILT_IN, PLUGIN_NAME, installed_plugins, provider_names
 from serverless.secrets import private_url
 
 UNLESS_QUICK: Literal["unless_quick"] = "unless_quick"
@@ -36,7 +36,8 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 
 def function_provider(value: str) -> str:
     if value not in BUILT_IN and value not in installed_plugins():
-        raise ValueError(f"one of {', '.join(provider_names())}")
+        hint = f"; did you mean '{ALIASES[value]}'?" if value in ALIASES else ""
+        raise ValueError(f"one of {', '.join(provider_names())}{hint}")
     return value
 
 

@@ -52,6 +52,7 @@ def cluster(write: Write, functions: str) -> Path:
         ("http: {judge: {url: 'http://x', token_env: A, secret_env: B}}", "5:17", "not both"),
         ("local: {rehearse: azure}", "5:21", "functions.local.rehearse is 'azure' (rule: 'aws_lambda' or 'modal')"),
         ("local: {runtme: rollart}", "5:11", "did you mean 'runtime'?"),
+        ("backend: lambda", "5:12", "did you mean 'aws_lambda'?"),
         ("price: lambda", "5:10", "functions.price is 'lambda' (rule: a provider of the price list"),
     ],
 )
