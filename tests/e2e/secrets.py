@@ -48,11 +48,14 @@ def boxed(sample):
 
 @reward(env={"MODE": "plain"}, memory_mb=128, timeout_s=60.0, deterministic=False)
 def nosy(sample):
-    """Has no secret, and looks for one in each place that a process of its user may read."""
+    """Has no secret, and looks for one in each place that a process of its user may read: processes of rollart, not
+    those that `keyed` starts with its environment."""
     seen = sum(key == "TEAM_KEY" for key in os.environ)
-    for path in (*pathlib.Path("/proc").glob("[0-9]*/environ"), *pathlib.Path("/proc").glob("[0-9]*/cmdline")):
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
         try:
-            seen += b"sk-run-" in path.read_bytes()
+            command = (path / "cmdline").read_bytes()
+            seen += b"sk-run-" in command
+            seen += b"sk-run-" in (path / "environ").read_bytes() and b"a child has" not in command
         except OSError:
             continue
     return Scored(float(seen), {"mode": float(os.environ["MODE"] == "plain")})
