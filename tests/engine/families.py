@@ -50,8 +50,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
     "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
-    "qwen3": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama3": ("llama", {"rope_parameters": LLAMA3}),
     "mistral": ("mistral", {"sliding_window": 6, "head_dim": 16}),
     "mistral-full": ("mistral", {"sliding_window": None}),
@@ -82,7 +84,8 @@ def config(name: str) -> Any:
 
 
 def make(name: str, directory: Path, *, seed: int = 0, scale: float = 0.25) -> Any:
-    """A random model in eval mode, saved to the directory. Its norms' weights vary, as those of trained models do."""
+    """A random model in eval mode, saved to the directory in several files. The weights of its norms vary, as those of
+    trained models do."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -93,5 +96,5 @@ def make(name: str, directory: Path, *, seed: int = 0, scale: float = 0.25) -> A
             vector = parameter.dim() == 1 and not gemma
             torch.nn.init.normal_(parameter, 1.0 if vector else 0.0, scale)
     directory.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size="40KB")
     return model

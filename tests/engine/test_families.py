@@ -31,6 +31,7 @@ def expected(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("name", MODELS)
 def test_agrees_with_transformers_under_random_requests(name: str, tmp_path: Path) -> None:
     models = [make(name, tmp_path / str(version), seed=version) for version in range(2)]
+    assert (tmp_path / "0/model.safetensors.index.json").exists()
     assert read_architecture(tmp_path / "0") == read_architecture(tmp_path / "1")
     r, rng = runner(tmp_path / "0", slots=5, step_tokens=24), random.Random(name)
     history: dict[str, list[int]] = {session: [] for session in "abcdefg"}
@@ -60,13 +61,12 @@ def test_agrees_with_transformers_under_random_requests(name: str, tmp_path: Pat
                 assert drawn.logprobs[i] == pytest.approx(float(logp[i, drawn.token_ids[i]]), abs=5e-5)
                 tokens += 1
     assert tokens > 100
+    decode_step_agrees(tmp_path / "0")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_decode_step_of_gpus_agrees(name: str, tmp_path: Path) -> None:
-    """Operator by operator: without a GPU there is no graph."""
-    make(name, tmp_path)
-    r, prompt = runner(tmp_path), [*range(20)]
+def decode_step_agrees(directory: Path) -> None:
+    """The decode step of GPUs operator by operator: without a GPU there is no graph."""
+    r, prompt = runner(directory), [*range(20)]
     cache = KvCache(r.network.architecture, slots=4, context=64, device=torch.device("cpu"), dtype=torch.float32)
     decoder = GraphDecoder(r.network, cache, capture=False)
     for position, token in enumerate(prompt):

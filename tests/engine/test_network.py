@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -43,59 +42,6 @@ def test_the_blocked_order_multiplies_the_same() -> None:
     assert torch.allclose(matrix(x), plain, rtol=1e-4, atol=1e-4)
     part = matrix.rows(10, 20)
     assert torch.allclose(part(x), plain[:, 10:20], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "llama3"])
-def test_agrees_with_transformers(tmp_path: Path, kind: str, tied: bool) -> None:
-    """Slow: imports transformers. Its own forward in fp32, on checkpoints that it wrote itself, one sharded."""
-    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    common: dict[str, Any] = {
-        "vocab_size": 61,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": tied,
-        "eos_token_id": None,
-        "bos_token_id": None,
-    }
-    torch.manual_seed(0)
-    if kind == "qwen3":
-        model: Any = Qwen3ForCausalLM(Qwen3Config(**common, head_dim=32))
-    elif kind == "llama":
-        model = LlamaForCausalLM(LlamaConfig(**common, attention_bias=True))
-    else:
-        scaling = {
-            "rope_type": "llama3",
-            "rope_theta": 500.0,
-            "factor": 8.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 16,
-        }
-        model = LlamaForCausalLM(LlamaConfig(**common, rope_parameters=scaling))
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.25)
-    model.float().eval().save_pretrained(tmp_path, max_shard_size="100KB")
-    assert (tmp_path / "model.safetensors.index.json").exists()
-    assert read_architecture(tmp_path).tied is tied
-    assert ("lm_head.weight" in read_tensors(tmp_path)) is not tied
-    r, rng = runner(tmp_path), random.Random(1)
-    for i in range(12):
-        prompt = [rng.randrange(61) for _ in range(rng.randint(1, 40))]
-        r.add(job(f"{i}", prompt, max_tokens=10, temperature=float(i % 2), seed=i))
-    for f in finish(r).values():
-        ids, c = f.job.request.token_ids, f.completion
-        with torch.no_grad():
-            logp = model(torch.tensor([[*ids, *c.token_ids]])).logits[0].log_softmax(-1)[len(ids) - 1 : -1]
-        want = logp.gather(1, torch.tensor(c.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(c.logprobs), want, atol=3e-5, rtol=1e-5)
-        if f.job.request.sampling.temperature == 0.0:
-            assert torch.tensor(c.token_ids).equal(logp.argmax(-1))
 
 
 def test_weights_for_a_gpu_are_converted_before_they_are_loaded(qwen: Path) -> None:
