@@ -57,6 +57,9 @@ _OPEN_FILES = 1024
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
+_LIBC = ctypes.CDLL(None, use_errno=True)
+"""Loaded in the zygote, once for all workers."""
+
 
 @dataclass(slots=True)  # not frozen: one is made per call, and freezing would double its cost
 class WorkerContext:
@@ -123,7 +126,7 @@ def run(channel: socket.socket, order: dict[str, Any], output: int | None = None
 
 
 def prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, int(value), 0, 0, 0)
+    _LIBC.prctl(option, int(value), 0, 0, 0)
 
 
 def end_line(request: str) -> bytes:

@@ -40,6 +40,7 @@ _PRELOADED = (
     "serverless.output",
     "serverless.signatures",
     "serverless.types",
+    "serverless.usage",
 )
 """The modules that the handler file imports."""
 
