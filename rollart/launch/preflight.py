@@ -61,7 +61,7 @@ from rollart.launch.prepare import (
     trainer_config,
 )
 from rollart.launch.requirements import CPU_INDEX, refuse_missing, refuse_without_cuda, torch_build
-from rollart.launch.rewards import check_function, function_packages, release_provider, stateful_functions
+from rollart.launch.rewards import check_function, function_packages, packages_and_stateful, release_provider
 from rollart.launch.strategies import refuse_lending
 from rollart.settings.base import host_and_port
 from rollart.settings.cluster import UNLESS_QUICK
@@ -255,9 +255,10 @@ def launch_warnings(specs: Specs) -> Iterator[str]:
             f"--index-url {CPU_INDEX} torch, and uninstall the nvidia packages"
         )
     with contextlib.suppress(RollartError):  # packing errors are reported elsewhere
-        for package in function_packages(specs, {}):
+        packages, stateful = packages_and_stateful(specs, {})
+        for package in packages:
             yield from (f"function '{package.spec.name}': {text}" for text in _package_warnings(package, specs))
-        for name, reason in stateful_functions(specs).items():
+        for name, reason in stateful.items():
             yield f"function '{name}' depends on earlier calls, so it runs beside the environments: {reason}"
 
 

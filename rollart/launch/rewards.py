@@ -265,25 +265,23 @@ def _release_directory(directory: Path, name: str) -> Path:
 
 def function_packages(specs: Specs, artefacts: Mapping[str, Sequence[str]]) -> tuple[Package, ...]:
     """The packages of functions that can be offloaded. The others are neither checked nor run."""
-    found = []
+    return packages_and_stateful(specs, artefacts)[0]
+
+
+def packages_and_stateful(
+    specs: Specs, artefacts: Mapping[str, Sequence[str]]
+) -> tuple[tuple[Package, ...], dict[str, str]]:
+    """The packages of functions that can be offloaded, and the reasons why others cannot, by name: these run beside
+    the environments."""
+    found, stateful = [], {}
     for function in specs.run.functions:
         if function.function is not None:  # it is deployed already
             continue
-        with contextlib.suppress(NotOffloadable):
+        try:
             found.append(_package(function, artefacts.get(function.name, ()), Path(specs.base)))
-    return tuple(found)
-
-
-def stateful_functions(specs: Specs) -> dict[str, str]:
-    """The reasons why functions of a run cannot be offloaded, by name: these run beside the environments."""
-    found = {}
-    for function in specs.run.functions:
-        if function.function is None:
-            try:
-                _package(function, (), Path(specs.base))
-            except NotOffloadable as refused:
-                found[function.name] = str(refused)
-    return found
+        except NotOffloadable as refused:
+            stateful[function.name] = str(refused)
+    return tuple(found), stateful
 
 
 def _import_stateful(function: FunctionEntry, base: Path, refused: NotOffloadable) -> tuple[Any, FunctionSpec]:
