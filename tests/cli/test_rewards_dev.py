@@ -15,7 +15,7 @@ import pytest
 
 from tests.serverless.support import alive, descendants
 
-pytestmark = pytest.mark.slow  # a process of its own, with function workers
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]  # processes of their own, with function workers
 
 SOURCE = """import helper
 from rollart import reward

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -72,38 +72,33 @@ class _Rehearsing:
         self._output = output
         self._prices = units_by_provider()
         self._files = {Path(source.partition(":")[0]), cases}
+        self._stamped: dict[Path, tuple[int, int] | None] = {}  # of each file, when it was last looked at
         self._last: dict[str, Rehearsal] = {}
 
     async def run(self) -> None:
-        before: Mapping[Path, Any] = {}
         async with asyncio.TaskGroup() as group:
             rehearsal: asyncio.Task[None] | None = None
             while True:
-                now = self._stamps()
-                if any(now[path] != before.get(path, now[path]) for path in now) or rehearsal is None:
-                    await asyncio.sleep(POLL_S if rehearsal is not None else 0.0)  # an editor may write in steps
+                if rehearsal is None or _stamps(self._files) != self._stamped:
                     if rehearsal is not None:
+                        await asyncio.sleep(POLL_S)  # an editor may write in steps
                         rehearsal.cancel()
-                    now = self._stamps()
+                    self._stamped = _stamps(self._files)
                     rehearsal = group.create_task(self._rehearse())
-                before = now
                 await asyncio.sleep(POLL_S)
 
-    def _stamps(self) -> dict[Path, tuple[int, int] | None]:
-        """The time and size of each file, None for a missing one."""
-        found: dict[Path, tuple[int, int] | None] = {}
-        for path in self._files:
-            found[path] = None
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                found[path] = status.st_mtime_ns, status.st_size
-        return found
+    def _watch(self, files: set[Path], *, read_after_ns: int) -> None:
+        """Watch files that were read since `read_after_ns`. One that was written since may have been read before."""
+        self._files |= files
+        for path, stamp in _stamps(files).items():
+            self._stamped[path] = None if stamp is not None and stamp[0] > read_after_ns else stamp
 
     async def _rehearse(self) -> None:
+        began_ns = time.time_ns()
         try:
             with translated_errors():
                 packages = packages_in(self._source)
-                self._files |= set(_packed_files(self._source, packages))
+                self._watch(set(_packed_files(self._source, packages)) - self._files, read_after_ns=began_ns)
                 items = read_cases(self._cases)
                 found = [await rehearse(one, items, backend=self._target, prices=self._prices) for one in packages]
         except RollartError as error:
@@ -130,6 +125,17 @@ class _Rehearsing:
             if change:
                 found.append({"case": result.case.item.id, "change": change, "result": _result(result)})
         return found
+
+
+def _stamps(files: Iterable[Path]) -> dict[Path, tuple[int, int] | None]:
+    """The time of change, in ns, and the size of each file, None for a missing one."""
+    found: dict[Path, tuple[int, int] | None] = {}
+    for path in files:
+        found[path] = None
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found[path] = status.st_mtime_ns, status.st_size
+    return found
 
 
 def _change(now: CaseResult, before: CaseResult | None) -> str:
