@@ -13,6 +13,9 @@ VLLM := .venv-vllm
 ALONE := @.ci/locked $(VENV).lock $(MAKE) --no-print-directory
 OPENENV := .venv-openenv
 export OMP_NUM_THREADS ?= 1
+# Processes that run tests side by side, a file at a time each.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 # Hypothesis draws its examples from the test itself, the same on every machine.
 test-fast test-slow vllm-test: export CI ?= true
 
@@ -44,11 +47,11 @@ layers: install
 	$(BIN)/lint-imports
 
 test-fast: install
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 test-slow:
 	$(ALONE) $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.ray $(VENV)/.verifiers $(OPENENV)/.installed $(VENV)/.triton
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m slow
 
 test-fuzz: install
 	env -u CI $(BIN)/python -m pytest tests/properties tests/policy tests/control tests/serving tests/strategies tests/supervise tests/serverless
