@@ -96,6 +96,7 @@ class Secrets:
         self._file = None if directory is None else directory.resolve() / DOTENV
         self._late = late
         self._read: tuple[tuple[int, int, int] | None, dict[str, str]] = (None, {})
+        self._unreadable: list[int] = []  # lines of the file
 
     def source(self, name: str) -> SecretSource:
         return self._sources.get(name, _DEFAULT)
@@ -108,9 +109,11 @@ class Secrets:
                 variable = self.source(name).env or name
                 looked = "the environment" if self._file is None else f"the environment nor in {self._file}"
                 also = "" if variable == name else f" ({variable} here)"
+                lines = ("lines " if self._unreadable[1:] else "line ") + ", ".join(map(str, self._unreadable))
                 raise SecretMissing(
                     f"function {spec.name} has no value of the secret {name}{also}: it is "
-                    f"{'not in' if self._file is None else 'neither in'} {looked}",
+                    f"{'not in' if self._file is None else 'neither in'} {looked}"
+                    + (f", whose {lines} cannot be read (rule: NAME=value)" if self._unreadable else ""),
                     remedy=f"export {variable}=…" + ("" if self._file is None else f", or write it to {DOTENV}"),
                 )
 
@@ -177,17 +180,19 @@ class Secrets:
         try:
             state = self._file.stat()
         except OSError:
-            self._read = (None, {})
+            self._read, self._unreadable = (None, {}), []
             return {}
         stamp = (state.st_mtime_ns, state.st_size, state.st_ino)
         if self._read[0] != stamp:
-            from dotenv import dotenv_values
+            from dotenv.parser import parse_stream  # dotenv_values writes to stderr of lines that it cannot read
 
             try:
-                found = dotenv_values(self._file, interpolate=False)
+                with self._file.open(encoding="utf-8") as stream:
+                    found = list(parse_stream(stream))
             except (OSError, UnicodeDecodeError) as error:
                 raise SecretMissing(f"{self._file} cannot be read: {type(error).__name__}") from None
-            self._read = (stamp, {key: value for key, value in found.items() if value})
+            self._read = (stamp, {one.key: one.value for one in found if one.key and one.value})
+            self._unreadable = [one.original.line for one in found if one.error]
         return self._read[1]
 
 

@@ -179,9 +179,9 @@ class AwsDeployer:
         warm = self._control.warm(name) if exists and spec.warm else 0
         if spec.warm != warm and spec.warm:
             lines.append(f"warm environments (provisioned concurrency, billed while idle): {warm} -> {spec.warm}")
-        reserved = self._control.reserved(name) if exists and settings.reserve_concurrency else 0
-        if reserved != wanted.reserved:
-            lines.append(f"reserved concurrency: {reserved or 'none'} -> {wanted.reserved}")
+        reserved = self._control.reserved(name) if exists and wanted.reserved else None
+        if wanted.reserved and reserved != wanted.reserved:
+            lines.append(f"reserved concurrency: {'none' if reserved is None else reserved} -> {wanted.reserved}")
         return DeploymentChange(spec.name, self.provider, tuple(lines), before, problem)
 
     @_step
@@ -618,6 +618,9 @@ class AwsDeployer:
             try:
                 warm, reserved = None, None
                 warm, reserved = self._control.warm(name), self._control.reserved(name)
+                if reserved == 0:
+                    problem = "switched off by a reserved concurrency of 0; scale --concurrency 0 removes it"
+                reserved = reserved or 0
             except ServerlessError as error:  # only the displayed details are missing
                 problem = error.message
         runs = (alias.name for alias in aliases if alias.number == version.number and alias.name != ALIAS)

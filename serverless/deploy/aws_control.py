@@ -446,11 +446,12 @@ class LambdaControl:
         if wait:
             raise BackendFailed(f"{name}: {count} warm environments are not ready in {_WAIT_POLLS * _POLL_S:.0f} s")
 
-    def reserved(self, name: str) -> int:
-        """Reserved concurrency, 0 if none."""
+    def reserved(self, name: str) -> int | None:
+        """Reserved concurrency, None if none is reserved. A function with 0 is switched off."""
         with translate_errors(f"reading the reserved concurrency of {name}"):
             found = self._lambda.get_function_concurrency(FunctionName=name)
-        return int(found.get("ReservedConcurrentExecutions") or 0)
+        reserved = found.get("ReservedConcurrentExecutions")
+        return None if reserved is None else int(reserved)
 
     def reserve(self, name: str, count: int) -> None:
         with translate_errors(f"reserving {count} concurrent calls for {name}"):

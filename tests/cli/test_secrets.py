@@ -80,6 +80,16 @@ def test_the_environment_file_is_beside_the_spec(here: Path, capsys: pytest.Capt
     assert "sk-1234" not in "".join(capsys.readouterr())
 
 
+def test_lines_of_the_environment_file_that_cannot_be_read_are_named(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(here)
+    (here / ".env").write_text("OTHER=1\nTEAM_KEY: sk-proj-1234567890\n")
+    line = refused(capsys, 3, "validate", "run.yaml", "cluster.yaml")
+    assert ".env, whose line 2 cannot be read (rule: NAME=value)" in line
+    assert "sk-proj" not in line
+
+
 @pytest.mark.parametrize(
     ("secret", "reason"),
     [

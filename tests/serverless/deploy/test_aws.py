@@ -247,11 +247,15 @@ def test_concurrency_is_reserved_if_asked(plane: Plane) -> None:
         async with deployer(plane, reserve_concurrency=True) as aws:
             first = await aws.deploy(package(concurrency=3))
             planned = await aws.plan(package(concurrency=5))
-            return first, planned, await aws.deploy(package(concurrency=5))
+            second = await aws.deploy(package(concurrency=5))
+            client(plane).put_function_concurrency(FunctionName="rollart-behave", ReservedConcurrentExecutions=0)
+            return first, planned, second, await aws.plan(package(concurrency=5)), list(await aws.functions())
 
-    first, planned, second = asyncio.run(main())
+    first, planned, second, off, listed = asyncio.run(main())
     assert planned.lines == ("reserved concurrency: 3 -> 5",)
     assert (first.concurrency, second.concurrency, second.provider_version) == (3, 5, "1")
+    assert off.lines == ("reserved concurrency: 0 -> 5",)
+    assert "switched off by a reserved concurrency of 0" in listed[0].problem
 
 
 def test_logs_are_read_oldest_first_and_followed_with_the_run_of_each_call(plane: Plane) -> None:
