@@ -1,13 +1,11 @@
 """The asynchronous schedule against the synchronous one, on the product's own control plane.
 
-    python benchmarks/async_vs_sync.py [--latency | --learning] [--scale 0.02] [--steps 20] [--json]
+    python benchmarks/async_vs_sync.py [--scale 0.02] [--json]
 
-latency   512 trajectories of 20 turns, 1 s of generation a turn, environment steps of max(0, N(10, sigma)) seconds: the
-          time of the batch-level schedule (every turn waits for the slowest environment) over that of the
-          trajectory-level one, on virtual time and on a real clock scaled down. RollArt (R2) reports 1.23 at sigma 1
-          and 2.27 at sigma 10.
-learning  the quickstart, sync and async, with the same model, seed, steps and samples: ratio of wall times, and
-          held-out success of both.
+512 trajectories of 20 turns, 1 s of generation a turn, environment steps of max(0, N(10, sigma)) seconds: the time of
+the batch-level schedule (every turn waits for the slowest environment) over that of the trajectory-level one, on
+virtual time and on a real clock scaled down. RollArt (R2) reports 1.23 at sigma 1 and 2.27 at sigma 10. Learning under
+both schedules is in learning.py.
 """
 
 from __future__ import annotations
@@ -18,10 +16,6 @@ import json
 import os
 import random
 import sys
-import tempfile
-import time
-from pathlib import Path
-from typing import Any
 
 from rollart.control.trajectory import WaitLimits
 from rollart.sim import loop as virtual
@@ -75,74 +69,23 @@ def latency(scale: float) -> list[dict[str, float]]:
     return rows
 
 
-def learning(steps: int, episodes: int) -> dict[str, Any]:
-    """The quickstart in both schedules, one after the other."""
-    from rollart.launch.launch import launch
-    from rollart.ports import RunEvent
-    from rollart.settings.resolve import resolve_files
-
-    results: dict[str, Any] = {}
-    for schedule in ("sync", "async"):
-        outcome: dict[str, Any] = {"success": {}}
-        clock: dict[str, float] = {}
-
-        def watch(event: RunEvent, outcome: dict[str, Any] = outcome, clock: dict[str, float] = clock) -> None:
-            if event.kind == "evaluated":
-                outcome["success"][event.subject] = {
-                    k.removeprefix("success."): v for k, v in event.fields.items() if k.startswith("success.")
-                }
-                clock[event.subject] = time.monotonic()
-            elif event.kind == "step":
-                clock["last step"] = time.monotonic()
-
-        staleness = 0 if schedule == "sync" else 1
-        overrides = [
-            f"schedule={schedule}",
-            f"staleness={staleness}",
-            f"steps={steps}",
-            f"evaluation.episodes={episodes}",
-        ]
-        with tempfile.TemporaryDirectory() as directory:
-            launch(resolve_files(overrides=overrides), run_dir=Path(directory) / "run", on_progress=watch)
-        outcome["training_wall_s"] = clock["last step"] - clock["start"]
-        results[schedule] = outcome
-    results["wall_ratio"] = results["sync"]["training_wall_s"] / results["async"]["training_wall_s"]
-    return results
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--latency", action="store_true")
-    parser.add_argument("--learning", action="store_true")
     parser.add_argument("--scale", type=float, default=0.02)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--episodes", type=int, default=128)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    both = not (arguments.latency or arguments.learning)
-    results: dict[str, Any] = {"load": os.getloadavg()[0]}
-    if arguments.latency or both:
-        results["latency"] = latency(arguments.scale)
-    if arguments.learning or both:
-        results["learning"] = learning(arguments.steps, arguments.episodes)
+    results = {"load": os.getloadavg()[0], "latency": latency(arguments.scale)}
     if arguments.json:
         json.dump(results, sys.stdout, indent=2)
         return
     print(f"load average {results['load']:.1f}")
-    for row in results.get("latency", []):
+    for row in results["latency"]:
         published = f"  published {row['published']:.2f}" if row["sigma"] in PUBLISHED else ""
         print(
             f"sigma {row['sigma']:>4}: batch / trajectory = {row['virtual_ratio']:.2f} virtual "
             f"({row['virtual_batch_s']:.0f} s / {row['virtual_trajectory_s']:.0f} s), "
             f"{row['real_ratio']:.2f} real x{arguments.scale}{published}"
         )
-    if "learning" in results:
-        outcome = results["learning"]
-        for schedule in ("sync", "async"):
-            success = outcome[schedule]["success"]
-            shown = "  ".join(f"{d} {success['start'][d]:.2f} -> {success['end'][d]:.2f}" for d in success["end"])
-            print(f"{schedule:<6} {outcome[schedule]['training_wall_s']:.1f} s   {shown}")
-        print(f"wall time sync / async = {outcome['wall_ratio']:.2f}")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
 """The schedule `paced` beside `rollart`, `areal` and `sync_plus`: trained against drawn trajectories, and throughput.
 
     python benchmarks/paced.py [--staleness 3] [--seeds 0 1 2 3 4] [--policies paced,rollart,areal] [--plan paced]
-    python benchmarks/paced.py --quickstart [--seeds 0 1 2 3 4] [--policies paced,rollart,sync_plus]
 
-The first simulates configs/runs/agentic-math-32b.yaml on configs/clusters/rollart-96h800-32h20.yaml. Of the steps after
+Simulates configs/runs/agentic-math-32b.yaml on configs/clusters/rollart-96h800-32h20.yaml. Of the steps after
 the warm-up (2 (alpha + 1) steps) and before the last alpha + 1, in which a run starts no more than it consumes, it
 compares the trained trajectories with all drawn trajectories of the run: the two-sample Kolmogorov-Smirnov
 distance of generated tokens and the ratio of their means, per domain. The length of a trajectory is drawn by (seed,
 prompt, member) whatever its outcome, so lost ones are known too. `ks_null` is the distance of a random sample. Each
 seed ends with a row of the targets of `paced` and its results.
 
-The second runs the quickstart in real processes until the mean of three steps' success is 0.8 on frozen_lake and 0.6 on
-spell_backward, and prints seconds from the first step's samples on, and steps.
+Seconds and samples of the quickstart under these schedules are those of learning.py.
 """
 
 from __future__ import annotations
@@ -21,8 +19,6 @@ import json
 import os
 import sqlite3
 import statistics
-import subprocess
-import sys
 import tempfile
 from bisect import bisect_right
 from collections import Counter
@@ -33,29 +29,6 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 RUN, CLUSTER = "configs/runs/agentic-math-32b.yaml", "configs/clusters/rollart-96h800-32h20.yaml"
-
-CHILD = """
-import asyncio, json, sys
-from rollart.launch.launch import launch
-from rollart.errors import RollartError
-from rollart.settings.resolve import resolve_files
-began, seen, found = None, [], None
-class Reached(BaseException): pass
-def watch(event):
-    global began, found
-    if event.kind == "evaluated" and began is None:
-        began = event.t
-    if event.kind != "step":
-        return
-    seen.append((event.fields["success.frozen_lake"], event.fields["success.spell_backward"]))
-    lake, spell = (sum(x) / len(x) for x in zip(*seen[-3:]))
-    if found is None and len(seen) >= 3 and lake >= 0.8 and spell >= 0.6:
-        found = (event.t - began, len(seen))
-        print(json.dumps({"seconds": found[0], "steps": found[1]}), flush=True)
-keys = ["seed=" + sys.argv[1], "schedule=" + sys.argv[2], "staleness=" + sys.argv[3], "steps=60"]
-keys += ["evaluation.episodes=8", "evaluation.at=[start]"]
-launch(resolve_files(overrides=keys), run_dir=sys.argv[4], on_progress=watch)
-"""
 
 
 def ks(a: Sequence[float], b: Sequence[float]) -> float:
@@ -156,36 +129,15 @@ def recommendation() -> int:
     return found.staleness
 
 
-def quickstart(policy: str, seed: int) -> dict[str, Any]:
-    """One real run, ended once it has learned."""
-    staleness = "0" if policy == "sync_plus" else "1"
-    with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-c", CHILD, str(seed), policy, staleness, str(Path(directory) / "run")]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
-            assert child.stdout is not None
-            line = child.stdout.readline()
-            child.terminate()
-            child.stdout.read()
-    found = json.loads(line) if line else {"seconds": None, "steps": None}
-    return {"policy": policy, "seed": seed, "load": os.getloadavg()[0], **found}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quickstart", action="store_true")
-    parser.add_argument("--policies")
+    parser.add_argument("--policies", default="paced,rollart,areal")
     parser.add_argument("--plan", default="", help="the schedule whose planned engines all of them have; else its own")
     parser.add_argument("--staleness", type=int, help="default: what `rollart plan` recommends")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, help="default: 30 beside the warm-up and the last ones")
     arguments = parser.parse_args()
-    default = "paced,rollart,sync_plus" if arguments.quickstart else "paced,rollart,areal"
-    policies = (arguments.policies or default).split(",")
-    if arguments.quickstart:
-        for seed in arguments.seeds:
-            for policy in policies:
-                print(json.dumps(quickstart(policy, seed)), flush=True)
-        return
+    policies = arguments.policies.split(",")
     staleness = recommendation() if arguments.staleness is None else arguments.staleness
     steps = arguments.steps or 30 + 3 * (staleness + 1)
     for seed in arguments.seeds:
