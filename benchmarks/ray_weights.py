@@ -235,7 +235,14 @@ async def measure(mb: float, rounds: int) -> list[dict[str, Any]]:
         directory, recorder = Path(scratch), MemoryRecorder()
         place = WeightStoreLocation("files", str(directory / "store"), str(directory / "hosts"))
         store = SharedWeightStore(
-            directory / "weights", place, Leases(recorder), recorder, bucket_bytes=8 * MB, ahead=True, pull_s=300.0
+            directory / "weights",
+            place,
+            Leases(recorder),
+            recorder,
+            bucket_bytes=8 * MB,
+            deltas=0,
+            ahead=True,
+            pull_s=300.0,
         )
         first = write_version(directory / "weights", 0, mb)
         await store.push(first)

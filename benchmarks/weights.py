@@ -1,18 +1,24 @@
 """Weights across clusters over a throttled link: waiting time of engines, and traffic on the slow link.
 
     python -m benchmarks.weights [--mb 48] [--engines 4] [--slow 24] [--fast 48] [--step 5]
+    python -m benchmarks.weights --deltas
 
 Real files of random weights are pushed through a link of `--slow` MB/s into a store, and pulled from it by every
 engine's host over a link of its own of `--fast` MB/s, bucket by bucket, while a rollout of `--step` seconds goes on.
 Then the engines stand still and load the version from their own disk. *Exposed* is how long they stand; *accumulated*
 is the sum over a host's buckets of the seconds that each took, one at a time (RollArt's RA-16, where exposed is 0.23 to
 0.32 of it). The links are asyncio sleeps: there is no network, and no GPU to load onto.
+
+`--deltas`: a real run, the quickstart's for eight steps, with a store and each published type and learning rate. Per
+case the share of elements that a version changed, the bytes that crossed into the store as a share of the version, per
+version without the first, and the seconds of CPU of encoding and applying the last delta.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import tempfile
 import time
@@ -22,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from rollart.adapters.weights.buckets import BucketPusher, BucketWeightStore, PullResult, PushResult
+from rollart.adapters.weights.delta import apply_delta, encode_delta
 from rollart.adapters.weights.objects import FileObjectStore, ObjectStore
 from rollart.engine.weights import read_tensors
 
@@ -149,6 +156,38 @@ async def main(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def deltas() -> Iterable[dict[str, Any]]:
+    """Versions of real runs through a store."""
+    from rollart.launch.launch import launch
+    from rollart.ledger.reader import LedgerReader
+    from rollart.settings.resolve import resolve_files
+
+    for dtype, rate in itertools.product(("bfloat16", "trained"), (1e-6, 1e-5, 1e-4, 7e-4)):
+        with tempfile.TemporaryDirectory() as scratch:
+            overrides = [f"weights.dtype={dtype}", "weights.store.kind=files", f"weights.store.url={scratch}/store"]
+            overrides += [f"training.lr={rate}", "training.lr_schedule=constant", "steps=8", "evaluation.episodes=8"]
+            directory = Path(scratch) / "run"
+            launch(resolve_files(overrides=overrides), run_dir=directory)
+            with LedgerReader(directory) as reader:
+                pushed = [event.fields for event in reader.events("weights_pushed")]
+            old, new = (path / "model.safetensors" for path in sorted((directory / "weights").glob("v*"))[-2:])
+            before, after = load_file(old), load_file(new)
+            changed = sum(int((before[name] != tensor).sum()) for name, tensor in after.items())
+            a, b, began = old.read_bytes(), new.read_bytes(), time.process_time()
+            delta = encode_delta(a, b)
+            encoded = time.process_time()
+            assert delta is None or apply_delta(a, delta) == b
+            yield {
+                "published": dtype,
+                "lr": rate,
+                "changed": round(changed / sum(t.numel() for t in after.values()), 4),
+                "sent": [round(float(f["sent_bytes"]) / float(f["bytes"]), 4) for f in pushed[1:]],
+                "mb": len(b) / MB,
+                "encode_s": round(encoded - began, 4),
+                "apply_s": round(time.process_time() - encoded, 4),
+            }
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=float, default=48.0, help="size of a version")
@@ -157,5 +196,7 @@ if __name__ == "__main__":
     parser.add_argument("--fast", type=float, default=48.0, help="MB/s to each host")
     parser.add_argument("--step", type=float, default=5.0, help="seconds of rollout beside which weights move")
     parser.add_argument("--bucket", type=float, default=2.0, help="MB of a bucket")
-    for line in asyncio.run(main(parser.parse_args())):
-        print(json.dumps(line))
+    parser.add_argument("--deltas", action="store_true", help="versions of real runs in place of the above")
+    arguments = parser.parse_args()
+    for line in deltas() if arguments.deltas else asyncio.run(main(arguments)):
+        print(json.dumps(line), flush=True)

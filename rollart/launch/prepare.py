@@ -130,6 +130,7 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
             compile=shape.compile,
             bucket_mb=shape.bucket_mb,
         ),
+        published_dtype=None if run.weights.dtype == "trained" else run.weights.dtype,
     )
     path = run_dir / "trainer.json"
     path.write_text(config.model_dump_json(indent=2) + "\n")

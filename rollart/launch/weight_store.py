@@ -68,6 +68,8 @@ def weight_store(resolved: Resolved, directory: Path, leases: Leases, recorder: 
         leases,
         recorder,
         bucket_bytes=spec.bucket_mb * 10**6,
+        # Attached servers pull by themselves, whole buckets.
+        deltas=spec.anchor_every if spec.delta == "auto" and not resolved.cluster.engines.attach else 0,
         ahead=resolved.run.weights.update != "on_divergence",
         pull_s=resolved.run.leases.publish_s / 2,
     )
@@ -102,6 +104,7 @@ class SharedWeightStore(DirectoryWeightStore):
         recorder: Recorder,
         *,
         bucket_bytes: int,
+        deltas: int,
         ahead: bool,
         pull_s: float,
     ) -> None:
@@ -110,7 +113,9 @@ class SharedWeightStore(DirectoryWeightStore):
         self._leases, self._recorder = leases, recorder
         self._ahead, self.pull_s = ahead, pull_s
         self._objects = location.objects()
-        self.pusher = BucketPusher(self._objects, bucket_bytes=bucket_bytes, in_flight=location.in_flight)
+        self.pusher = BucketPusher(
+            self._objects, bucket_bytes=bucket_bytes, in_flight=location.in_flight, deltas=deltas
+        )
         self._programs: dict[str, WeightPullProgram] = {}
         self.longest_s = 0.0
         """Seconds of the slowest bucket so far, of all hosts."""
@@ -221,10 +226,11 @@ class SharedWeightStore(DirectoryWeightStore):
         over = False
         while not over:
             await arrivals.more(len(announced))
-            fresh, over = arrivals.there - announced, arrivals.over
+            fresh, over = arrivals.there.keys() - announced, arrivals.over
             announced |= fresh
+            buckets = [" ".join((digest, *arrivals.there[digest])) for digest in sorted(fresh)]
             with contextlib.suppress(PartDied, StorageFailed):  # the pull itself reports it
-                await program.call("arrived", self.location, manifest, sorted(fresh), over, arrivals.whole)
+                await program.call("arrived", self.location, manifest, buckets, over, arrivals.whole)
 
     def _event(self, kind: str, subject: str, **fields: str | int | float) -> None:
         self._recorder.event(RunEvent(asyncio.get_running_loop().time(), kind, subject, fields))

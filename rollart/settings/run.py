@@ -286,6 +286,11 @@ class WeightStoreSpec(SpecEntry):
     transfer times, within 4 GiB."""
     bucket_mb: int = Field(default=256, ge=1, le=4096)
     """Size of a bucket, MB. One that did not change is not sent again."""
+    delta: Literal["auto", "off"] = "auto"
+    """auto: a bucket travels as its difference from the version before where that is at most half as large, as of
+    bfloat16 weights (`weights.dtype`); whole buckets alone for attached servers."""
+    anchor_every: int = Field(default=8, ge=1, le=1000)
+    """Deltas in a row, after which a bucket is sent whole: a host without the version before reads all of them."""
     local: str | None = Field(default=None, min_length=1)
     """Absolute directory of each engine's host that keeps pulled versions, at least two of them; `pulled` in the run's
     directory if not given. Attached servers need it."""
@@ -307,6 +312,9 @@ class WeightsSpec(SpecEntry):
     overlap: bool = False
     """Write a version, and push it to the engines' store, during the next training step; it is current once it is
     complete and committed. Without effect under `sync` and `sync_plus`."""
+    dtype: Literal["trained", "bfloat16"] = "trained"
+    """Type of published weights. trained: that of training (float32); bfloat16: half the bytes, and the same weights
+    for engines that compute in bfloat16. The trainer goes on, and resumes, with its own in any case."""
     store: WeightStoreSpec | None = None
     """Engines load versions that their hosts pulled from here; without it from the run's directory."""
     collective: CollectiveSpec | None = None

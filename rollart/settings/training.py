@@ -175,7 +175,8 @@ class TrainerConfig(TrainingSpec):
     run's length, for `lr_schedule: linear` (0: it stays constant). `max_tokens_per_microbatch` counts padded tokens: on
     a CPU 1,000 to 4,000 cost the same, 8,000 at once cost 20–50 % more (caches, page faults); a GPU wants as many as
     its memory holds. `stream` takes a step's gradient group by group (`stream.py`), in `train` as well. `durable`
-    fsyncs a published version before it becomes visible.
+    fsyncs a published version before it becomes visible. `published_dtype`: the type of published weights; None: that
+    in which they are trained.
     """
 
     model: PolicyConfig
@@ -190,6 +191,7 @@ class TrainerConfig(TrainingSpec):
     threads: int = Field(default=1, ge=1)
     device: str = "cpu"
     durable: bool = True
+    published_dtype: Literal["bfloat16"] | None = None
 
     @model_validator(mode="after")
     def _streamed(self) -> TrainerConfig:

@@ -13,7 +13,8 @@ of ranks can restore a version that another number of ranks wrote, and no rank r
 
 A version is written from a snapshot, a rank's share of the learner's state at one moment. It is written into a hidden
 directory, the marker last, and then renamed: a reader sees the older version or the new one, never a partial one.
-Nothing is pickled.
+Nothing is pickled. Weights that are published in bfloat16 (`published_dtype`) are kept as they are trained beside the
+optimizer's state.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ MODEL, OPTIMIZER = "model.safetensors", "trainer/optimizer.safetensors"
 
 ADAPTER = "adapter"
 """Stands in for the optimizer's name in tensor names of `trainer/`, for adapters, which belong to no optimizer."""
+
+TRAINED = "trained"
+"""The same for the weights as they are trained, where they are published in another type."""
 
 STATE, INDEX = "trainer/state.json", "model.safetensors.index.json"
 
@@ -116,15 +120,18 @@ def take_snapshot(learner: Learner) -> LearnerSnapshot:
         index: str | None = None
         with torch.no_grad():
             whole = {name: m.merge([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()}
-        files = {MODEL: _copied(whole), OPTIMIZER: _copied(state)}
+        files = {MODEL: _copied(_published(whole, learner)), OPTIMIZER: _copied(state)}
     else:
         files, index = _sharded_files(learner, model)
         rank, size = learner.ranks.rank, learner.ranks.size
         files[f"trainer/optimizer-{rank + 1:05d}-of-{size:05d}.safetensors"] = _copied(state)
     config = learner.policy.model.config
     config.architectures = [type(learner.policy.model).__name__]
+    text = str(config.to_json_string())
+    if learner.config.published_dtype is not None:
+        text = json.dumps(json.loads(text) | {"dtype": learner.config.published_dtype}, indent=2)
     counters = dataclasses.replace(learner.counters)
-    return LearnerSnapshot(files, rows, index, str(config.to_json_string()), counters, learner.config.durable)
+    return LearnerSnapshot(files, rows, index, text, counters, learner.config.durable)
 
 
 def write_version(
@@ -280,8 +287,8 @@ def row_range(rows: int, *, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def _state_tensors(learner: Learner) -> tuple[dict[str, Tensor], dict[str, tuple[int, int]]]:
-    """State for `restore_version` besides the weights: this rank's rows of the optimizers' state and of adapters, and
-    which rows they are."""
+    """State for `restore_version` besides the published weights: this rank's rows of the optimizers' state, of adapters
+    and of weights that are published in another type, and which rows they are."""
     names = {p: n for n, p in learner.policy.model.named_parameters()}
     whole = {
         f"{which}/{names[parameter]}/{key}": value
@@ -290,6 +297,8 @@ def _state_tensors(learner: Learner) -> tuple[dict[str, Tensor], dict[str, tuple
         for key, value in state.items()
     }
     whole |= {f"{ADAPTER}/{name}/weight": p for name, p in adapter_tensors(learner.policy.model).items()}
+    if learner.config.published_dtype is not None and learner.config.lora is None:
+        whole |= {f"{TRAINED}/{name}/weight": p for p, name in names.items()}
     rank, size = learner.ranks.rank, learner.ranks.size
     if size == 1:
         return {name: local_rows(tensor) for name, tensor in whole.items()}, {}
@@ -306,6 +315,12 @@ def _state_tensors(learner: Learner) -> tuple[dict[str, Tensor], dict[str, tuple
     return tensors, rows
 
 
+def _published(tensors: Mapping[str, Tensor], learner: Learner) -> dict[str, Tensor]:
+    """Tensors in the type in which they are published."""
+    dtype = learner.config.published_dtype
+    return dict(tensors) if dtype is None else {name: t.to(getattr(torch, dtype)) for name, t in tensors.items()}
+
+
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
@@ -314,7 +329,9 @@ def _sharded_files(learner: Learner, model: Mapping[str, AdaptedTensor]) -> tupl
     """This rank's files of whole tensors, and the index of all files. Tensors are assembled one at a time, on the rank
     that writes them: no rank holds more than its share, and every byte crosses the network once."""
     ranks = learner.ranks
-    sizes = {name: m.base.numel() * m.base.element_size() for name, m in model.items()}
+    dtype = learner.config.published_dtype
+    width = None if dtype is None else getattr(torch, dtype).itemsize
+    sizes = {name: m.base.numel() * (width or m.base.element_size()) for name, m in model.items()}
     planned = file_buckets(sizes, ranks=ranks.size, limit=learner.config.parallel.bucket_mb * 10**6)
     files: dict[str, dict[str, Tensor]] = {}
     place = {}
@@ -327,7 +344,7 @@ def _sharded_files(learner: Learner, model: Mapping[str, AdaptedTensor]) -> tupl
             if bucket.owner == ranks.rank:
                 mine[name] = AdaptedTensor.merge([p for p in parts if p is not None], model[name].scale)
         if mine:
-            files[file] = mine
+            files[file] = _published(mine, learner)
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {n: place[n] for n in model}}
     return files, json.dumps(index)
 
@@ -454,12 +471,17 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
             raise another
         if {n for n in state.shapes if n.startswith(f"{ADAPTER}/")} != wanted.keys():
             raise another
-        # With adapters the base weights are frozen, and equal to those of the trainer's initial model.
-        pairs = [] if adapters else [(m.base, _rows(learner, model, n, m.base)) for n, m in own.items()]
-        pairs += [(p, _rows(learner, state, name, p)) for name, p in wanted.items()]
         parameters = dict(learner.policy.model.named_parameters())
+        exact = {name: f"{TRAINED}/{name}/weight" for name in parameters}
+        # With adapters the base weights are frozen, and equal to those of the trainer's initial model.
+        if adapters:
+            pairs = [(p, _rows(learner, state, name, p)) for name, p in wanted.items()]
+        elif any(name.startswith(f"{TRAINED}/") for name in state.shapes):
+            pairs = [(p, _rows(learner, state, exact[name], p)) for name, p in parameters.items()]
+        else:
+            pairs = [(m.base, _rows(learner, model, n, m.base)) for n, m in own.items()]
         moments = []
-        for full in sorted(state.shapes.keys() - wanted.keys()):
+        for full in sorted(state.shapes.keys() - wanted.keys() - set(exact.values())):
             which, name, key = full.split("/")
             if name not in parameters:
                 raise another

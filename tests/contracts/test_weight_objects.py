@@ -67,12 +67,12 @@ class Counted:
         self.put_bytes = self.got_bytes = 0
 
     async def put(self, key: str, data: bytes) -> None:
-        self.put_bytes += len(data) * key.startswith("buckets/")
+        self.put_bytes += len(data) * key.startswith(("buckets/", "deltas/"))
         await self.objects.put(key, data)
 
     async def get(self, key: str) -> bytes:
         data = await self.objects.get(key)
-        self.got_bytes += len(data) * key.startswith("buckets/")
+        self.got_bytes += len(data) * key.startswith(("buckets/", "deltas/"))
         return data
 
     def __getattr__(self, name: str) -> Any:
@@ -104,6 +104,10 @@ async def push(objects: ObjectStore, path: Path, number: int) -> Any:
 def served(path: str | Path) -> dict[str, bytes]:
     files = [f for f in Path(path).rglob("*") if f.is_file()]
     return {str(f.relative_to(path)): f.read_bytes() for f in files if f.name not in ("COMPLETE", MANIFEST)}
+
+
+def of_engines(path: Path) -> dict[str, bytes]:
+    return {name: data for name, data in served(path).items() if not name.startswith("trainer/")}
 
 
 @pytest.mark.asyncio
@@ -293,6 +297,59 @@ async def test_old_versions_are_collected_with_the_buckets_that_no_other_has(
         await host.pull(0)
     assert await pusher.collect([]) == len(before) - 1
     assert await objects.keys("") == set()
+
+
+@pytest.mark.asyncio
+async def test_versions_travel_as_deltas_in_which_little_changed(objects: ObjectStore, tmp_path: Path) -> None:
+    """A host that follows, one that joins late, one without the base, and one that pulls while the push goes on."""
+    counted = Counted(objects)
+    pusher = BucketPusher(counted, bucket_bytes=BUCKET, deltas=2)
+    follower, ahead = (BucketWeightStore(counted, tmp_path / name) for name in ("follower", "ahead"))
+    sent, pulled = [], []
+    for number in range(5):
+        source = version(tmp_path, number, changed=range(12))
+        arrivals = await pusher.prepare(number, str(source))
+        _, pushed = await asyncio.gather(ahead.pull(number, arrivals), pusher.push(str(source), arrivals))
+        sent.append(pushed.sent)
+        pulled.append((await follower.pull(number)).received)
+        late = BucketWeightStore(counted, tmp_path / f"late-{number}")
+        await late.pull(number)
+        for host in (follower, ahead, late):
+            assert served(host.path(number)) == of_engines(source)
+            assert host.stamp(number) == arrivals.manifest.stamp
+    whole, delta = sent[0], sent[1]
+    assert whole == pulled[0] == pushed.bytes
+    assert delta < whole / 10
+    assert sent == pytest.approx([whole, delta, delta, whole, delta], rel=0.05), "after two deltas it is sent whole"
+    assert pulled == sent, "the base is on the follower's disk"
+    follower.prune([])
+    received = (await follower.pull(2)).received
+    assert received == whole + sent[1] + sent[2], "of version 2 no base is left"
+    assert await pusher.collect([2]) > 0
+    late = BucketWeightStore(objects, tmp_path / "last")
+    await late.pull(2)
+    assert served(late.path(2)) == of_engines(tmp_path / "trainer-v2"), "its anchor and both deltas are kept"
+    assert await pusher.collect([]) > 0
+    assert await objects.keys("") == set()
+    after = version(tmp_path, 5, changed=range(12))
+    await pusher.push(str(after), await pusher.prepare(5, str(after)))
+    await late.pull(5)
+    assert served(late.path(5)) == of_engines(after), "nothing is based on what the store no longer has"
+
+
+@pytest.mark.asyncio
+async def test_a_delta_that_came_damaged_is_no_version(objects: ObjectStore, tmp_path: Path) -> None:
+    pusher, host = BucketPusher(objects, bucket_bytes=BUCKET, deltas=2), BucketWeightStore(objects, tmp_path / "host")
+    for number in (0, 1):
+        source = version(tmp_path, number, changed=range(12))
+        await pusher.push(str(source), await pusher.prepare(number, str(source)))
+        if number == 0:
+            await host.pull(0)
+    first, *_ = sorted(await objects.keys("deltas/"))
+    await objects.put(first, (await objects.get(first))[:-1])
+    with pytest.raises(StorageFailed, match="of version 1 came damaged"):
+        await host.pull(1)
+    assert host.versions() == [0]
 
 
 @pytest.mark.asyncio

@@ -51,6 +51,7 @@ class Bench:
             Leases(self.events),
             self.events,  # type: ignore[arg-type]
             bucket_bytes=BUCKET,
+            deltas=3,
             ahead=ahead,
             pull_s=60.0,
         )

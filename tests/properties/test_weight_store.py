@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.adapters.weights.buckets import BucketPusher, BucketWeightStore
+from rollart.adapters.weights.delta import LARGEST_SHARE, apply_delta, encode_delta
 from rollart.policy.pipeline import MOST_BUCKETS, InFlight
 from rollart.sim.loop import run
 from rollart.testing.objects import MemoryObjectStore
@@ -101,3 +102,30 @@ def test_a_bucket_alone_and_then_as_many_as_the_rule_says(tmp_path: Path) -> Non
     assert into.order[0] == out.order[0] == BUCKET, "a whole bucket is the measure, not the end of a file"
     assert into.order[-1] == out.order[-1] == 7
     assert seconds == pytest.approx((1 + 4) * 0.5 + (1 + 4) * 0.25)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    size=st.integers(1, 4000),
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), max_size=40),
+    seed=st.integers(0, 9),
+)
+def test_a_delta_makes_the_new_bucket_of_the_old_one(size: int, changes: list[tuple[float, int]], seed: int) -> None:
+    old = random.Random(seed).randbytes(size)
+    new = bytearray(old)
+    for at, value in changes:
+        new[int(at * size)] = value
+    delta = encode_delta(old, bytes(new))
+    if delta is None:
+        assert len(changes) > size * LARGEST_SHARE / 8 or size < 200, "few changes pay"
+    else:
+        assert len(delta) <= LARGEST_SHARE * size
+        assert apply_delta(old, delta) == new
+
+
+def test_what_does_not_pay_is_no_delta() -> None:
+    data = random.Random(0)
+    old = data.randbytes(10_000)
+    assert encode_delta(old, data.randbytes(10_000)) is None
+    assert encode_delta(old, old + b"1") is None
+    assert encode_delta(b"", b"") is None

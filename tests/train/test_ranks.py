@@ -298,10 +298,11 @@ def test_what_was_staged_is_written_beside_the_next_step(two: Ranks) -> None:
 
 def test_in_bf16_a_rank_that_is_lost_is_named_and_takes_the_trainer_with_it(tmp_path: Path) -> None:
     """At once, for pending and for later requests; no process is left running. Before that, bf16 learns about the same
-    as float32, from weights that stay float32."""
+    as float32, from weights that stay float32, also where bf16 is published."""
     model = {"init": INIT, "seed": 3}
     one = alone(tmp_path, model=model)
-    ranks = Ranks(tmp_path, model=model, parallel={"ranks": 2, "dtype": "bfloat16", "activation_checkpointing": True})
+    parallel = {"ranks": 2, "dtype": "bfloat16", "activation_checkpointing": True}
+    ranks = Ranks(tmp_path, model=model, published_dtype="bfloat16", parallel=parallel)
     [child] = ranks.children()
     watched = os.pidfd_open(child)
     try:
@@ -311,10 +312,15 @@ def test_in_bf16_a_rank_that_is_lost_is_named_and_takes_the_trainer_with_it(tmp_
             assert report.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=0.02)
             assert report.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=0.05)
             ref = await trainer.publish(1)
-            written = read_tensors(ref.path)
-            assert {t.dtype for t in written.values()} == {torch.float32}
-            assert close(written, weights(one), 1e-3)
-            assert not close(written, weights(one), 1e-9)
+            published = read_tensors(ref.path)
+            assert {t.dtype for t in published.values()} == {torch.bfloat16}
+            resumed = alone(tmp_path, model=model)
+            checkpoint.restore_version(resumed, Path(ref.path), 1)
+            trained = weights(resumed)
+            assert {t.dtype for t in trained.values()} == {torch.float32}
+            assert all(torch.equal(trained[name].bfloat16(), t) for name, t in published.items())
+            assert close(trained, weights(one), 1e-3)
+            assert not close(trained, weights(one), 1e-9)
             os.kill(child, signal.SIGSTOP)  # the step waits for it in the middle of a collective
             asyncio.get_running_loop().call_later(0.05, os.kill, child, signal.SIGKILL)
             with pytest.raises(TrainerError, match=r"train: rank 1 of 2 \(process \d+\) was killed by signal 9"):

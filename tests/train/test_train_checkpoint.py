@@ -33,14 +33,15 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[n], b[n]) for n in a)
 
 
-def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    setup = config(tmp_path, epochs=2, minibatches=2, warmup=20)
+@pytest.mark.parametrize("published", [None, "bfloat16"])
+def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path, published: str | None) -> None:
+    setup = config(tmp_path, epochs=2, minibatches=2, warmup=20, published_dtype=published)
     straight = Learner(setup)
     straight.imitate(batch(SAMPLES), 2)
     step(straight, 0)
     path = publish_version(straight, tmp_path, 1, ())
     step(straight, 1)
-    other = Learner(config(tmp_path, epochs=2, minibatches=2, warmup=20))
+    other = Learner(setup)
     step(other, 0)
     step(other, 1)
     checkpoint.restore_version(other, path, 1)
@@ -87,6 +88,20 @@ def test_a_version_is_a_hugging_face_directory(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(path)
     ids = torch.tensor([[1, 2, 3]])
     assert torch.equal(loaded(input_ids=ids).logits, learner.policy.model(input_ids=ids).logits)
+
+
+def test_weights_are_published_in_bfloat16_and_trained_in_float32(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    learner = Learner(config(tmp_path, published_dtype="bfloat16"))
+    step(learner, 0)
+    path = publish_version(learner, tmp_path, 1, ())
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    assert loaded.dtype == torch.bfloat16, "as its config says"
+    assert same({n: t.bfloat16() for n, t in state(learner).items()}, loaded.state_dict())
+    plain = Learner(config(tmp_path))
+    checkpoint.restore_version(plain, path, 1)
+    assert same(state(learner), state(plain)), "a resume without the setting takes what was trained"
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])

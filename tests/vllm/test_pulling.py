@@ -61,6 +61,7 @@ class Site:
             Leases(self.events),
             self.events,  # type: ignore[arg-type]
             bucket_bytes=BUCKET,
+            deltas=0,
             ahead=ahead,
             pull_s=60.0,
         )

@@ -4,6 +4,7 @@
 A version's files are cut into *buckets* of equal size, named by the hash of their bytes:
 
     buckets/<sha256>          a bucket; unchanged buckets of an earlier version are already there
+    deltas/<sha256>-<base>    the same bucket as its difference from the bucket `base` (`delta.py`)
     versions/v000003.json     the manifest, with the buckets of each file: written last, so a version is visible whole
                               or not at all
 
@@ -11,6 +12,10 @@ No bucket is overwritten, so a reader can never see two versions mixed: it reque
 and makes the version visible on its own disk (`COMPLETE`, then a rename) when it has all of them. A reader that is
 still pulling a version while it is collected fails, and has no version. A pull may begin before the push has ended: it
 waits for the arrival of each bucket. `policy.pipeline` decides how many buckets a push or pull moves concurrently.
+
+A *chain* names what a bucket is made of where the store has it only as a delta: the base, the base of that, and so on
+down to a bucket that the store has whole, its anchor. It is empty for a bucket that is there whole. A reader that has
+the base applies one delta; another reads the anchor and applies all of them.
 """
 
 from __future__ import annotations
@@ -22,12 +27,13 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
+from rollart.adapters.weights.delta import apply_delta, encode_delta
 from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.adapters.weights.objects import ObjectStore, storage_failures
 from rollart.architecture import MARKER, stamp_of
@@ -41,15 +47,30 @@ MANIFEST = "buckets.json"
 """In a pulled directory: the buckets that it was made of, so that the next version copies unchanged ones from it."""
 
 
+Chain: TypeAlias = tuple[str, ...]
+"""Hashes of the buckets that a delta is based on, the anchor last; empty for a bucket that is in the store whole."""
+
+
 class BucketPusher:
     """The trainer's side. One push or collection at a time; others wait for it. `in_flight` is the number of buckets in
-    transfer at a time: with `auto` as many as keep the link busy while others are read (`policy.pipeline`)."""
+    transfer at a time: with `auto` as many as keep the link busy while others are read (`policy.pipeline`). `deltas` is
+    the length of the longest chain, 0 for none: a bucket travels as a delta from the last pushed version where that is
+    at most half as large."""
 
-    def __init__(self, objects: ObjectStore, *, bucket_bytes: int = BUCKET_BYTES, in_flight: InFlight = "auto") -> None:
+    def __init__(
+        self,
+        objects: ObjectStore,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        in_flight: InFlight = "auto",
+        deltas: int = 0,
+    ) -> None:
         if bucket_bytes < 1:
             raise ValueError(f"buckets of {bucket_bytes} bytes (rule: at least 1)")
         self._objects = objects
         self._bucket = bucket_bytes
+        self._deltas = deltas
+        self._last: tuple[Path, Manifest] | None = None  # the version that deltas are based on
         self._depth = BucketDepth(in_flight)
         self._lock = asyncio.Lock()
 
@@ -65,51 +86,88 @@ class BucketPusher:
         async with self._lock:
             began = loop.time()
             try:
-                present = await self._objects.keys("buckets/")
+                stored = await self._objects.keys("")
+                last = self._last[1].chains if self._last else {}
+                here: dict[str, Chain] = {}
+                for digest in manifest.digests:
+                    for chain in ((), last.get(digest, ())):
+                        if bucket_parts(digest, chain) <= stored:
+                            here.setdefault(digest, chain)
                 sources: dict[str, tuple[Path, str, int, int]] = {}
                 for file in manifest.files:
                     for digest, offset, count in file.spans():
-                        if bucket_key(digest) not in present:
+                        if digest not in here:
                             sources.setdefault(digest, (Path(path) / file.name, digest, offset, count))
                 # Full buckets first, so that the first one measures the time of a bucket.
                 missing = sorted(sources.values(), key=lambda source: -source[3])
-                await arrivals.add({d for d in manifest.digests if bucket_key(d) in present})
+                await arrivals.add(here)
                 window = TransferWindow(self._depth, max((count for *_, count in missing), default=1))
                 async with first_failure_only(), asyncio.TaskGroup() as group:
-                    for source in missing:
-                        group.create_task(self._send(*source, arrivals, window))
-                await self._objects.put(version_key(manifest.version), manifest.encode())
+                    bases = self._bases(Path(path), stored)
+                    tasks = [group.create_task(self._send(*source, bases, arrivals, window)) for source in missing]
+                manifest = replace(manifest, chains={d: chain for d, chain in arrivals.there.items() if chain})
+                await self._objects.put(version_key(manifest.version), manifest.stored())
+                self._last = (Path(path), manifest) if self._deltas else None
                 await arrivals.end(whole=True)
             finally:
                 await arrivals.end()
-            sent = sum(count for *_, count in missing)
-            return PushResult(manifest.size, sent, loop.time() - began)
+            return PushResult(manifest.size, sum(task.result() for task in tasks), loop.time() - began)
 
     async def collect(self, keep: Sequence[int]) -> int:
         """Remove versions that are not in `keep`, and then the buckets that no version uses; the number of those. A
         version is removed before its buckets, so that a partial collection leaves no incomplete version visible."""
         async with self._lock:
-            names = await self._objects.keys("versions/")
+            stored = await self._objects.keys("")
+            names = {name for name in stored if name.startswith("versions/")}
             kept = {version_key(version) for version in keep} & names
             await self._objects.delete(names - kept)
             used = set[str]()
             for name in sorted(kept):
-                used |= {bucket_key(d) for d in Manifest.decode(await self._objects.get(name)).digests}
-            unused = await self._objects.keys("buckets/") - used
+                used |= Manifest.decode(await self._objects.get(name)).parts()
+            unused = {name for name in stored if name.startswith(("buckets/", "deltas/"))} - used
             await self._objects.delete(unused)
             return len(unused)
 
     async def _send(
-        self, file: Path, digest: str, offset: int, count: int, arrivals: BucketArrivals, window: TransferWindow
-    ) -> None:
+        self,
+        file: Path,
+        digest: str,
+        offset: int,
+        count: int,
+        bases: dict[tuple[Path, int], tuple[Path, str, Chain]],
+        arrivals: BucketArrivals,
+        window: TransferWindow,
+    ) -> int:
+        """Send a bucket whole or as a delta. The bytes that were sent."""
+        chain: Chain = ()
         async with window.bucket(count) as (moving, applying):
             with applying:
                 data = await asyncio.to_thread(_read_checked, file, offset, count, digest)
-            if data is None:
-                raise StorageFailed(f"{file} changed while it was pushed")
+                if data is None:
+                    raise StorageFailed(f"{file} changed while it was pushed")
+                if (base := bases.get((file, offset))) is not None:
+                    old, its, below = base
+                    delta = await asyncio.to_thread(_delta, data, old, offset, count, its)
+                    if delta is not None:
+                        data, chain = delta, (its, *below)
             with moving:
-                await self._objects.put(bucket_key(digest), data)
-        await arrivals.add({digest})
+                await self._objects.put(delta_key(digest, chain[0]) if chain else bucket_key(digest), data)
+        await arrivals.add({digest: chain})
+        return len(data)
+
+    def _bases(self, path: Path, stored: set[str]) -> dict[tuple[Path, int], tuple[Path, str, Chain]]:
+        """Of each file and offset in the version at `path`, the bucket of the last version there, if a delta from it
+        is allowed and the store has it: its file, hash and chain."""
+        if self._last is None:
+            return {}
+        directory, manifest = self._last
+        found = {}
+        for file in manifest.files:
+            for digest, offset, _ in file.spans():
+                chain = manifest.chains.get(digest, ())
+                if len(chain) < self._deltas and bucket_parts(digest, chain) <= stored:
+                    found[path / file.name, offset] = (directory / file.name, digest, chain)
+        return found
 
 
 class BucketWeightStore(DirectoryWeightStore):
@@ -177,18 +235,17 @@ class BucketWeightStore(DirectoryWeightStore):
                 if local_data is not None:
                     await asyncio.to_thread(_write, targets, local_data)
                     return
-            if arrivals is not None:
-                await arrivals.wait(digest)
+            chain = manifest.chains.get(digest, ()) if arrivals is None else await arrivals.wait(digest)
             async with window.bucket(targets[0][2]) as (moving, applying):
                 began = loop.time()
                 self.progress = replace(self.progress, open=self.progress.open + 1)
                 with moving:
-                    data = await self._objects.get(bucket_key(digest))
+                    data, deltas, received = await self._parts(digest, chain, local)
                 with applying:
-                    whole = await asyncio.to_thread(_write_checked, targets, data, digest)
+                    whole = await asyncio.to_thread(_write_checked, targets, data, deltas, digest)
                 if not whole:
                     raise StorageFailed(f"bucket {digest[:12]} of version {manifest.version} came damaged")
-                moved[0] += len(data)
+                moved[0] += received
                 moved[1] += (took := loop.time() - began)
                 p = self.progress
                 self.progress = PullProgress(p.buckets + 1, max(p.longest_s, took), p.open - 1)
@@ -201,6 +258,24 @@ class BucketWeightStore(DirectoryWeightStore):
             for digest, targets in sorted(targets_by_digest.items(), key=lambda item: -item[1][0][2]):
                 group.create_task(fetch(digest, targets))
         return int(moved[0]), moved[1]
+
+    async def _parts(
+        self, digest: str, chain: Chain, local: dict[str, tuple[Path, int, int]]
+    ) -> tuple[bytes, list[bytes], int]:
+        """A bucket as its nearest base on this disk, or else its anchor, with the deltas to apply to it, in their
+        order, and the bytes that came from the store."""
+        names = (digest, *chain)
+        for depth, base in enumerate(names):
+            if base in local and depth:
+                with contextlib.suppress(StorageFailed):  # pruned meanwhile
+                    if (data := await asyncio.to_thread(_read_checked, *local[base], base)) is not None:
+                        received = 0
+                        break
+        else:
+            data = await self._objects.get(bucket_key(names[-1]))
+            received = len(data)
+        deltas = [await self._objects.get(delta_key(names[i], names[i + 1])) for i in reversed(range(depth))]
+        return data, deltas, received + sum(map(len, deltas))
 
     def _prepare(self, staging: Path, manifest: Manifest) -> dict[str, tuple[Path, int, int]]:
         """Create empty files of the right sizes; the location of each bucket that is already on this disk."""
@@ -226,17 +301,19 @@ class BucketArrivals:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.there: set[str] = set()
+        self.there: dict[str, Chain] = {}
+        """The buckets in the store by hash, with their chains."""
         self.over = self.whole = False
         """`over`: the push has ended. `whole`: it ended with the complete version in the store."""
         self._changed = asyncio.Condition()
 
-    async def wait(self, digest: str) -> None:
-        """`StorageFailed` if the push ended without the bucket."""
+    async def wait(self, digest: str) -> Chain:
+        """The bucket's chain, once it is in the store. `StorageFailed` if the push ended without the bucket."""
         async with self._changed:
             await self._changed.wait_for(lambda: digest in self.there or self.over)
         if digest not in self.there:
             raise self._incomplete()
+        return self.there[digest]
 
     async def ended(self) -> None:
         """Returns once the version is in the store. `StorageFailed` if the push ended before."""
@@ -250,9 +327,9 @@ class BucketArrivals:
         async with self._changed:
             await self._changed.wait_for(lambda: len(self.there) > than or self.over)
 
-    async def add(self, digests: set[str]) -> None:
+    async def add(self, buckets: Mapping[str, Chain]) -> None:
         async with self._changed:
-            self.there |= digests
+            self.there |= buckets
             self._changed.notify_all()
 
     async def end(self, *, whole: bool = False) -> None:
@@ -272,6 +349,8 @@ class Manifest:
     files: tuple[FileEntry, ...]
     content: str = ""
     """The stamp of the published version (`architecture.stamp_of`), which the marker of a copy also holds."""
+    chains: Mapping[str, Chain] = field(default_factory=dict)
+    """Of buckets that the store has as deltas. Known once they are pushed: no part of `encode` and of the stamp."""
 
     @property
     def digests(self) -> set[str]:
@@ -292,6 +371,15 @@ class Manifest:
         raw = {"schema": 1, "version": self.version, "files": files}
         return json.dumps({**raw, "content": self.content} if self.content else raw).encode()
 
+    def stored(self) -> bytes:
+        """As it is in the store: with the chains."""
+        raw = json.loads(self.encode())
+        return json.dumps({**raw, "chains": self.chains} if self.chains else raw).encode()
+
+    def parts(self) -> set[str]:
+        """The names in the store of everything that the version is made of."""
+        return {part for digest in self.digests for part in bucket_parts(digest, self.chains.get(digest, ()))}
+
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
         """`StorageFailed` for malformed bytes, or a file name outside the version: other programs may write to the
@@ -303,8 +391,9 @@ class Manifest:
                 name = PurePosixPath(file.name)
                 if name.is_absolute() or ".." in name.parts or not name.parts:
                     raise ValueError(f"{file.name!r} is no name of a file of a version")
-            return cls(int(raw["version"]), files, str(raw.get("content", "")))
-        except (ValueError, KeyError, TypeError) as error:
+            chains = {str(d): tuple(map(str, chain)) for d, chain in raw.get("chains", {}).items()}
+            return cls(int(raw["version"]), files, str(raw.get("content", "")), chains)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise StorageFailed(f"a version's list of buckets is damaged: {error}") from error
 
 
@@ -325,6 +414,17 @@ class FileEntry:
 def bucket_key(digest: str) -> str:
     """The bucket's name in the store."""
     return f"buckets/{digest}"
+
+
+def delta_key(digest: str, base: str) -> str:
+    """The name in the store of the bucket's difference from another one."""
+    return f"deltas/{digest}-{base}"
+
+
+def bucket_parts(digest: str, chain: Chain) -> set[str]:
+    """The names in the store of what a bucket is made of."""
+    names = (digest, *chain)
+    return {bucket_key(names[-1]), *map(delta_key, names, chain)}
 
 
 def version_key(version: int) -> str:
@@ -446,8 +546,21 @@ def _write(targets: list[tuple[Path, int, int]], data: bytes) -> None:
             handle.write(data[:count])
 
 
-def _write_checked(targets: list[tuple[Path, int, int]], data: bytes, digest: str) -> bool:
-    """Write the bytes; False, and nothing is written, if they have another hash."""
+def _delta(new: bytes, file: Path, offset: int, count: int, digest: str) -> bytes | None:
+    """The delta of a bucket from the one in `file`; None if it would not pay, or if that one is gone."""
+    with contextlib.suppress(StorageFailed):
+        old = _read_checked(file, offset, count, digest)
+        return None if old is None else encode_delta(old, new)
+    return None
+
+
+def _write_checked(targets: list[tuple[Path, int, int]], data: bytes, deltas: Sequence[bytes], digest: str) -> bool:
+    """Write the bytes after these deltas; False, and nothing is written, if they have another hash."""
+    try:
+        for delta in deltas:
+            data = apply_delta(data, delta)
+    except ValueError:
+        return False
     if hashlib.sha256(data).hexdigest() != digest:
         return False
     _write(targets, data)

@@ -53,12 +53,12 @@ class HostWeightCopy(BucketWeightStore):
         """The last version that was pulled while its push went on: later reports about it are ignored."""
 
     async def arrived(self, manifest: bytes, digests: Sequence[str], *, over: bool, whole: bool) -> None:
-        """These buckets of a version that is being pushed are in the store; `over`: its push has ended, `whole`:
-        successfully."""
+        """These buckets of a version that is being pushed are in the store, each with its chain behind blanks; `over`:
+        its push has ended, `whole`: successfully."""
         if manifest == self._last_pulled:
             return
         arrivals = self._arrivals_of(manifest)
-        await arrivals.add(set(digests))
+        await arrivals.add({digest: tuple(chain) for digest, *chain in map(str.split, digests)})
         if over:
             await arrivals.end(whole=whole)
 
