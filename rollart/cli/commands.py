@@ -751,6 +751,27 @@ def status() -> None:
     """
 
 
+@command(cli, "runs:export")
+@run_argument
+@shown_option(
+    "--version",
+    default="latest",
+    metavar="best|latest|vN",
+    help="Which version; best: by success on held-out episodes.",
+)
+@click.option("-o", "--output", "out", type=DIRECTORY, required=True, metavar="DIR", help="Directory to write.")
+@click.option("--force", is_flag=True, help="Replace the files of an earlier export in DIR.")
+@click.option("--json", "as_json", is_flag=True, help="Print version, directory and files as JSON.")
+@runs_option
+def export() -> None:
+    """Export a version of a run as a Hugging Face directory, with a model card.
+
+    transformers and vLLM load it: configuration, weights, tokenizer with its chat template. The card names the base
+    model, the training's settings, success on held-out episodes, hours and cost. RUN is a name or directory; without
+    it the latest run.
+    """
+
+
 @command(cli, "runs:logs")
 @run_argument
 @click.option(

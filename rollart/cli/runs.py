@@ -1,7 +1,8 @@
-"""`rollart logs` and `rollart stop`: existing runs, from any shell that sees their directory."""
+"""`rollart export`, `rollart logs` and `rollart stop`: existing runs, from any shell that sees their directory."""
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -21,6 +22,26 @@ LAUNCH = "launch"
 
 FOLLOW_INTERVAL_S = 0.2
 """Seconds between two reads of the files while following."""
+
+
+def export(run: str | None, version: str, out: Path, force: bool, as_json: bool, runs_dir: Path) -> None:
+    # Here, so that `logs` and `stop` need not import the reports.
+    from rollart.tools.export import export_version
+
+    done = export_version(find_run(run, runs_dir), version, out, force=force)
+    if as_json:
+        shown = {
+            "schema_version": 1,
+            "version": done.kept.version,
+            "step": done.kept.step,
+            "success": {domain: one.rate for domain, one in done.kept.success.items()},
+            "directory": str(done.directory),
+            "files": list(done.files),
+            "bytes": done.bytes,
+        }
+        click.echo(json.dumps(shown, indent=2))
+        return
+    click.echo(f"v{done.kept.version} in {done.directory}: {len(done.files)} files, {done.bytes / 1e6:,.1f} MB")
 
 
 def logs(run: str | None, role: str | None, lines: int, follow: bool, runs_dir: Path) -> None:
