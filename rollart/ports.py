@@ -208,7 +208,9 @@ class WeightStore(Protocol):
     def versions(self) -> list[int]:
         """Complete versions, ascending."""
 
-    def prune(self, keep: Sequence[int]) -> None: ...
+    def prune(self, keep: Sequence[int], checkpoints: Sequence[int] = ()) -> None:
+        """Remove versions, except those that engines may still read (`keep`) and `checkpoints`, which stay with the
+        trainer alone."""
 
 
 @dataclass(frozen=True, slots=True)

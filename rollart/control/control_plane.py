@@ -14,7 +14,7 @@ from rollart.control.domain import Domain
 from rollart.control.evaluation import Evaluation, EvaluationResult
 from rollart.control.groups import GroupRun
 from rollart.control.pacing import BatchPace, StartPace
-from rollart.control.publish import Publisher
+from rollart.control.publish import CheckpointKeeper, Publisher
 from rollart.control.rewarding import TrajectoryScorer
 from rollart.control.scheduler import Scheduler
 from rollart.control.strategy import RolloutStrategy
@@ -24,6 +24,7 @@ from rollart.fleet import EnginePlacement
 from rollart.leases import Leases
 from rollart.ledger.intervals import ResourceClock
 from rollart.model import EngineId, Group, GroupId, PauseMode, TrainSample
+from rollart.policy.checkpoints import CheckpointPolicy
 from rollart.policy.routing import RoutingPolicy
 from rollart.policy.schedules import InFlightHandling, TurnSynchrony
 from rollart.policy.workload import WorkloadMeter
@@ -44,7 +45,7 @@ from rollart.serving.gateway import Gateway
 from rollart.serving.group_colocation import GroupColocation
 from rollart.serving.kv_admission import ConcurrencySettings
 from rollart.serving.weight_updates import AllAtOnceUpdates, UpdateContext, WeightUpdates
-from rollart.settings.run import EvaluationSpec
+from rollart.settings.run import CheckpointsSpec, EvaluationSpec
 from rollart.supervise.engines import EnginePart, EngineSupervisor
 from rollart.supervise.nodes import NodeTracker
 from rollart.supervise.rebalance import Rebalancer, RebalanceSettings
@@ -125,6 +126,9 @@ class ControlSettings:
     """Weight updates that let the versions of engines differ by the given number, if the schedule does; None: all
     engines at once."""
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
+    checkpoints: CheckpointsSpec = field(default_factory=CheckpointsSpec)
+    best: tuple[float, int] | None = None
+    """Score and number of the best version of the run so far, if it is kept."""
     router: RoutingPolicy = field(default_factory=RoutingPolicy)
     seats: Mapping[str, EnginePlacement] = field(default_factory=dict)
     """Placement of engines by id; an engine that is not named has no particular placement and every role."""
@@ -232,16 +236,23 @@ class ControlPlane:
             strategies=self.strategies,
             admission=options.admission,
         )
+        kept = settings.checkpoints
+        self._checkpoints = CheckpointKeeper(
+            weights,
+            recorder,
+            CheckpointPolicy(kept.keep, kept.every, settings.best),
+            metric=kept.best_by,
+            in_use=self._versions_in_use,
+        )
         publisher = Publisher(
             trainer,
             self.gateway,
             journal,
-            weights,
             leases,
             publish_s=settings.publish_s,
             on_version=self._published,
+            prune=self._checkpoints.published,
             drained=self.scheduler.drained,
-            in_use=self._versions_in_use,
         )
         self._training = Training(
             trainer,
@@ -308,6 +319,8 @@ class ControlPlane:
         if episodes := self._settings.evaluation.episodes:
             await self.gateway.settle()
             results = await self.evaluation.run(label, self.gateway.version, episodes)
+            rates = {name: result.rate for name, result in results.items()}
+            self._checkpoints.evaluated(self.gateway.version, rates)
             self._hooks.evaluation(label, results)
 
     def move_by(self, fleet: Fleet) -> None:

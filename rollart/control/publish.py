@@ -6,13 +6,16 @@ the version that sampled the tokens.
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rollart.errors import LeaseExpired, StorageFailed
 from rollart.leases import Expiry, Leases
 from rollart.model import Group, TrainSample
-from rollart.ports import Journal, Trainer, WeightStore
+from rollart.policy.checkpoints import MIN_KEPT, REWARD, SUCCESS, CheckpointPolicy, metric_value
+from rollart.ports import Journal, Recorder, RunEvent, Trainer, WeightStore
 from rollart.serving.gateway import Gateway
 
 LARGEST = 20.0
@@ -49,23 +52,21 @@ class Publisher:
         trainer: Trainer,
         gateway: Gateway,
         journal: Journal,
-        store: WeightStore,
         leases: Leases,
         *,
         publish_s: float,
         on_version: Callable[[int, Sequence[Group]], None],
+        prune: Callable[[int, Sequence[Group]], None],
         drained: Callable[[], Awaitable[None]] | None = None,
-        in_use: Callable[[], Iterable[int]] = tuple,
     ) -> None:
         self._trainer = trainer
         self._gateway = gateway
         self._journal = journal
-        self._store = store
         self._leases = leases
         self._publish_s = publish_s
         self._on_version = on_version
+        self._prune = prune
         self._drained = drained
-        self._in_use = in_use
 
     async def probe(self, version: int, samples: Callable[[], Sequence[TrainSample]]) -> None:
         """Measure the divergence of `version` from earlier versions with the trainer, on samples of the batch, if the
@@ -107,4 +108,57 @@ class Publisher:
             with self._leases.note("publish", f"trajectories to end before v{version}"):
                 await self._drained()
         await self._gateway.update(weights, lambda v: self._on_version(v, consumed))
-        self._store.prune(keep=[version - 1, version, *self._in_use()])
+        self._prune(version, consumed)
+
+
+@dataclass(eq=False)
+class CheckpointKeeper:
+    """Removes versions from the store that need not stay. Called by training and by evaluations, one at a time.
+
+    `metric`: that of the best version, None for none. `in_use`: versions that must stay for other reasons. With the
+    default policy nothing is recorded; otherwise the ledger has every new best version and every change on disk.
+    """
+
+    store: WeightStore
+    recorder: Recorder
+    policy: CheckpointPolicy
+    metric: str | None
+    in_use: Callable[[], Iterable[int]]
+
+    def evaluated(self, version: int, success: Mapping[str, float | None]) -> None:
+        """Success on held-out episodes, by domain."""
+        self._scored(version, SUCCESS, success)
+
+    def published(self, version: int, consumed: Sequence[Group]) -> None:
+        """`version` is current: remove what need not stay. The batch that was trained into it was rolled out while the
+        version before it was current, and is that version's reward."""
+        if self.metric is not None:
+            self._scored(version - 1, REWARD, mean_rewards(consumed))
+        last, in_use, kept = [version - 1, version], [*self.in_use()], self.policy.kept(version)
+        if self.policy.keep == MIN_KEPT and self.policy.every is None and self.metric is None:
+            self.store.prune([*last, *in_use])
+            return
+        before = self.store.versions()
+        self.store.prune([*last, *in_use], kept)
+        after = self.store.versions()
+        removed = sorted({*before} - {*after})
+        names = {"kept": _names(after), "removed": _names(removed)}
+        self.recorder.event(RunEvent(asyncio.get_running_loop().time(), "checkpoints", f"v{version}", names))
+
+    def _scored(self, version: int, of: str, by_domain: Mapping[str, float | None]) -> None:
+        score = None if self.metric is None else metric_value(self.metric, of, by_domain)
+        if score is not None and self.policy.scored(version, score):
+            fields = {"version": version, "metric": self.metric, "score": score}
+            self.recorder.event(RunEvent(asyncio.get_running_loop().time(), "best_version", f"v{version}", fields))
+
+
+def mean_rewards(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean reward of the samples, by domain."""
+    scores: dict[str, list[float]] = {}
+    for sample in (s for group in groups for s in group.samples):
+        scores.setdefault(sample.domain, []).append(sample.score)
+    return {domain: sum(found) / len(found) for domain, found in scores.items()}
+
+
+def _names(versions: Sequence[int]) -> str:
+    return " ".join(f"v{version}" for version in versions)

@@ -122,8 +122,8 @@ class SharedWeightStore(DirectoryWeightStore):
         self._keep: tuple[int, ...] = ()
         self.stamps: dict[int, str] = {}
 
-    def prune(self, keep: Sequence[int]) -> None:
-        super().prune(keep)
+    def prune(self, keep: Sequence[int], checkpoints: Sequence[int] = ()) -> None:
+        super().prune(keep, checkpoints)
         self._keep = tuple(keep)
         self.stamps = {v: stamp for v, stamp in self.stamps.items() if v in keep or v > max(keep)}
 

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
 from rollart.policy.collapse import CollapseAlarm
 from rollart.policy.schedules import resolve as schedule
 from rollart.ports import RunEvent, Runtime
+from rollart.report.checkpoints import best_version
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.settings.resolve import Resolved
 from rollart.strategies.rolling_update import RollingUpdater
@@ -199,6 +200,14 @@ class RunContext:
     def begin(self, weights: WeightsRef) -> None:
         """Create the control plane, with the version that engines start with."""
         self.current = weights
+        settings = control_settings(
+            self.resolved,
+            self.roles,
+            vocab_of(self.weights.path(weights.version)),
+            reshard=launch_reshard_settings(self.resolved),
+        )
+        if (metric := settings.checkpoints.best_by) is not None:
+            settings = replace(settings, best=best_version(self.directory, metric))
         self.control = ControlPlane(
             self.domains,
             tokenizer=self.tokenizer,
@@ -210,12 +219,7 @@ class RunContext:
             leases=self.leases,
             trainer_clock=self.trainer_clock,
             version=weights.version,
-            settings=control_settings(
-                self.resolved,
-                self.roles,
-                vocab_of(self.weights.path(weights.version)),
-                reshard=launch_reshard_settings(self.resolved),
-            ),
+            settings=settings,
             planner=elastic_planner(self.wanted, self.resolved),
             hooks=Hooks(
                 recover_trainer=self.trainer.recover,
@@ -449,6 +453,7 @@ def control_settings(
         overlap=run.weights.overlap,
         updates=None if updates is None else functools.partial(RollingUpdater, updates),
         evaluation=run.evaluation,
+        checkpoints=run.checkpoints,
         router=make_router(resolved),
         seats=engine_placements(resolved, roles),
         rebalance=rebalance_settings(resolved),

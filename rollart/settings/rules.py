@@ -55,6 +55,7 @@ def run_problems(run: RunSpec) -> list[RuleViolation]:
         _profiles(run),
         _quota_rules(run),
         _warm_start(run),
+        _checkpoints(run),
         _temperatures(run),
         _affinity(run),
         _objective(run),
@@ -409,6 +410,17 @@ def _warm_start(run: RunSpec) -> Violations:
         if name not in known:
             text = f"warm_start names domain '{name}' (rule: an entry of `domains`{did_you_mean(name, known)})"
             yield _at(f"warm_start.domains.{i}", text)
+
+
+def _checkpoints(run: RunSpec) -> Violations:
+    """The best version is found by a domain that exists, and by episodes that are evaluated."""
+    kind, _, domain = (run.checkpoints.best_by or "").partition(".")
+    known = [d.name for d in run.domains]
+    if domain and domain not in known:
+        text = f"{run.checkpoints.best_by}' (rule: of an entry of `domains`{did_you_mean(domain, known)})"
+        yield f"checkpoints.best_by is '{text}"
+    if kind == "success" and not (run.evaluation.episodes and run.evaluation.at):
+        yield "checkpoints.best_by is by success (rule: with evaluation.episodes above 0; or by `reward`)"
 
 
 def _temperatures(run: RunSpec) -> Violations:

@@ -229,6 +229,20 @@ class EvaluationSpec(SpecEntry):
     """Evaluate before the first and after the last step."""
 
 
+class CheckpointsSpec(SpecEntry):
+    """Versions that stay in the run's directory, each with the optimizer's state: at most `keep` + steps / `every` + 2,
+    beside those that an engine is reading."""
+
+    keep: int = Field(default=2, ge=2, le=100_000)
+    """Keep the last ones."""
+    every: int | None = Field(default=None, ge=1)
+    """Also keep every n-th one, from version 0 on."""
+    best_by: str | None = Field(default=None, pattern=r"^(success|reward)(\..+)?$")
+    """Also keep the best one by this metric. `success`: mean over the domains of the success on held-out episodes;
+    `reward`: mean over the domains of the mean reward of the batch that it was current for; with `.DOMAIN`, of that
+    domain alone."""
+
+
 class LeasesSpec(SpecEntry):
     """Longest waits in seconds. Every expiry is recorded as an event and has a bounded action."""
 
@@ -402,6 +416,8 @@ class RunSpec(SpecEntry):
     """Imitation of worked examples before the first step."""
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     """Episodes that are never trained on."""
+    checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)
+    """Versions that stay on disk."""
     leases: LeasesSpec = Field(default_factory=LeasesSpec)
     """Deadlines of all waits."""
     faults: FaultsSpec = Field(default_factory=FaultsSpec)

@@ -111,7 +111,7 @@ class MemoryWeights:
     def versions(self) -> list[int]:
         return []
 
-    def prune(self, keep: Sequence[int]) -> None:
+    def prune(self, keep: Sequence[int], checkpoints: Sequence[int] = ()) -> None:
         return None
 
 

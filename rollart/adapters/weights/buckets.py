@@ -191,14 +191,14 @@ class BucketWeightStore(DirectoryWeightStore):
         except OSError:
             return None
 
-    def prune(self, keep: Sequence[int]) -> None:
+    def prune(self, keep: Sequence[int], checkpoints: Sequence[int] = ()) -> None:
         """Remove versions from this directory; the store is pruned by the pusher (`collect`). Unfinished pulls of
         processes that are gone are removed too."""
         for leftover in self._root.glob(".pull-v*"):
             owner = leftover.name.split(".")[2]
             if owner.isdecimal() and not Path(f"/proc/{owner}").exists():
                 shutil.rmtree(leftover, ignore_errors=True)
-        super().prune(keep)
+        super().prune(keep, checkpoints)
 
     async def pull(self, version: int, arrivals: BucketArrivals | None = None) -> PullResult:
         """Returns when the version is complete here. With `arrivals` it may still be on its way into the store.

@@ -34,13 +34,14 @@ class DirectoryWeightStore:
             raise StorageFailed(f"cannot list {self._root}: {error.strerror}") from error
         return sorted(version for version in (int(m[1]) for m in names if m) if self.complete(version))
 
-    def prune(self, keep: Sequence[int]) -> None:
-        """Remove complete versions that are not in `keep`. Each disappears at once: it is renamed before it is deleted.
+    def prune(self, keep: Sequence[int], checkpoints: Sequence[int] = ()) -> None:
+        """Remove complete versions that are neither in `keep` nor in `checkpoints`. Each disappears at once: it is
+        renamed before it is deleted.
 
         Engines that still have a version's files open keep reading them. Incomplete directories are left to the
         trainer.
         """
-        wanted = set(keep)
+        wanted = {*keep, *checkpoints}
         for leftover in self._root.glob(".pruned-v*"):
             shutil.rmtree(leftover, ignore_errors=True)
         for version in self.versions():
