@@ -193,8 +193,8 @@ class Trainer(Protocol):
         """Write the staged copy as `version`, or else the current weights and the optimizer's state; completely or not
         at all."""
 
-    async def restore(self, weights: WeightsRef) -> None:
-        """Continue from a published version, optimizer state included."""
+    async def restore(self, weights: WeightsRef, *, optimizer: bool = True) -> None:
+        """Continue from a published version, optimizer state included; without it as a new run with its weights."""
 
 
 class WeightStore(Protocol):

@@ -199,6 +199,13 @@ def spread_changes(arguments: Sequence[str]) -> list[str]:
 @spec_arguments
 @click.option("--dry-run", is_flag=True, help="Print what would run, as YAML, and stop.")
 @click.option("--resume", metavar="RUN", help="Continue a run from its last published version.")
+@click.option(
+    "--from",
+    "source",
+    metavar="RUN[@best|@latest|@vN]",
+    help="Start from a version of another run, with this run's own spec, in place of a warm start.",
+)
+@click.option("--optimizer", is_flag=True, help="With --from: also take over the optimizer's state.")
 @click.option("--name", help="Name of the run's directory. Default: the run's name and a number.")
 @click.option("--detach", is_flag=True, help="Run in the background: see `rollart status`, `logs` and `stop`.")
 @runs_option

@@ -37,6 +37,7 @@ from rollart.launch.resume import refuse_changed
 from rollart.launch.rewards import draw_releases
 from rollart.ledger.database import FILE
 from rollart.ledger.reader import LedgerReader
+from rollart.report.checkpoints import LATEST, choose_version, kept_versions
 from rollart.report.cost import cost
 from rollart.report.curve import curve
 from rollart.report.profile import measured_profiles
@@ -45,6 +46,7 @@ from rollart.report.utilization import utilization
 from rollart.settings.load import SpecSources
 from rollart.settings.planning import Specs
 from rollart.settings.resolve import Resolved, read_specs, resolve_saved
+from rollart.settings.run import ForkSpec, RunSpec
 
 
 def launch(
@@ -52,6 +54,8 @@ def launch(
     cluster: Path | None,
     dry_run: bool,
     resume: str | None,
+    source: str | None,
+    optimizer: bool,
     name: str | None,
     detach: bool,
     runs_dir: Path,
@@ -59,10 +63,14 @@ def launch(
     run_file, overrides = split_arguments(arguments)
     if name is not None and (not name or name != Path(name).name or name in (".", "..")):
         raise UsageError(f"--name '{name}' (rule: one directory name)")
-    if resume is not None and (run_file is not None or cluster is not None or name is not None):
+    if resume is not None and any(given is not None for given in (run_file, cluster, name, source)):
         raise UsageError(
             "--resume continues a run as it was started",
-            remedy="leave RUN.yaml, --cluster and --name out; KEY=VALUE may change keys",
+            remedy="leave RUN.yaml, --cluster, --name and --from out; KEY=VALUE may change keys",
+        )
+    if optimizer and source is None:
+        raise UsageError(
+            "--optimizer without --from (rule: of the run that is forked)", remedy="add --from RUN@VERSION"
         )
     specs: Specs
     with native_output_to_stderr():
@@ -75,8 +83,10 @@ def launch(
         else:
             _refuse_directory(runs_dir, name)
             specs = read_specs(run_file, cluster, overrides, measure=measured_profiles)
+            if source is not None:
+                specs = replace(specs, run=_fork(specs.run, source, optimizer, runs_dir))
             where = SpecSources.files(run_file, cluster, overrides)
-        resolved = launchable(specs, where, others=not dry_run)
+        resolved = launchable(specs, where, others=not dry_run, begun=resume is not None)
     if dry_run:
         _show(resolved)
         return
@@ -88,6 +98,16 @@ def launch(
         _detach(resolved, directory, overrides if resume is not None else [])
         return
     _run(resolved, directory, resume=resume is not None)
+
+
+def _fork(run: RunSpec, source: str, optimizer: bool, runs: Path) -> RunSpec:
+    """The run that starts from `RUN@VERSION`. UsageError if there is no such version."""
+    name, _, version = source.partition("@")
+    directory = find_run(name, runs)
+    with LedgerReader(directory) as reader:
+        chosen = choose_version(kept_versions(directory, reader), version or LATEST, directory.name)
+    fork = ForkSpec(run=str(directory.resolve()), version=chosen.version, optimizer=optimizer)
+    return run.model_copy(update={"fork": fork})
 
 
 def _show(resolved: Resolved) -> None:

@@ -83,6 +83,9 @@ class ProgressLines:
                 return click.style(line, bold=True) if self._colour else line
             case "warm_start":
                 return f"warm start by imitation: {fields['seconds']:.1f} s, {fields['tokens']} tokens"
+            case "forked":
+                how = "with" if fields["optimizer"] else "without"
+                return f"starts from v{fields['version']} of {event.subject}, {how} the optimizer's state"
             case "starting":
                 return "starting trainer and reward model"
             case "resumed":

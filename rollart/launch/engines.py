@@ -310,10 +310,10 @@ class TrainerProgram:
             tasks.create_task(self._broadcasts.send(client, version), name=f"a broadcast of v{version}")
             return await client.publish(version)
 
-    async def restore(self, weights: WeightsRef) -> None:
+    async def restore(self, weights: WeightsRef, *, optimizer: bool = True) -> None:
         self._staged = -1
         async with self._leases.hold("trainer", f"v{weights.version}", self._start_s, Expiry.RESTART_PART):
-            await self._running_client().restore(weights)
+            await self._running_client().restore(weights, optimizer=optimizer)
 
     async def supervised(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run trainer work before training begins. If the trainer dies, hangs or fails, it is restarted and the work

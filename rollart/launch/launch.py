@@ -28,7 +28,7 @@ from rollart.launch.hosts import host_count_keepers, watch_memory
 from rollart.launch.plan import RunStart, resolve_start
 from rollart.launch.preflight import decide_workers, refuse_unlaunchable
 from rollart.launch.prepare import produce_artefacts, warm_start_samples
-from rollart.launch.resume import refuse_changed
+from rollart.launch.resume import forked_version, refuse_changed
 from rollart.launch.rewards import build_rewards, check_releases, draw_releases
 from rollart.launch.weight_store import SharedWeightStore
 from rollart.launch.wiring import RunContext, open_run
@@ -38,6 +38,7 @@ from rollart.model import AbortReason, WeightsRef
 from rollart.orphans import kill_at_end
 from rollart.ports import Recovered, RunEvent
 from rollart.settings.resolve import Resolved
+from rollart.settings.run import ForkSpec
 from rollart.supervise.engines import EngineMeter
 
 ProgressCallback = Callable[[RunEvent], None]
@@ -175,7 +176,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
 
 
 def _checked_start(resolved: Resolved, directory: Path, resume: bool) -> RunStart:
-    refuse_unlaunchable(resolved)
+    refuse_unlaunchable(resolved, begun=resume)
     resolved = decide_workers(resolved)
     if not resume:
         return RunStart(resolved)
@@ -243,22 +244,37 @@ def _refuse_lost_ledger(directory: Path, context: RunContext) -> None:
 
 
 async def _first_version(resolved: Resolved, context: RunContext) -> WeightsRef:
-    """Version 0: the initial weights, after the warm start if there is one."""
-    limits = resolved.run.leases
-    if resolved.run.warm_start is not None and context.environments is not None:
-        await context.environments.ready()
-    samples = await warm_start_samples(resolved, context.tokenizer, context.environments, context.leases)
-    if samples and resolved.run.warm_start is not None:
-        context.trainer_clock.enter(ResourceState.BUSY, "warm_start")
-        async with context.leases.hold("launch", "the warm start", limits.train_s, Expiry.FAIL_RUN):
-            report = await context.trainer.imitate(samples, resolved.run.warm_start.batches)
-        context.emit("warm_start", "training", seconds=report.seconds, tokens=report.trained_tokens, **report.metrics)
+    """Version 0: another run's weights, or the initial ones, after the warm start if there is one."""
+    limits, fork = resolved.run.leases, resolved.run.fork
+    if fork is not None:
+        await _load_fork(resolved, fork, context)
+    else:
+        await _warm_start(resolved, context)
     context.trainer_clock.enter(ResourceState.SYNC)
     async with context.leases.hold("launch", "the first version", limits.publish_s, Expiry.FAIL_RUN):
         weights = await context.trainer.publish(0)
         await context.ledger.commit(version=0, step=0, consumed=[], metrics={}, stamp=weights.stamp)
     context.trainer_clock.enter(ResourceState.IDLE)
     return weights
+
+
+async def _load_fork(resolved: Resolved, fork: ForkSpec, context: RunContext) -> None:
+    weights = forked_version(resolved)
+    assert weights is not None, "the run is a fork"
+    await context.trainer.restore(weights, optimizer=fork.optimizer)
+    context.emit("forked", fork.run, version=fork.version, optimizer=fork.optimizer, stamp=weights.stamp)
+
+
+async def _warm_start(resolved: Resolved, context: RunContext) -> None:
+    warm = resolved.run.warm_start
+    if warm is not None and context.environments is not None:
+        await context.environments.ready()
+    samples = await warm_start_samples(resolved, context.tokenizer, context.environments, context.leases)
+    if samples and warm is not None:
+        context.trainer_clock.enter(ResourceState.BUSY, "warm_start")
+        async with context.leases.hold("launch", "the warm start", resolved.run.leases.train_s, Expiry.FAIL_RUN):
+            report = await context.trainer.imitate(samples, warm.batches)
+        context.emit("warm_start", "training", seconds=report.seconds, tokens=report.trained_tokens, **report.metrics)
 
 
 async def _produce_artefacts(resolved: Resolved, directory: Path, context: RunContext) -> dict[str, list[str]]:

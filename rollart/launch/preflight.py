@@ -61,6 +61,7 @@ from rollart.launch.prepare import (
     trainer_config,
 )
 from rollart.launch.requirements import CPU_INDEX, refuse_missing, refuse_without_cuda, torch_build
+from rollart.launch.resume import fork_problems, tokenizer_difference
 from rollart.launch.rewards import check_function, function_packages, packages_and_stateful, release_provider
 from rollart.launch.strategies import refuse_lending
 from rollart.settings.base import host_and_port
@@ -103,11 +104,14 @@ LONG_RUN_STEPS = 200
 ENVIRONMENT_VARIABLE = re.compile(r"^(?:os\.)?(?:environ\[|environ\.get\(|getenv\()['\"](\w+)['\"]")
 
 
-def launchable(specs: Specs, where: SpecSources | None = None, *, others: bool = True) -> Resolved:
+def launchable(specs: Specs, where: SpecSources | None = None, *, others: bool = True, begun: bool = False) -> Resolved:
     """The run that a launch would start. `RollartError` for anything that a launch would refuse. `where`: the spec
-    documents, for line numbers in errors. `others`: ask other machines as well."""
+    documents, for line numbers in errors. `others`: ask other machines as well. `begun`: a resume, which no longer
+    needs the version that it forked."""
     global _launchable
     refuse_missing(specs)
+    if not begun:
+        raise_findings([*fork_problems(specs)], where)
     refuse_files(specs, where, launch=True)
     resolved = specs if isinstance(specs, Resolved) else resolve_specs(specs)
     token = resolved.cluster.runtime.token
@@ -128,10 +132,10 @@ def launchable(specs: Specs, where: SpecSources | None = None, *, others: bool =
     return resolved
 
 
-def refuse_unlaunchable(resolved: Resolved) -> None:
+def refuse_unlaunchable(resolved: Resolved, *, begun: bool = False) -> None:
     """The same check, skipped for a run that `launchable` has just returned."""
     if resolved is not _launchable:
-        launchable(resolved)
+        launchable(resolved, begun=begun)
 
 
 def refuse_files(specs: Specs, where: SpecSources | None = None, *, launch: bool = False) -> None:
@@ -242,11 +246,11 @@ def launch_warnings(specs: Specs) -> Iterator[str]:
             "engines and the trainer answer HTTP without a token, and take requests of any host that reaches their "
             "ports: keep those ports inside the cluster's network"
         )
-    if specs.run.steps >= LONG_RUN_STEPS:
+    kept = specs.run.checkpoints
+    if specs.run.steps >= LONG_RUN_STEPS and kept.every is None and kept.best_by is None:
         yield (
-            f"of {specs.run.steps} versions the last two are kept, and held-out episodes are played before the first "
-            "step and after the last: a policy that collapses in between has no earlier version to return to. Copy "
-            "versions out of the run's directory weights as it goes, or train in several runs"
+            f"of {specs.run.steps} versions the last {kept.keep} are kept: a policy that collapses in between has no "
+            "earlier version to return to. Set checkpoints.every or checkpoints.best_by"
         )
     cores = all(pool.device == "cpu" for pool in cluster.pools)
     if cores and cluster.runtime.backend == "local" and torch_build() == "cuda":
@@ -348,7 +352,10 @@ def _tokenizer_problems(specs: Specs, vocabulary: int | None) -> Iterator[RuleVi
         return
     with tempfile.TemporaryDirectory() as made:
         try:
-            tokenizer = HubTokenizer(prepare_tokenizer(specs, Path(made)))
+            directory = prepare_tokenizer(specs, Path(made))
+            if why := tokenizer_difference(specs, directory):
+                yield RuleViolation(("run", "model", key), why, "name that run's tokenizer in model.tokenizer")
+            tokenizer = HubTokenizer(directory)
         except SpecError as error:
             yield RuleViolation(("run", "model", key), error.message, error.remedy)
             return

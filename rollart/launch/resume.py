@@ -1,8 +1,12 @@
-"""Resumes with changed settings: the differences, and the settings that must not change."""
+"""Runs that continue a recorded one: resumes with changed settings, and forks, whose first version has the weights of
+another run's version. Which settings may differ, and how they do."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import filecmp
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +14,16 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from rollart.architecture import SIZES, architecture_of, stamp_of, version_path
 from rollart.errors import SpecError, UsageError
 from rollart.ledger.reader import LedgerReader
+from rollart.model import WeightsRef
+from rollart.report.checkpoints import kept_versions, listed
 from rollart.settings.cluster import UNLESS_QUICK, ClusterSpec
 from rollart.settings.load import abbreviated
+from rollart.settings.planning import Specs, initial_config
 from rollart.settings.resolve import Resolved
+from rollart.settings.rules import RuleViolation
 from rollart.settings.run import RunSpec
 
 FIXED_SETTINGS: Mapping[str, str] = {
@@ -22,6 +31,7 @@ FIXED_SETTINGS: Mapping[str, str] = {
     "model": "the versions on disk are of that model, and recorded samples have its context",
     "domains.*.group_size": "recorded groups have their members",
     "domains.*.environment": "recorded trajectories are of that environment",
+    "fork": "version 0 has its weights",
     "training.lora": "the optimizer's state is of those parameters",
 }
 """Settings that recorded samples, groups or versions depend on, with the reason."""
@@ -79,6 +89,54 @@ def refuse_changed(resolved: Resolved, directory: Path) -> list[SettingChange]:
     return found
 
 
+def forked_version(specs: Specs) -> WeightsRef | None:
+    """The version that the run starts from; None for a run that is no fork."""
+    fork = specs.run.fork
+    if fork is None:
+        return None
+    path = version_path(Path(specs.base) / fork.run / "weights", fork.version)
+    return WeightsRef(fork.version, str(path), stamp=stamp_of(path))
+
+
+def fork_problems(specs: Specs) -> Iterator[RuleViolation]:
+    """The version must be on disk and be of the run's own model, with the same adapters."""
+    fork = specs.run.fork
+    if fork is None:
+        return
+    source = Path(specs.base) / fork.run
+    try:
+        with LedgerReader(source) as reader:
+            kept, before = kept_versions(source, reader), reader.config().get("run", {})
+    except UsageError:
+        yield RuleViolation(("run", "fork", "run"), f"fork.run is '{fork.run}', and {source} is no run with a ledger")
+        return
+    found = next((one for one in kept if one.version == fork.version), None)
+    if found is None:
+        there = f"there are {listed(kept)}" if kept else "none is on disk"
+        yield RuleViolation(("run", "fork", "version"), f"fork.version is {fork.version}, which was not kept ({there})")
+        return
+    yield from _model_problems(specs, found.path)
+    after = specs.run.model_dump(mode="json")
+    keys = ["training.lora"] if specs.run.training.lora is None else ["training.lora", "model", "seed"]
+    for key in keys:
+        old, new = _value(before, key), _value(after, key)
+        if old != new:
+            why = f"{key} is {abbreviated(new)}, and {abbreviated(old)} in the run that it forks (rule: the same; "
+            why += "a version has adapters apart from the weights below them)"
+            yield RuleViolation(("run", *key.split(".")), why)
+
+
+def tokenizer_difference(specs: Specs, tokenizer: Path) -> str:
+    """The difference of the run's tokenizer (a directory) from that of the version that it forks; '' for none."""
+    weights = forked_version(specs)
+    theirs = Path(weights.path if weights else "") / "tokenizer.json"
+    if weights is None or not theirs.is_file() or filecmp.cmp(theirs, tokenizer / theirs.name, shallow=False):
+        return ""
+    return (
+        f"the tokenizer differs from {theirs}, of the run that it forks (rule: the same, or ids change their meaning)"
+    )
+
+
 def _keys(config: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part, model, at in (("run", RunSpec, ()), ("cluster", ClusterSpec, ("cluster",))):
@@ -99,3 +157,39 @@ def _flat(value: Any, at: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
             yield from _flat(one, (*at, str(one["name"])))
     else:
         yield ".".join(at), value
+
+
+def _model_problems(specs: Specs, version: Path) -> Iterator[RuleViolation]:
+    model, key = specs.run.model, "init" if specs.run.model.path is None else "path"
+    theirs = json.loads((version / "config.json").read_text())
+    try:
+        if model.path is not None:
+            ours = json.loads((Path(specs.base) / model.path / "config.json").read_text())
+        else:
+            ours = initial_config(model.init or {}, specs.base)
+    except (OSError, ValueError, SpecError):  # a problem of the model, which is reported as such
+        return
+    old, new = _shape(theirs), _shape(ours)
+    different = [
+        f"{name} {abbreviated(new[name])} for {abbreviated(old[name])}" for name in old if old[name] != new[name]
+    ]
+    if different:
+        why = f"model.{key} differs from {version.name} of the run that it forks: {', '.join(different)} (rule: equal)"
+        yield RuleViolation(("run", "model", key), why, "fork with the model of that run, or train this model anew")
+
+
+def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that determine a model's computation, by name; sizes alone for a family of vLLM engines."""
+    try:
+        found = dataclasses.asdict(architecture_of(config, "config.json"))
+    except UsageError:
+        return {name: config.get(name) for name in ("model_type", *SIZES)}
+    del found["eos"]  # a version may have no generation settings
+    return found
+
+
+def _value(config: Mapping[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value

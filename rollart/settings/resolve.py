@@ -347,6 +347,12 @@ def _check_engine_support(run: RunSpec, cluster: ClusterSpec) -> None:
             "hosts, which have the run's directory nowhere)",
             remedy="set weights.store.local to a directory that each server's host can write",
         )
+    if cluster.trainer.external is not None and run.fork is not None:
+        raise SpecError(
+            "fork is given, and trainer.external is another program's trainer (rule: one of them; the embedded trainer "
+            "reads the version)",
+            remedy="leave out fork, and let that program load the weights",
+        )
     if cluster.trainer.external is not None and run.weights.collective is not None:
         raise SpecError(
             "weights.collective is given, and trainer.external is somebody else's trainer (rule: one of them; the "

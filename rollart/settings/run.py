@@ -220,6 +220,17 @@ class WarmStartSpec(ImitationSpec):
     """Mini-batches of imitation."""
 
 
+class ForkSpec(SpecEntry):
+    """The version of another run whose weights version 0 has, in place of a warm start (`rollart launch --from`)."""
+
+    run: str = Field(min_length=1)
+    """Directory of the other run. Relative to the run file."""
+    version: int = Field(ge=0)
+    """Number of its version, which must be on disk when the run starts."""
+    optimizer: bool = False
+    """Also take over the optimizer's state, with its numbers of updates and calls: `warmup` is not repeated."""
+
+
 class EvaluationSpec(SpecEntry):
     """Greedy episodes on held-out seeds: their success is shown, they are never trained on."""
 
@@ -414,6 +425,8 @@ class RunSpec(SpecEntry):
     """How new weights reach the engines (docs/schedules.md)."""
     warm_start: WarmStartSpec | None = None
     """Imitation of worked examples before the first step."""
+    fork: ForkSpec | None = None
+    """Start from another run's weights."""
     evaluation: EvaluationSpec = Field(default_factory=EvaluationSpec)
     """Episodes that are never trained on."""
     checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)

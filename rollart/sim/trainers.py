@@ -181,7 +181,7 @@ class ModelledTrainer:
             self._gone.set_result(None)
             self._gone = None
 
-    async def restore(self, weights: WeightsRef) -> None:
+    async def restore(self, weights: WeightsRef, *, optimizer: bool = True) -> None:
         while self._gone is not None:
             await asyncio.shield(self._gone)
         self._dead = False

@@ -366,7 +366,7 @@ class SimulatedTrainer:
         self.staged.discard(version)
         return WeightsRef(version, f"v{version:06d}")
 
-    async def restore(self, weights: WeightsRef) -> None:
+    async def restore(self, weights: WeightsRef, *, optimizer: bool = True) -> None:
         self._die()
 
     def _die(self) -> None:

@@ -182,9 +182,10 @@ def write_version(
     return final
 
 
-def restore_version(learner: Learner, path: Path, version: int) -> None:
-    """Load weights, optimizer and counters. All ranks must call it. `TrainerError`, on every rank, for a directory that
-    is not a complete, unchanged version; everything is read and checked before any state changes."""
+def restore_version(learner: Learner, path: Path, version: int, *, optimizer: bool = True) -> None:
+    """Load weights, optimizer and counters, or the weights alone. All ranks must call it. `TrainerError`, on every
+    rank, for a directory that is not a complete, unchanged version; everything is read and checked before any state
+    changes."""
     problem: TrainerError | None = None
     learner.policy.reshard()
     try:
@@ -197,6 +198,9 @@ def restore_version(learner: Learner, path: Path, version: int) -> None:
         for parameter, rows in weights:
             local_rows(parameter).copy_(rows)
     learner.optimizers.clear()
+    if not optimizer:
+        learner.counters = LearnerCounters()
+        return
     parameters: dict[str, Any] = dict(learner.policy.model.named_parameters())
     for which, name, key, value in moments:
         learner.optimizer(which).state[parameters[name]][key] = restored_moment(parameters[name], value)

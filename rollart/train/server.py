@@ -7,7 +7,7 @@
     POST /stage {version, send?} -> {}     /publish {version} -> {version, path}
     POST /meet {} -> {address, ranks}  where engines meet this trainer for broadcasts
     POST /send {order, bucket} -> {bytes, seconds, has: {member: [bytes, seconds]}, errors: {member: line}}
-    POST /restore {version, path}   -> {}
+    POST /restore {version, path, optimizer?}   -> {}     optimizer false: weights alone
     POST /lost {reason} -> {}       a rank on another host is gone, as its watcher reports
     GET  /health  -> JSON {status, version, queued, stream}, 503 if a rank is lost    GET /metrics -> Prometheus text
 
@@ -216,7 +216,8 @@ class TrainerService:
         self._staged.clear()
         self._outgoing.clear()
         self.learner.abort()
-        restore_version(self.learner, Path(str(body["path"])), version)
+        optimizer = bool(body.get("optimizer", True))
+        restore_version(self.learner, Path(str(body["path"])), version, optimizer=optimizer)
         self._version = version
         return {}
 

@@ -50,6 +50,22 @@ def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path, published: str |
     assert other.counters == straight.counters
 
 
+def test_a_fork_starts_with_the_weights_and_a_fresh_optimizer(tmp_path: Path) -> None:
+    old = Learner(config(tmp_path, warmup=20))
+    for version in range(3):
+        step(old, version)
+    path = publish_version(old, tmp_path, 3, ())
+    fork = Learner(config(tmp_path, warmup=20))
+    step(fork, 0)
+    checkpoint.restore_version(fork, path, 3, optimizer=False)
+    assert same(state(old), state(fork))
+    assert fork.counters.updates == 0
+    new = Learner(config(tmp_path, warmup=20, model={"path": str(path)}))
+    step(fork, 0)
+    step(new, 0)
+    assert same(state(new), state(fork))
+
+
 def test_a_version_from_before_any_training_can_be_restored(tmp_path: Path) -> None:
     straight, other = Learner(config(tmp_path)), Learner(config(tmp_path))
     path = publish_version(straight, tmp_path, 0, ())

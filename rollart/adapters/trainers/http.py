@@ -85,8 +85,8 @@ class HttpTrainer:
         path = str(answer["path"])
         return WeightsRef(int(answer["version"]), path, int(answer.get("bytes", 0)), stamp_of(path))
 
-    async def restore(self, weights: WeightsRef) -> None:
-        await self._post("restore", {"version": weights.version, "path": weights.path})
+    async def restore(self, weights: WeightsRef, *, optimizer: bool = True) -> None:
+        await self._post("restore", {"version": weights.version, "path": weights.path, "optimizer": optimizer})
 
     async def lost(self, reason: str) -> None:
         """Report the loss of a rank that the trainer does not watch: requests that wait for it fail with `reason`."""
