@@ -308,11 +308,15 @@ def refuse_longer_context(architecture: Architecture, context: int) -> None:
                 )
 
 
+def weight_names(directory: str | Path) -> list[str]:
+    """Names of a checkpoint's safetensors files: one, or those of its index."""
+    index = Path(directory) / "model.safetensors.index.json"
+    return sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+
+
 def weight_files(directory: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint: one, or those of its index. `UsageError` for a missing file."""
-    path = Path(directory)
-    index = path / "model.safetensors.index.json"
-    names = sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    """The safetensors files of a checkpoint. `UsageError` for a missing file."""
+    path, names = Path(directory), weight_names(directory)
     for name in names:
         if not (path / name).exists():
             raise UsageError(f"{path}: {name} is missing", remedy="write the checkpoint as safetensors")

@@ -12,6 +12,7 @@ from typing import Any
 from rollart.errors import SpecError
 from rollart.settings.base import host_and_port, is_loopback
 from rollart.settings.cluster import ClusterSpec
+from rollart.settings.planning import hub_model
 from rollart.settings.run import RunSpec
 
 LARGEST = 900_000
@@ -90,7 +91,7 @@ def spec_files(run: RunSpec, cluster: ClusterSpec, base: Path, cluster_base: Pat
     sources and requirements of reward functions, modules of environments and producers, a model's configuration, prices
     and calibrations. SpecError for files that cannot be copied."""
     found: dict[str, str] = {}
-    for path in dict.fromkeys([*_files(run), *_modules(run, base)]):
+    for path in dict.fromkeys([*_files(run, base), *_modules(run, base)]):
         found[path] = _text(base, path)
     for path in [*([cluster.prices] if cluster.prices else []), *cluster.calibration]:
         found[path] = _text(cluster_base, path)
@@ -103,8 +104,9 @@ def spec_files(run: RunSpec, cluster: ClusterSpec, base: Path, cluster_base: Pat
     return found
 
 
-def _files(run: RunSpec) -> Iterator[str]:
-    for key, path in (("path", run.model.path), ("tokenizer", run.model.tokenizer)):
+def _files(run: RunSpec, base: Path) -> Iterator[str]:
+    named = None if hub_model(run.model, str(base)) is not None else run.model.path
+    for key, path in (("path", named), ("tokenizer", run.model.tokenizer)):
         if path is not None and ":" not in path and not os.path.isabs(path):
             raise SpecError(
                 f"model.{key} is '{path}', beside the run file (rule: a directory of every node)",

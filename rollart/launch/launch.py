@@ -27,7 +27,7 @@ from rollart.launch.clusters import follow_nodes, record_cluster_events
 from rollart.launch.hosts import host_count_keepers, watch_memory
 from rollart.launch.plan import RunStart, resolve_start
 from rollart.launch.preflight import decide_workers, refuse_unlaunchable
-from rollart.launch.prepare import produce_artefacts, warm_start_samples
+from rollart.launch.prepare import fetch_model, produce_artefacts, warm_start_samples
 from rollart.launch.resume import forked_version, refuse_changed
 from rollart.launch.rewards import build_rewards, check_releases, draw_releases
 from rollart.launch.weight_store import SharedWeightStore
@@ -37,6 +37,7 @@ from rollart.ledger.intervals import ResourceState
 from rollart.model import AbortReason, WeightsRef
 from rollart.orphans import kill_at_end
 from rollart.ports import Recovered, RunEvent
+from rollart.settings.planning import pinned
 from rollart.settings.resolve import Resolved
 from rollart.settings.run import ForkSpec
 from rollart.supervise.engines import EngineMeter
@@ -114,7 +115,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
         sys.path.insert(0, resolved.base)
     resolved = await draw_releases(resolved, directory)
     check_releases(resolved, directory)
-    start = _checked_start(resolved, directory, resume)
+    start = await _checked_start(pinned(resolved), directory, resume, progress)
     resolved = start.resolved
     async with open_run(start, directory, progress, began=began) as context:
         recovered = await context.ledger.recover() if resume else None
@@ -175,8 +176,9 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
         context.emit("finished", "run", steps=resolved.run.steps, version=context.control.gateway.version)
 
 
-def _checked_start(resolved: Resolved, directory: Path, resume: bool) -> RunStart:
+async def _checked_start(resolved: Resolved, directory: Path, resume: bool, progress: ProgressCallback) -> RunStart:
     refuse_unlaunchable(resolved, begun=resume)
+    await fetch_model(resolved, directory, progress)
     resolved = decide_workers(resolved)
     if not resume:
         return RunStart(resolved)

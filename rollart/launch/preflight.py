@@ -41,6 +41,7 @@ from rollart.architecture import (
     refuse_longer_context,
     refuse_truncated,
     weight_files,
+    weight_names,
 )
 from rollart.errors import RollartError, SpecError, UsageError
 from rollart.launch.broadcasts import collective_backend
@@ -57,7 +58,9 @@ from rollart.launch.prepare import (
     harness_factory,
     prepare_tokenizer,
     refuse_incomplete,
+    runs_remotely,
     stop_token_ids,
+    tokenizer_directory,
     trainer_config,
 )
 from rollart.launch.requirements import CPU_INDEX, refuse_missing, refuse_without_cuda, torch_build
@@ -67,7 +70,7 @@ from rollart.launch.strategies import refuse_lending
 from rollart.settings.base import host_and_port
 from rollart.settings.cluster import UNLESS_QUICK
 from rollart.settings.load import SpecSources, raise_findings
-from rollart.settings.planning import Specs, initial_config
+from rollart.settings.planning import Specs, hub_model, initial_config, model_directory, pinned
 from rollart.settings.resolve import Resolved, engine_dtype, resolve_specs, trainer_dtype
 from rollart.settings.rules import RuleViolation
 from rollart.user_code import importable
@@ -113,6 +116,7 @@ def launchable(specs: Specs, where: SpecSources | None = None, *, others: bool =
     if not begun:
         raise_findings([*fork_problems(specs)], where)
     refuse_files(specs, where, launch=True)
+    specs = pinned(specs)
     resolved = specs if isinstance(specs, Resolved) else resolve_specs(specs)
     token = resolved.cluster.runtime.token
     if token is not None and not Path(token).is_file():
@@ -155,7 +159,7 @@ def refuse_files(specs: Specs, where: SpecSources | None = None, *, launch: bool
 def unchecked_remotes(resolved: Resolved) -> Iterator[str]:
     """Questions that a launch asks other machines, each as a clause with whether."""
     cluster = resolved.cluster
-    if cluster.runtime.backend == "ray" and _runs_remotely(resolved) and cluster.runtime.address != "start":
+    if cluster.runtime.backend == "ray" and runs_remotely(resolved) and cluster.runtime.address != "start":
         yield f"whether a Ray cluster answers at {cluster.runtime.address}, and has nodes for the plan"
     for url in cluster.engines.attach:
         yield f"whether {url} serves the model"
@@ -175,15 +179,16 @@ def is_plan_only(specs: Specs) -> bool:
 
 def model_problems(specs: Specs, *, launch: bool = True) -> Iterator[RuleViolation]:
     """Problems of the policy's directory, configuration and tokenizer."""
-    model, base = specs.run.model, Path(specs.base)
+    model = specs.run.model
     try:
         if launch or not is_plan_only(specs):
             refuse_incomplete(model)
     except SpecError as error:
         yield RuleViolation(("run", "model"), error.message, error.remedy)
     vocabulary: int | None = None
-    if model.path is not None and not (_runs_remotely(specs) and model.tokenizer is not None):
-        found = list(_directory_problems(specs, base / model.path))
+    elsewhere = runs_remotely(specs) and model.tokenizer is not None and hub_model(model, specs.base) is None
+    if model.path is not None and not elsewhere:
+        found = list(_directory_problems(specs, model.path))
         yield from found
         if found:
             return
@@ -220,7 +225,7 @@ def environment_problems(specs: Specs) -> list[RuleViolation]:
         if _checks_in_process(specs):
             problems = check_environments(hosted_domains(specs.run), worked=_warm_start_domains(specs), quick=quick.add)
             found += [_locate_problem(specs, problem) for problem in problems]
-    if not _checks_in_process(specs) and not _runs_remotely(specs):
+    if not _checks_in_process(specs) and not runs_remotely(specs):
         found += _check_on_host_interpreter(specs, quick)
     if not found:
         _CHECKED[key] = quick.issuperset(hosted_domains(specs.run))
@@ -342,7 +347,7 @@ def _tokenizer_problems(specs: Specs, vocabulary: int | None) -> Iterator[RuleVi
     named = model.tokenizer or model.path
     if named is None:
         return
-    if ":" not in named and not (Path(specs.base) / named / "tokenizer.json").is_file():
+    if ":" not in named and not (tokenizer_directory(specs) / "tokenizer.json").is_file():
         why = f"model.{key} is '{named}', where there is no tokenizer.json (rule: a directory with one)"
         yield RuleViolation(
             ("run", "model", key), why, "save the tokenizer beside the model, or name it in model.tokenizer"
@@ -369,17 +374,32 @@ def _tokenizer_problems(specs: Specs, vocabulary: int | None) -> Iterator[RuleVi
         yield RuleViolation(("run", "model", "init"), f"{why} (rule: an embedding for each)")
 
 
-def _directory_problems(specs: Specs, path: Path) -> Iterator[RuleViolation]:
-    """Problems of `model.path`."""
-    name, key = specs.run.model.path, ("run", "model", "path")
+def _directory_problems(specs: Specs, name: str) -> Iterator[RuleViolation]:
+    """Problems of `model.path`, which is `name`. Errors for which the spec is not to blame are raised."""
+    model, key = specs.run.model, ("run", "model", "path")
+    hub = hub_model(model, specs.base)
+    try:
+        path = model_directory(model, specs.base)
+    except SpecError as error:
+        found = "revision" if error.message.startswith("model.revision") else "path"
+        yield RuleViolation(("run", "model", found), error.message, error.remedy)
+        return
+    if hub is None and model.revision is not None:
+        why = f"model.revision is '{model.revision}', and model.path a directory (rule: of models of the Hub alone)"
+        yield RuleViolation(("run", "model", "revision"), why)
+        return
     if not path.is_dir():
-        why = f"model.path is '{name}', and there is no directory {path} (rule: a directory with weights)"
-        hub = re.fullmatch(r"[\w.-]+/[\w.-]+", name or "") is not None
-        yield RuleViolation(key, why, f"hf download {name} --local-dir DIR, then model.path DIR" if hub else "")
+        rule = "a directory with weights, or the id OWNER/NAME of a model of the Hugging Face Hub"
+        yield RuleViolation(key, f"model.path is '{name}', and there is no directory {path} (rule: {rule})")
         return
     try:
         if specs.cluster.engines.kind != "vllm":
-            refuse_longer_context(read_architecture(path), specs.run.model.context)
+            refuse_longer_context(read_architecture(path), model.context)
+        if hub is not None and not all((path / one).exists() for one in weight_names(path)):
+            missing = set(weight_names(path)) - replace(hub, revision=path.name).sizes(weight_names(path)).keys()
+            if missing:
+                raise UsageError(f"{name} has no {min(missing)}", remedy="choose a model with safetensors")
+            return
         for file in weight_files(path):
             refuse_truncated(file)
     except UsageError as error:
@@ -417,11 +437,6 @@ def _checks_in_process(specs: Specs) -> bool:
 def _warm_start_domains(specs: Specs) -> list[str]:
     """Domains whose worked examples the warm start uses."""
     return [] if specs.run.warm_start is None else list(specs.run.warm_start.domains)
-
-
-def _runs_remotely(specs: Specs) -> bool:
-    runtime = specs.cluster.runtime
-    return runtime.backend == "ray" and runtime.address != "local"
 
 
 def _locate_problem(specs: Specs, problem: EnvironmentProblem) -> RuleViolation:

@@ -9,7 +9,9 @@ import inspect
 import os
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +19,15 @@ from placement.types import Role
 from rollart.adapters.envs.in_process import in_process
 from rollart.adapters.envs.worked import METHOD, worked_example_domain
 from rollart.adapters.text import HubTokenizer
+from rollart.architecture import weight_names
 from rollart.control.domain import Domain, derive_seed
-from rollart.errors import EnvironmentFault, PartDied, SpecError, one_line
+from rollart.errors import EnvironmentFault, PartDied, RunFailed, SpecError, one_line
+from rollart.hub import SMALL_FILES
 from rollart.launch.layout import torch_device, trainer_ranks
 from rollart.leases import Expiry, Leases
 from rollart.model import TrainSample
-from rollart.ports import EnvironmentFactory, HarnessFactory
-from rollart.settings.planning import Specs, initial_config
+from rollart.ports import EnvironmentFactory, HarnessFactory, RunEvent
+from rollart.settings.planning import Specs, hub_model, initial_config, model_directory
 from rollart.settings.resolve import Resolved, trainer_dtype
 from rollart.settings.run import DomainSpec, ModelSpec
 from rollart.settings.training import CreditSpec, ImitationSpec, ParallelConfig, PolicyConfig, TrainerConfig
@@ -36,6 +40,12 @@ if TYPE_CHECKING:
 
 CONCURRENT_EXAMPLES, EXAMPLE_TRIES = 16, 3
 """Concurrent requests for worked examples to hosts, and tries for each: a host may end during a request."""
+
+MODEL_COPY = "model"
+"""Directory of a run's directory with the files of a model of the Hub."""
+
+FETCH_LINE_S = 5.0
+"""Seconds between two progress lines of a download."""
 
 
 @guard
@@ -84,9 +94,84 @@ def prepare_tokenizer(resolved: Specs, run_dir: Path) -> Path:
             shutil.rmtree(directory, ignore_errors=True)
             temporary.rename(directory)
         return directory
-    named = model.tokenizer or model.path
-    assert named is not None
-    return Path(resolved.base) / named
+    return tokenizer_directory(resolved) if model.tokenizer is not None else run_model(resolved, run_dir)
+
+
+def tokenizer_directory(specs: Specs) -> Path:
+    """The directory that `model.tokenizer`, or else `model.path`, names; it exists or not."""
+    model = specs.run.model
+    return model_directory(model, specs.base) if model.tokenizer is None else Path(specs.base) / model.tokenizer
+
+
+def run_model(specs: Specs, run_dir: Path) -> Path:
+    """The directory of `model.path` for the parts of a run: the copy that `fetch_model` made, if there is one."""
+    copy = run_dir / MODEL_COPY
+    return copy if copy.is_dir() else model_directory(specs.run.model, specs.base)
+
+
+def runs_remotely(specs: Specs) -> bool:
+    """True if parts run on other machines."""
+    runtime = specs.cluster.runtime
+    return runtime.backend == "ray" and runtime.address != "local"
+
+
+async def fetch_model(specs: Specs, run_dir: Path, progress: Callable[[RunEvent], None]) -> None:
+    """Fetch the weights of a model of the Hub into its cache; on a cluster of several machines also copy (or link) its
+    files into the run's directory, which all nodes share. Nothing to do for other models, and for an external trainer.
+    Errors as of `HubModel`. Cancelled, it stops at once; complete files stay."""
+    hub = hub_model(specs.run.model, specs.base)
+    if hub is None or specs.cluster.trainer.external is not None or (run_dir / MODEL_COPY).is_dir():
+        return
+    source, loop = hub.snapshot(), asyncio.get_running_loop()
+    hub = replace(hub, revision=source.name)
+    missing = [name for name in weight_names(source) if not (source / name).exists()]
+    total = sum(hub.sizes(missing).values()) if missing else 0
+    arrived, error, stopped, over = 0, list[Exception](), threading.Event(), asyncio.Event()
+
+    def count(n: int) -> None:
+        nonlocal arrived
+        arrived += n
+        if stopped.is_set():
+            raise RunFailed(f"the download of {hub.id} was stopped")
+
+    def work() -> None:
+        try:
+            hub.fetch(missing, count)
+            if runs_remotely(specs):
+                _copy_model(source, run_dir / MODEL_COPY)
+        except Exception as caught:
+            error.append(caught)
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            loop.call_soon_threadsafe(over.set)
+
+    # A daemon thread, not an executor's: after a Ctrl-C the process does not wait for gigabytes.
+    threading.Thread(target=work, name=f"weights of {hub.id}", daemon=True).start()
+    try:
+        while not over.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FETCH_LINE_S):
+                    await over.wait()
+            if missing:
+                progress(RunEvent(loop.time(), "model_fetching", hub.id, {"bytes": arrived, "of": total}))
+    finally:
+        stopped.set()
+    if error:
+        raise error[0]
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    """Link or copy a snapshot's small files and safetensors; `target` appears when it is complete."""
+    temporary = target.with_name(f"{target.name}.new")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    for name in (*SMALL_FILES, *weight_names(source)):
+        if (source / name).exists():
+            file = (source / name).resolve()  # a link into the cache's blobs, which other nodes may not have
+            try:
+                os.link(file, temporary / name)
+            except OSError:  # another file system
+                shutil.copyfile(file, temporary / name)
+    temporary.rename(target)
 
 
 @guard
@@ -106,7 +191,7 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
     run, trainer = resolved.run, resolved.plan.of(Role.TRAINER)[0]
     shape, device = resolved.cluster.trainer, torch_device(resolved, trainer)
     if run.model.path is not None:
-        model = PolicyConfig(path=str(Path(resolved.base) / run.model.path))
+        model = PolicyConfig(path=str(run_model(resolved, run_dir)))
     else:
         assert run.model.init is not None, "refused before"
         model = PolicyConfig(init=initial_config(run.model.init, resolved.base), seed=run.seed)

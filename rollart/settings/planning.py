@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from placement.architecture import DecoderShape, shape_of
 from placement.hardware import catalogue, device_name, override
@@ -32,12 +32,13 @@ from placement.roofline import Calibration, RooflinePerformance
 from placement.training import adapter_parameters
 from placement.types import Demand, Deployment, Device, Infeasible, Link, Objective, Placement, Pool, Role
 from rollart.errors import SpecError, did_you_mean, one_line, some_of
+from rollart.hub import HubModel, is_commit, is_hub_id
 from rollart.settings.cluster import ClusterSpec, DeviceSpec, PoolSpec
 from rollart.settings.functions import FunctionRelease, effective_spec
 from rollart.settings.placement import ProfileSpec, RewardCostSpec
 from rollart.settings.prices import PriceList
 from rollart.settings.rules import quotas
-from rollart.settings.run import LAG, DomainSpec, RunSpec
+from rollart.settings.run import LAG, DomainSpec, ModelSpec, RunSpec
 from rollart.user_code import UserCodeGuard, guard, importable
 from serverless.spec import FunctionSpec, gpu_type
 
@@ -70,6 +71,9 @@ class Specs:
     measured: tuple[DomainProfile, ...] = ()
     releases: Mapping[str, FunctionRelease] = field(default_factory=dict)
     """The versions of deployed functions that the run has drawn, by function."""
+
+
+AnySpecs = TypeVar("AnySpecs", bound=Specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,9 +336,34 @@ def model_config(run: RunSpec, base: str) -> Mapping[str, object]:
     if model.config is not None:
         return model.config
     if model.path is not None:
-        return _config_file(Path(base) / model.path, "model.path")
+        return _config_file(model_directory(model, base), "model.path")
     assert model.init is not None, "the rules of the run spec want one of them"
     return initial_config(model.init, base)
+
+
+def hub_model(model: ModelSpec, base: str) -> HubModel | None:
+    """The model of the Hub that `model.path` names; None if it names a directory, or nothing that could be an id."""
+    if model.path is None or not is_hub_id(model.path) or (directory := Path(base) / model.path).is_dir():
+        return None
+    return HubModel(model.path, model.revision, directory)
+
+
+def model_directory(model: ModelSpec, base: str) -> Path:
+    """The directory of `model.path`, which exists or not; of a model of the Hub its snapshot, which may lack weights.
+    Errors as of `HubModel`."""
+    assert model.path is not None
+    hub = hub_model(model, base)
+    return Path(base) / model.path if hub is None else hub.snapshot()
+
+
+def pinned(specs: AnySpecs) -> AnySpecs:
+    """The specs with the commit of a model of the Hub as their `model.revision`: from then on every part, on any node
+    and after any resume, uses the same files. The same object if there is nothing to pin."""
+    hub = hub_model(specs.run.model, specs.base)
+    if hub is None or is_commit(hub.revision):
+        return specs
+    model = specs.run.model.model_copy(update={"revision": hub.snapshot().name})
+    return replace(specs, run=specs.run.model_copy(update={"model": model}))
 
 
 def model_name(run: RunSpec) -> str:

@@ -24,10 +24,14 @@ MAX_STALENESS = 8
 
 
 class ModelSpec(SpecEntry):
-    """The policy: weights on disk or a configuration to initialise from. For a plan alone its `config` will do."""
+    """The policy: weights on disk or of the Hugging Face Hub, or a configuration to initialise from. For a plan alone
+    its `config` will do."""
 
     path: str | None = None
-    """Hugging Face directory (config.json, safetensors). Relative to the run file."""
+    """Hugging Face directory (config.json, safetensors), relative to the run file; or where there is no such directory,
+    a model of the Hugging Face Hub: `OWNER/NAME`."""
+    revision: str | None = Field(default=None, min_length=1)
+    """Branch, tag or commit of a model of the Hub; `main` if not given. A run keeps the commit that it began with."""
     init: dict[str, Any] | ImportPath | None = None
     """Hugging Face model configuration to initialise random weights from (seeded), or `package.module:function` that
     returns one."""

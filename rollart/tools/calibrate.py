@@ -38,7 +38,7 @@ from rollart.adapters.trainers.http import HttpTrainer
 from rollart.errors import UsageError
 from rollart.launch.launch import launch
 from rollart.launch.layout import engine_actor, pool_nodes, trainer_actors
-from rollart.launch.prepare import prepare_tokenizer, trainer_config
+from rollart.launch.prepare import fetch_model, prepare_tokenizer, trainer_config
 from rollart.ledger.events import ENGINE_DID
 from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import LedgerReader
@@ -482,6 +482,7 @@ async def probe(resolved: Resolved, directory: Path, *, passes: int) -> tuple[li
     Engine rows are of kind `turn`, for `placement.calibrate.fit`, and refer to device `cpu`.
     """
     resolved = replace(resolved, cluster=resolved.cluster.model_copy(update={"runtime": RuntimeSpec()}))
+    await fetch_model(resolved, directory, lambda event: None)
     tokenizer = prepare_tokenizer(resolved, directory)
     config = trainer_config(resolved, directory, tokenizer)
     runtime = LocalRuntime(pool_nodes(resolved))

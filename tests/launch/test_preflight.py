@@ -322,7 +322,7 @@ def weights() -> bytes:
     ("changes", "place", "message"),
     [
         ({"model": {"path": "nowhere"}}, "path", "model.path is 'nowhere', and there is no directory"),
-        ({"model": {"path": "Qwen/Qwen3-0.6B"}}, "path", "hf download Qwen/Qwen3-0.6B --local-dir DIR"),
+        ({"model": {"path": "no/such/model"}}, "path", "or the id OWNER/NAME of a model of the Hugging Face Hub"),
         ({"model": {"path": "gpt"}}, "path", "architecture GPT2LMHeadModel is not supported"),
         ({"model": {"path": "gpt"}}, "path", r"or engines: \{kind: vllm\}"),
         ({"model": {"path": "bare"}}, "path", "model.safetensors is missing"),
