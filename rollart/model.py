@@ -173,6 +173,8 @@ class Trajectory:
     metadata: Mapping[str, object]
     engine_seconds: float = 0.0
     """Engine time charged to it, in seconds of one engine (processor sharing)."""
+    truncated: bool = False
+    """True if its last answer ended at the domain's `max_tokens` or at the context, or if none had room any more."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -194,7 +196,7 @@ class TrainSample:
     whole tuple is empty, no token was restricted. `reference` (log-probabilities under the reference policy) and
     `advantage` (before scaling by the batch's spread) are columns that may be filled while the rest of the batch is
     rolled out, 0.0 where `loss_mask` is False; if empty, the trainer computes them in its step. `weight` is a factor of
-    its tokens in the loss, with a mean of 1 over its domain's samples.
+    its tokens in the loss, with a mean of 1 over its domain's samples. `truncated` is that of the trajectory.
     """
 
     id: TrajectoryId
@@ -213,6 +215,7 @@ class TrainSample:
     reference: tuple[float, ...] = ()
     advantage: tuple[float, ...] = ()
     weight: float = 1.0
+    truncated: bool = False
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)

@@ -111,8 +111,8 @@ class ControlSettings:
     due: BatchDeadline | None = None
     columns: Sequence[SampleColumn] = ()
     """Columns that are filled once samples are complete, before training takes them."""
-    reference: bool = False
-    """True if version 0 is kept, since the loss refers to it."""
+    reference: int | None = None
+    """The latest version whose number is a multiple of it is kept, since the loss refers to it; 0: the first one."""
     waits: WaitLimits = field(default_factory=WaitLimits)
     gateway: GatewayLimits = field(default_factory=GatewayLimits)
     train_s: float = 600.0
@@ -354,8 +354,9 @@ class ControlPlane:
         return self._meter
 
     def _versions_in_use(self) -> Iterable[int]:
-        first = (0,) if self._settings.reference else ()
-        return [*self._hooks.versions_in_use(), *self.gateway.updates.loading(), *first]
+        reference, version = self._settings.reference, self.gateway.version
+        kept = () if reference is None else (version - version % reference if reference else 0,)
+        return [*self._hooks.versions_in_use(), *self.gateway.updates.loading(), *kept]
 
     def _published(self, version: int, consumed: Sequence[Group]) -> None:
         self.scheduler.published(version, consumed)

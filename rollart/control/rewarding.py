@@ -76,6 +76,7 @@ def train_sample(trajectory: Trajectory, outcome: Outcome) -> TrainSample:
         score=score,
         success=trajectory.success,
         allowed=tuple(spread.allowed) if spread.restricted else (),
+        truncated=trajectory.truncated,
     )
 
 

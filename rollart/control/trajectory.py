@@ -80,6 +80,12 @@ def harness_sampling(domain: Domain, wanted: HarnessRequest, seed: int, room: in
     return dataclasses.replace(sampling, stop_token_ids=stops)
 
 
+def ended_at_limit(completion: Completion, sampling: Sampling, wanted: int | None) -> bool:
+    """True if the answer was cut at the domain's `max_tokens` or at the context, rather than at a limit that the
+    environment or the program gave it (`wanted`)."""
+    return completion.finish is FinishReason.LENGTH and (wanted is None or sampling.max_tokens < wanted)
+
+
 def harness_turns(
     segments: Sequence[Segment], tokenizer: Tokenizer, stops: Sequence[int], reward: float
 ) -> tuple[Turn, ...]:
@@ -234,6 +240,7 @@ class TrajectoryState:
     length: int = 0
     """Tokens of its whole context until now."""
     abort: AbortReason | None = None
+    truncated: bool = False
 
     @property
     def begun(self) -> int | None:
@@ -346,6 +353,7 @@ class TrajectoryRunner:
                     break
                 prompt = self._prompt(step.observation)
                 if state.length + prompt.length >= self.limits.context_tokens:  # no room to answer
+                    state.truncated = True
                     break
                 await self.barrier.turn()
                 self._abort_if_stale(state)
@@ -395,6 +403,7 @@ class TrajectoryRunner:
             state.segments.append(
                 Segment(_ACTION, turn, completion.token_ids[at], span.version, completion.logprobs[at], allowed)
             )
+        state.truncated = allowed is None and ended_at_limit(completion, sampling, observation.max_tokens)
         state.tokens.extend(completion.token_ids)
         state.action_tokens += completion.sampled
         state.length += completion.sampled
@@ -461,6 +470,7 @@ class TrajectoryRunner:
                 if asked == state.domain.max_turns:
                     episode.exhaust()
                 if completion is not None:
+                    state.truncated = ended_at_limit(completion, sampling, wanted.max_tokens)
                     episode.answer(completion)
                 await self.barrier.turn()
             with _harness_faults():
@@ -524,6 +534,7 @@ class TrajectoryRunner:
             final_observation=step.observation.text,
             metadata=step.metadata,
             engine_seconds=state.engine_seconds,
+            truncated=state.truncated,
         )
 
     async def _reset(

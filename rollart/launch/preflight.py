@@ -201,6 +201,7 @@ def model_problems(specs: Specs, *, launch: bool = True) -> Iterator[RuleViolati
         except (SpecError, UsageError) as error:
             yield RuleViolation(("run", "model", "init"), error.message, _remedy_with_vllm(error))
     yield from _tokenizer_problems(specs, vocabulary)
+    yield from _reference_problems(specs)
     lora = specs.run.training.lora
     if lora is not None and specs.cluster.engines.kind != "vllm" and lora.targets != ["all-linear"]:
         for name in lora.targets:
@@ -404,6 +405,27 @@ def _directory_problems(specs: Specs, name: str) -> Iterator[RuleViolation]:
             refuse_truncated(file)
     except UsageError as error:
         yield RuleViolation(key, f"model.path: {error.message}", _remedy_with_vllm(error))
+
+
+def _reference_problems(specs: Specs) -> Iterator[RuleViolation]:
+    """A reference policy that is not of the run is a model with the policy's vocabulary."""
+    name, key = specs.run.training.loss.reference, ("run", "training", "loss", "reference")
+    if name is None or _runs_remotely(specs):
+        return
+    shown = f"training.loss.reference is '{name}'"
+    file = Path(specs.base) / name / "config.json"
+    try:
+        size = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
+    except (OSError, ValueError, AttributeError) as error:
+        yield RuleViolation(key, f"{shown}, whose config.json is not readable: {error} (rule: a model's directory)")
+        return
+    model = specs.run.model
+    if model.path is not None:
+        own = json.loads((Path(specs.base) / model.path / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    else:
+        own = None if model.init is None else initial_config(model.init, specs.base).get("vocab_size")
+    if own is not None and size != own:
+        yield RuleViolation(key, f"{shown} with vocab_size {size} (rule: {own}, the policy's)")
 
 
 def _remedy_with_vllm(error: RollartError) -> str:

@@ -196,14 +196,23 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
         assert run.model.init is not None, "refused before"
         model = PolicyConfig(init=initial_config(run.model.init, resolved.base), seed=run.seed)
     imitation = run.warm_start.model_dump(include=set(ImitationSpec.model_fields)) if run.warm_start else {}
+    most = {d.name: d.max_turns * d.max_tokens for d in run.domains}
+    training = run.training.model_dump()
+    if run.training.loss.aggregation == "constant" and run.training.loss.length is None:
+        training["loss"]["length"] = max(most.values())
+    if run.training.loss.reference is not None:
+        training["loss"]["reference"] = str(Path(resolved.base) / run.training.loss.reference)
     config = TrainerConfig(
-        **run.training.model_dump(),
+        **training,
         model=model,
         weights_root=str(run_dir / "weights"),
         tokenizer=str(tokenizer),
         seed=run.seed,
         steps=run.steps,
-        domains={d.name: CreditSpec(advantage=d.advantage, loss_weight=d.loss_weight) for d in run.domains},
+        domains={
+            d.name: CreditSpec(advantage=d.advantage, loss_weight=d.loss_weight, max_length=most[d.name])
+            for d in run.domains
+        },
         imitation=ImitationSpec(**imitation),
         temperature=run.domains[0].temperature,
         threads=max(1, len(trainer.devices) // trainer_ranks(resolved)),

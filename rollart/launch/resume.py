@@ -33,6 +33,7 @@ FIXED_SETTINGS: Mapping[str, str] = {
     "domains.*.environment": "recorded trajectories are of that environment",
     "fork": "version 0 has its weights",
     "training.lora": "the optimizer's state is of those parameters",
+    "training.algorithm": "its switches are recorded; set them one by one",
 }
 """Settings that recorded samples, groups or versions depend on, with the reason."""
 

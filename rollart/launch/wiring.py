@@ -413,7 +413,7 @@ def control_settings(
     """The run spec as control plane settings. `roles`: see `engine_placements`; `vocab`: see `GatewayLimits`;
     `measure`: see `ControlSettings`."""
     run, leases, updates = resolved.run, resolved.run.leases, update_policy(resolved)
-    batch, due = run.batch, None
+    batch, due, loss = run.batch, None, run.training.loss
     if batch.deadline_s is not None:
         due = BatchDeadline(batch.deadline_s, batch.least or 0.5, batch.age_decay or 1.0)
     return ControlSettings(
@@ -431,7 +431,7 @@ def control_settings(
         else BatchTruncation(run.batch.tokens, measure),
         due=due,
         columns=[SampleColumn(name) for name in run.training.columns],
-        reference=run.training.loss.kl > 0,
+        reference=None if not loss.kl or loss.reference else loss.reference_reset or 0,
         waits=WaitLimits(
             env_reset_s=leases.env_step_s,
             env_step_s=leases.env_step_s,

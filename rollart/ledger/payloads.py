@@ -144,6 +144,7 @@ def encode_sample(sample: TrainSample) -> bytes:
             sample.score,
             sample.success,
             sample.allowed,
+            *((True,) if sample.truncated else ()),
         )
     )
     return _SAMPLE_HEAD.pack(_CHECKED, zlib.crc32(packed)) + packed
@@ -156,7 +157,7 @@ def decode_sample(data: bytes) -> TrainSample:
         if head != _SAMPLE_HEAD.pack(_CHECKED, zlib.crc32(data)):
             raise ValueError("a sample is damaged: its checksum is not the one that was written")
     try:
-        form, id_, group, domain, v0, tokens, mask, logprobs, versions, turn, rewards, score, success, allowed = (
+        form, id_, group, domain, v0, tokens, mask, logprobs, versions, turn, rewards, score, success, allowed, *cut = (
             msgpack.unpackb(data, use_list=False)
         )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -177,6 +178,7 @@ def decode_sample(data: bytes) -> TrainSample:
         score=score,
         success=success,
         allowed=allowed,
+        truncated=bool(cut),
     )
 
 

@@ -60,6 +60,7 @@ def run_problems(run: RunSpec) -> list[RuleViolation]:
         _affinity(run),
         _objective(run),
         _stream(run),
+        _reference(run),
         _sampler(run),
         _weights(run),
         _columns(run),
@@ -224,7 +225,7 @@ def _filter(run: RunSpec) -> Violations:
             )
         return
     for domain in run.domains:
-        if domain.advantage.baseline != "group" or domain.group_size == 1:
+        if domain.advantage.baseline not in ("group", "leave_one_out") or domain.group_size == 1:
             yield (
                 f"rollout.filter.zero_variance is given, but domain '{domain.name}' has advantage.baseline "
                 f"'{domain.advantage.baseline}' and group_size {domain.group_size} (rule: group, and at least 2: other "
@@ -355,8 +356,9 @@ def _turns(run: RunSpec) -> Violations:
         if domain.max_tokens >= run.model.context:
             text = f"{has} max_tokens {domain.max_tokens} (rule: below model.context, {run.model.context})"
             yield _at(f"domains.{i}.max_tokens", text)
-        if domain.advantage.baseline == "group" and domain.group_size == 1:
-            rule = "at least 2 for `advantage.baseline: group`, whose mean is the sample itself otherwise"
+        baseline = domain.advantage.baseline
+        if baseline in ("group", "leave_one_out") and domain.group_size == 1:
+            rule = f"at least 2 for `advantage.baseline: {baseline}`, whose mean is the sample itself otherwise"
             yield _at(f"domains.{i}.group_size", f"{has} group_size 1 (rule: {rule})")
 
 
@@ -460,6 +462,7 @@ def _stream(run: RunSpec) -> Violations:
         if count > 1:
             yield f"training.{name} is {count} (rule: 1 with training.stream)"
     yield from _batch_baselines(run, "training.stream")
+    yield from _whitened(run)
 
 
 def _batch_baselines(run: RunSpec, setting: str) -> Violations:
@@ -468,6 +471,23 @@ def _batch_baselines(run: RunSpec, setting: str) -> Violations:
         if domain.advantage.baseline == "domain":
             text = f"has advantage.baseline 'domain', a mean over the whole batch (rule: group or none with {setting})"
             yield _at(f"domains.{i}.advantage.baseline", f"domain '{domain.name}' {text}")
+
+
+def _whitened(run: RunSpec) -> Violations:
+    for i, domain in enumerate(run.domains):
+        if domain.advantage.normalize == "whiten":
+            rule = "group, batch or none with training.stream"
+            text = f"has advantage.normalize 'whiten', with the mean of the whole batch (rule: {rule})"
+            yield _at(f"domains.{i}.advantage.normalize", f"domain '{domain.name}' {text}")
+
+
+def _reference(run: RunSpec) -> Violations:
+    """A new reference is on disk before the step that refers to it."""
+    if run.training.loss.reference_reset and run.weights.overlap:
+        yield (
+            "training.loss.reference_reset is given with weights.overlap (rule: without it, since a version is written "
+            "during the step that would refer to it)"
+        )
 
 
 def _sampler(run: RunSpec) -> Violations:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator, model_validator
 
+from rollart.settings.algorithms import with_advantage_defaults
 from rollart.settings.base import ImportPath, Name, SpecEntry
 from rollart.settings.placement import PlacementSpec, ProfileSpec
 from rollart.settings.rollout import RolloutSpec
@@ -459,6 +460,15 @@ class RunSpec(SpecEntry):
         if isinstance(schedule, str) and schedule in LAG and "staleness" not in data:
             return {**data, "staleness": LAG[schedule]}
         return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _advantages_of_algorithm(cls, data: Any) -> Any:
+        """Domains have the advantage of `training.algorithm` where they give none."""
+        if not isinstance(data, dict) or not isinstance(data.get("domains"), list):
+            return data
+        training = data.get("training")
+        return {**data, "domains": [with_advantage_defaults(training, one) for one in data["domains"]]}
 
     @property
     def fair(self) -> bool:

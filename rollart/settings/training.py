@@ -7,11 +7,16 @@ sides or on neither. The formulas are in `rollart/train/advantages.py` and `roll
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from rollart.settings.algorithms import Algorithm, with_advantage_defaults, with_loss_defaults
 from rollart.settings.base import SpecEntry
+
+Level = Literal["token", "geometric", "product"]
+"""Whose probability ratio: a token's, the geometric mean of the sample's tokens, or their product."""
 
 
 class AdvantageSpec(SpecEntry):
@@ -21,12 +26,16 @@ class AdvantageSpec(SpecEntry):
     """The unit of a reward-to-go: a token, a turn, or the trajectory."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per turn (or token, at that level)."""
-    baseline: Literal["domain", "group", "none"] = "group"
-    """Mean that is subtracted: of the domain's batch, of the group, or nothing. At level turn or token it is the mean
-    of the other trajectories."""
-    normalize: Literal["group", "batch", "none"] = "batch"
+    baseline: Literal["domain", "group", "leave_one_out", "none"] = "group"
+    """Mean that is subtracted: of the domain's batch, of the group, of the group's other trajectories (RLOO), or
+    nothing. At level turn or token it is the mean of the other trajectories."""
+    normalize: Literal["group", "batch", "whiten", "none"] = "batch"
     """Sample standard deviation that the centred values are divided by: of the group (GRPO; with `baseline: group`), of
-    the domain's batch (REINFORCE++-baseline), or none (Dr. GRPO)."""
+    the domain's batch (REINFORCE++-baseline), or none (Dr. GRPO). whiten: the batch's mean is subtracted first
+    (REINFORCE++)."""
+    overlong: float = Field(default=0.0, ge=0, le=1)
+    """Soft punishment of long trajectories (DAPO): the reward falls linearly by 1 over this last share of the most
+    tokens that a trajectory may generate, `max_turns` × `max_tokens`."""
 
     @field_validator("normalize", mode="before")
     @classmethod
@@ -47,19 +56,103 @@ class AdvantageSpec(SpecEntry):
 class LossSpec(SpecEntry):
     """The policy loss. For its parts under staleness see docs/training.md."""
 
-    kind: Literal["pg", "ppo", "decoupled", "tis"] = "ppo"
+    kind: Literal["pg", "ppo", "decoupled", "tis", "topr", "kimi"] = "ppo"
     """pg: plain policy gradient; ppo: clipped on behaviour log-probabilities; decoupled: proximal and behaviour
-    policies apart; tis: truncated importance sampling."""
+    policies apart; tis: truncated importance sampling, with cap 5 CISPO; topr: the same for negative advantages alone;
+    kimi: plain, with a squared log-ratio of the sample."""
+    ratio: Level = "token"
+    """Ratio that ppo and decoupled clip: of a token, or of the sample (geometric: GSPO; product: RLOO)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
     """Ratio is clipped below 1 - clip_low."""
     clip_high: float = Field(default=0.2, gt=0)
     """Ratio is clipped above 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Largest ratio with a gradient for negative advantages (ppo, decoupled); above 1 + clip_high."""
+    correction: Literal["truncate", "mask"] = "truncate"
+    """truncate: the importance weight of decoupled, tis and topr is cut to [floor, cap]; mask: tokens or samples whose
+    ratio of trainer to engine is outside of [floor, cap] have no policy loss; with all kinds but kimi (MIS, IcePop)."""
+    correction_level: Level = "token"
+    """Ratio that `correction` compares."""
     cap: float = Field(default=2.0, gt=0)
-    """Largest importance weight (decoupled, tis)."""
+    """Largest importance weight (decoupled, tis, topr, mask)."""
+    floor: float = Field(default=0.0, ge=0)
+    """Least importance weight (decoupled, tis, topr, mask)."""
+    tau: float = Field(default=1.0, gt=0)
+    """Factor of half the squared log-ratio (kimi)."""
+    aggregation: Literal["token", "sample", "constant"] = "token"
+    """Mean of a mini-batch: over its tokens (DAPO), over the samples' means (GRPO), or over samples of the sum of their
+    tokens divided by `length` (Dr. GRPO)."""
+    length: int | None = Field(default=None, ge=1)
+    """Divisor of `aggregation: constant`; by default the most tokens that a trajectory of any domain may generate,
+    `max_turns` × `max_tokens`."""
+    mask_truncated: bool = False
+    """Leave samples out of the loss whose last answer ended at `max_tokens` or at the model's context."""
     entropy: float = Field(default=0.0, ge=0)
     """Factor of the entropy bonus."""
+    entropy_target: float | None = Field(default=None, gt=0)
+    """Entropy, nats per token, above which there is no bonus; the factor moves by `entropy_step` per step."""
+    entropy_step: float = Field(default=0.001, gt=0)
+    """Change of the entropy factor per step, up while the entropy is at most `entropy_target`, else down."""
     kl: float = Field(default=0.0, ge=0)
-    """Factor of the KL penalty towards the run's first version (after a warm start)."""
+    """Factor of the KL penalty towards the reference policy."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of a token's KL, with d = log-probability under the policy minus that under the reference: d, d²/2, or
+    exp(-d) - 1 + d."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: the penalty has a gradient; reward: it is subtracted from the reward of each token."""
+    kl_target: float | None = Field(default=None, gt=0)
+    """KL, nats per token, that the factor is adapted to: by up to 2 % per step."""
+    reference: str | None = None
+    """Directory of the reference policy; by default the run's first version (after a warm start)."""
+    reference_reset: int | None = Field(default=None, ge=1)
+    """The reference is the run's latest version whose number is a multiple of this."""
+
+    @model_validator(mode="after")
+    def _switches_that_fit(self) -> LossSpec:
+        """Refuse a switch without effect on the kind, and pairs that exclude each other."""
+        clips = self.kind in ("ppo", "decoupled")
+        weighs = self.kind in ("decoupled", "tis", "topr")
+        for bad, text in (
+            (
+                self.ratio != "token" and not clips,
+                f"ratio '{self.ratio}' with kind '{self.kind}', which clips no ratio: use ppo or decoupled, or set "
+                "correction_level for the importance weight of tis and topr",
+            ),
+            (self.dual_clip and not clips, f"dual_clip with kind '{self.kind}', which clips no ratio: remove it"),
+            (
+                self.dual_clip and self.dual_clip <= 1 + self.clip_high,
+                f"dual_clip {self.dual_clip} with clip_high {self.clip_high:g}: give more than 1 + clip_high",
+            ),
+            (
+                self.correction_level != "token" and not weighs and self.correction != "mask",
+                f"correction_level '{self.correction_level}' with kind '{self.kind}', whose loss has no importance "
+                "weight: use correction mask, or kind decoupled, tis or topr",
+            ),
+            (
+                self.correction == "mask" and self.kind == "kimi",
+                "correction 'mask' with kind 'kimi', whose square bounds the ratio: use truncate",
+            ),
+            (self.floor > self.cap, f"floor {self.floor:g} above cap {self.cap:g}: give at most cap"),
+            (
+                self.length and self.aggregation != "constant",
+                f"length with aggregation '{self.aggregation}', which does not divide by it: use constant",
+            ),
+            (
+                self.kl and self.kl_in == "loss" and self.kl_estimator == "k1",
+                "kl_estimator 'k1' in the loss, where its gradient is 0 in expectation: use k2 or k3, or kl_in reward",
+            ),
+            (
+                not self.kl and (self.kl_target or self.reference or self.reference_reset),
+                "kl_target, reference or reference_reset without a penalty: give kl above 0",
+            ),
+            (
+                self.reference and self.reference_reset,
+                "reference and reference_reset: give one, since a reset replaces the reference",
+            ),
+        ):
+            if bad:
+                raise ValueError(text)
+        return self
 
 
 class LoraSpec(SpecEntry):
@@ -76,6 +169,9 @@ class LoraSpec(SpecEntry):
 class TrainingSpec(SpecEntry):
     """Optimizer, loss and how a batch is cut."""
 
+    algorithm: Algorithm | None = None
+    """Published algorithm: sets those switches of `loss` and of the domains' `advantage` that are not given
+    (docs/training.md)."""
     lr: float = Field(default=1e-5, gt=0)
     """Learning rate (AdamW)."""
     lr_schedule: Literal["constant", "linear"] = "constant"
@@ -107,7 +203,28 @@ class TrainingSpec(SpecEntry):
     """Columns that are computed as samples and groups end, while the rest of the batch is rolled out, instead of in the
     step; the step is the same. ref_logprobs: of the KL penalty; advantage: without `baseline: domain`."""
     domain_balance: Literal["tokens", "domains"] = "tokens"
-    """tokens: every token has the same weight; domains: every domain has the same total weight."""
+    """tokens: every token has the same weight, or every sample (see `loss.aggregation`); domains: every domain has the
+    same total weight."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _loss_of_algorithm(cls, data: Any) -> Any:
+        return with_loss_defaults(data)
+
+    @model_validator(mode="after")
+    def _columns_of_fixed_inputs(self) -> TrainingSpec:
+        """A column is filled before the step, from what does not change until then."""
+        if "advantage" in self.columns and self.loss.kl and self.loss.kl_in == "reward":
+            raise ValueError(
+                "columns has advantage with loss.kl_in 'reward', which changes rewards in the step: remove the column, "
+                "or set loss.kl_in to loss"
+            )
+        if "ref_logprobs" in self.columns and self.loss.reference_reset:
+            raise ValueError(
+                "columns has ref_logprobs with loss.reference_reset: the reference may change before the step; remove "
+                "one of them"
+            )
+        return self
 
 
 class ImitationSpec(SpecEntry):
@@ -129,6 +246,13 @@ class CreditSpec(SpecEntry):
 
     advantage: AdvantageSpec = Field(default_factory=AdvantageSpec)
     loss_weight: LossWeight = 1.0
+    max_length: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _length_of_overlong(self) -> CreditSpec:
+        if self.advantage.overlong and self.max_length is None:
+            raise ValueError("advantage.overlong is a share of max_length: give max_length")
+        return self
 
 
 class PolicyConfig(SpecEntry):
@@ -193,6 +317,20 @@ class TrainerConfig(TrainingSpec):
     durable: bool = True
     published_dtype: Literal["bfloat16"] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _advantages_of_algorithm(cls, data: Any) -> Any:
+        domains = data.get("domains") if isinstance(data, Mapping) else None
+        if not isinstance(domains, Mapping):
+            return data
+        return {**data, "domains": {name: with_advantage_defaults(data, one) for name, one in domains.items()}}
+
+    @model_validator(mode="after")
+    def _known_length(self) -> TrainerConfig:
+        if self.loss.aggregation == "constant" and self.loss.length is None:
+            raise ValueError("loss.aggregation 'constant' divides by loss.length: give it")
+        return self
+
     @model_validator(mode="after")
     def _streamed(self) -> TrainerConfig:
         """A streamed step makes one update of one pass, in one process, and never sees its batch as a whole."""
@@ -213,5 +351,10 @@ class TrainerConfig(TrainingSpec):
                 raise ValueError(
                     f"stream: domain {name!r} has the advantage baseline 'domain', a mean that is known only with the "
                     "whole batch: use 'group' or 'none', or set stream to false"
+                )
+            if domain.advantage.normalize == "whiten":
+                raise ValueError(
+                    f"stream: domain {name!r} has advantage.normalize 'whiten', whose mean is known only with the "
+                    "whole batch: use 'batch' or 'none', or set stream to false"
                 )
         return self

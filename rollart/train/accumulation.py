@@ -1,13 +1,14 @@
 """A step's gradient, group by group, while the rest of the batch is still rolled out (RollPacker §3.4, Algorithm 1).
 
 The batch loss is Σ_t w_t ℓ_t (`losses.py`), and w_t is known only with the whole batch. But it depends on the token's
-domain alone, so the unweighted gradient G_d = Σ_{t in d} ∇ℓ_t of each domain d can be summed before. At the end
+domain alone, up to a factor that its own sample determines (`losses.token_shares`), so the unweighted gradient
+G_d = Σ_{t in d} ∇ℓ_t of each domain d can be summed before, with that factor. At the end
 
-    gradient = Σ_d (c_d / s_d) G_d,    c_d = w_t of a token of d,    s_d = the deviation of `normalize: batch`
+    gradient = Σ_d (c_d / s_d) G_d,    c_d = w of a token or sample of d,    s_d = the deviation of `normalize: batch`
 
-since every policy loss is linear in a positive factor of the advantage. An entropy bonus and a KL penalty have no such
-factor: with `normalize: batch` they are summed separately. A baseline over the domain's batch is not a factor, and the
-config refuses it.
+since every policy loss is linear in a positive factor of the advantage. An entropy bonus, a KL penalty and the square
+of `kimi` have no such factor: with `normalize: batch` they are summed separately. A baseline or a mean over the
+domain's batch is not a factor, and the config refuses it.
 
 Micro-batches do not depend on the rest of the batch: they are formed within a group, with samples in the order of their
 ids. The sums are independent of order (`ExactSum`). So groups give the same weights bit for bit, in float32 and
@@ -27,9 +28,16 @@ from torch import Tensor, nn
 
 from rollart.errors import TrainerError
 from rollart.settings.training import TrainerConfig
-from rollart.train.advantages import domain_advantages, domain_credit, normalisation_divisor
+from rollart.train.advantages import domain_advantages, domain_credit, normalisation_divisor, punish_overlong
 from rollart.train.batch import FloatArray, TrainingBatch, select_samples
-from rollart.train.losses import PolicyObjective, TrainingMeter
+from rollart.train.losses import (
+    LossFactors,
+    PolicyObjective,
+    TrainingMeter,
+    counted_samples,
+    penalised_rewards,
+    token_shares,
+)
 from rollart.train.microbatch import build_microbatch, plan_microbatches
 from rollart.train.policy import ActionTensors, ReferencePolicy, TrainedPolicy
 
@@ -58,9 +66,11 @@ class GradientAccumulation:
         parameters: Sequence[nn.Parameter],
         version: int,
         reference: ReferencePolicy,
+        factors: LossFactors,
     ) -> None:
         self.version = version
         self._reference = reference
+        self._factors = factors
         self.meter = TrainingMeter()
         self.seconds = self.cpu_seconds = 0.0
         self.samples = 0
@@ -140,15 +150,21 @@ class GradientAccumulation:
         config = domain_credit(self._config.domains, name)
         if not len(group.loss):
             return _GroupAdvantages(name, group, np.zeros(0), np.zeros(0))
-        advantage, units = domain_advantages(config.advantage, group, np.arange(len(group.loss)))
-        return _GroupAdvantages(name, group, advantage, units)
+        reference = self._reference.column(group, self.version) if self._factors.kl else None
+        paid = penalised_rewards(group, reference, self._config.loss, self._factors)
+        paid = punish_overlong(paid, self._config.domains)
+        advantage, units = domain_advantages(config.advantage, paid, np.arange(len(group.loss)))
+        return _GroupAdvantages(name, group, advantage, units, reference)
 
     def _backward(self, group: _GroupAdvantages) -> None:
         batch, policy, config = group.batch, self._policy, self._config.loss
         if not len(batch.loss):
             return
         domain = self._domains[group.name]
-        separate = (config.entropy != 0 or config.kl != 0) and self._normalizes_by_batch(group.name)
+        entropy_factor = self._factors.entropy
+        extra = entropy_factor != 0 or (self._factors.kl != 0 and config.kl_in == "loss") or config.kind == "kimi"
+        separate = extra and self._normalizes_by_batch(group.name)
+        share = self._token_shares(batch)
         actions = ActionTensors(batch, policy.device)
         objective = PolicyObjective(
             config,
@@ -157,23 +173,38 @@ class GradientAccumulation:
             self.version,
             device=policy.device,
             dtype=policy.dtype,
-            reference=self._reference.tensor(batch, policy) if config.kl else None,
+            factors=self._factors,
+            reference=None if group.reference is None else policy.loss_tokens(batch, group.reference),
         )
         used = batch.used_lengths
         for samples in plan_microbatches(used, self._config.max_tokens_per_microbatch):
             micro = build_microbatch(batch, samples, used, policy.device)
-            logprobs, entropy = policy.score(micro, actions, entropy_grad=config.entropy != 0)
+            logprobs, entropy = policy.score(micro, actions, entropy_grad=entropy_factor != 0)
             # The proximal policy is the policy at the start of the step, which has a single update.
             loss, penalty, values = objective.terms(logprobs, entropy, micro.pick)
-            main, bonus = loss.sum(), -config.entropy * entropy.sum()
+            if share is not None:
+                loss, entropy = loss * share[micro.pick], entropy * share[micro.pick]
+                penalty = penalty if penalty is None else penalty * share[micro.pick]
+            main, bonus = loss.sum(), -entropy_factor * entropy.sum()
             if penalty is not None:
-                bonus = bonus + config.kl * penalty.sum()
-            if (config.entropy or config.kl) and not separate:
+                bonus = bonus + penalty.sum()
+            if extra and not separate:
                 main = main + bonus
             domain.main.add([*self._grad(main, keep=separate), main])
             if separate:
                 domain.bonus.add([*self._grad(bonus, keep=False), bonus])
             self.meter.add(micro, values)
+
+    def _token_shares(self, batch: TrainingBatch) -> Tensor | None:
+        """The factor of each loss token [N] that its sample determines; None: 1 for all."""
+        config, loss = self._config.loss, batch.loss
+        counted = counted_samples(config, batch, np.arange(len(batch)))
+        size = np.diff(loss.first)
+        if config.aggregation == "token" and size[counted].sum() == len(loss):
+            return None
+        share = np.zeros(len(batch))
+        share[counted] = 1.0 if config.aggregation == "token" else token_shares(config, size[counted])
+        return torch.from_numpy(share[loss.sample]).to(self._policy.device, self._policy.dtype)
 
     def _grad(self, value: Tensor, *, keep: bool) -> tuple[Tensor | None, ...]:
         return torch.autograd.grad(value, self._parameters, retain_graph=keep, allow_unused=True)
@@ -188,6 +219,9 @@ class GradientAccumulation:
         for group in groups:
             domain = self._domains[group.name]
             domain.tokens += len(group.batch.loss)
+            counted = counted_samples(self._config.loss, group.batch, np.arange(len(group.batch)))
+            size = np.diff(group.batch.loss.first)[counted]
+            domain.counted += int(size.sum()) if self._config.loss.aggregation == "token" else len(counted)
             domain.samples += len(group.batch)
             domain.score += float(group.batch.score.sum())
             domain.advantage_abs += float(np.abs(group.advantage).sum())
@@ -198,8 +232,8 @@ class GradientAccumulation:
         return self._config.domains[name].advantage.normalize == "batch"
 
     def _shares(self) -> dict[str, float]:
-        """The weight of one token of each domain (`losses.token_weights`, from the counts alone)."""
-        present = {n: d.tokens for n, d in sorted(self._domains.items()) if d.tokens}
+        """The weight of one token, or sample, of each domain (`losses.loss_weights`, from the counts alone)."""
+        present = {n: d.counted for n, d in sorted(self._domains.items()) if d.counted}
         weight = {n: self._config.domains[n].loss_weight for n in present}
         if self._config.domain_balance == "domains":
             whole = sum(weight.values())
@@ -272,6 +306,8 @@ class _DomainState:
     main: ExactSum
     bonus: ExactSum
     tokens: int = 0
+    counted: int = 0
+    """Tokens of samples that the loss counts, or these samples (`loss.aggregation`)."""
     samples: int = 0
     score: float = 0.0
     advantage_abs: float = 0.0
@@ -295,9 +331,11 @@ def _weighted(parts: Sequence[tuple[Tensor | None, float]]) -> Tensor | None:
 
 @dataclass(frozen=True, slots=True)
 class _GroupAdvantages:
-    """A single group with loss: its domain, and the advantages of its loss tokens [N] and of its credit units [U]."""
+    """A single group: its domain, and the advantages of its loss tokens [N] and of its credit units [U]."""
 
     name: str
     batch: TrainingBatch
     advantage: FloatArray
     units: FloatArray
+    reference: FloatArray | None = None
+    """Log-probabilities [T] under the reference policy, with a KL penalty."""

@@ -6,11 +6,13 @@ of a sample is its domain's part of the batch (`baseline: domain`) or its group 
 
     return-to-go   G_k = Σ_{j ≥ k} γ^{j−k} r_j                                   (Sutton & Barto 2018, §3.3)
     baseline       b_k at level trajectory: the mean of G over the set, the sample included, as GRPO has it
-                         (arXiv:2402.03300, eq. 3); at level turn or token: the mean of G_k over the *other* samples of
+                         (arXiv:2402.03300, eq. 3), or without it (`leave_one_out`: RLOO, arXiv:2402.14740); at
+                         level turn or token: the mean of G_k over the *other* samples of
                          the set that reach unit k, and if none does, over all others of G at their last unit
     centred        A_k = G_k − b_k                                               (b_k = 0 with `baseline: none`)
     normalize      A_k / s; s = the sample standard deviation (n − 1, as in TRL and verl) of the centred values over the
-                         units of the group (`group`) or of the domain in the batch (`batch`), or 1 (`none`)
+                         units of the group (`group`) or of the domain in the batch (`batch`), or 1 (`none`);
+                         `whiten`: (A_k − m)/s, m and s over the domain in the batch (REINFORCE++, arXiv:2501.03262)
 
 At level turn and token the baseline leaves the sample out because sets differ from unit to unit. The mean of the n_k
 samples that reach unit k, the sample included, shrinks its advantage by (n_k − 1) / n_k: by a half where two reach
@@ -20,11 +22,15 @@ unbiased (Williams 1992; Kool et al. 2019). A sample that is alone in its set ha
 
 Every token of a unit gets the unit's advantage. Rewards at tokens that were not sampled are ignored: the contract of
 `TrainSample` pays a turn at its last action token. Turn-level credit: arXiv:2505.11821.
+
+`overlong` o, before all of it: with n sampled tokens of at most L, the last one's reward falls by
+min(1, max(0, (n − (1 − o) L) / (o L))), the soft punishment of DAPO (arXiv:2503.14476, eq. 13).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -37,18 +43,35 @@ MIN_STD = 1e-6
 
 def batch_advantages(batch: TrainingBatch, domains: Mapping[str, CreditSpec]) -> FloatArray:
     """Advantage of every loss token [N]. `ValueError` for a domain that is not configured."""
+    batch = punish_overlong(batch, domains)
     out = np.zeros(len(batch.loss), np.float64)
     for name, pick in _by_domain(batch, domains):
         config = domains[name].advantage
         value, units = domain_advantages(config, batch, pick)
-        out[pick] = value / normalisation_divisor(units) if config.normalize == "batch" else value
+        out[pick] = normalized(config, value, units)
     return out
+
+
+def punish_overlong(batch: TrainingBatch, domains: Mapping[str, CreditSpec]) -> TrainingBatch:
+    """The batch with the rewards of `overlong`; the batch itself if no domain has it."""
+    shares = [domains[name].advantage.overlong if name in domains else 0.0 for name in batch.domains]
+    if not any(shares):
+        return batch
+    most = np.array([(domains[name].max_length or 1) if name in domains else 1 for name in batch.domains])
+    share, length = np.array(shares)[batch.domain], most[batch.domain]
+    size = np.diff(batch.loss.first)
+    punished = np.flatnonzero((share > 0) & (size > 0))
+    over = (size - (1.0 - share) * length)[punished] / (share * length)[punished]
+    rewards = batch.rewards.copy()
+    rewards[batch.loss.position[batch.loss.first[1:][punished] - 1]] -= np.clip(over, 0.0, 1.0)
+    return replace(batch, rewards=rewards)
 
 
 def group_advantages(batch: TrainingBatch, domains: Mapping[str, CreditSpec], *, by_id: bool) -> FloatArray:
     """Advantage of every token [T] of whole groups before `normalize: batch`, 0.0 for tokens without loss: the part
     that does not depend on the rest of the batch. `by_id`: add up samples of a group in the order of their ids, as a
     streamed step does. `ValueError` for a domain whose baseline is of the whole batch."""
+    batch = punish_overlong(batch, domains)
     out = np.zeros(len(batch.tokens), np.float64)
     for name, _ in _by_domain(batch, domains):
         if domains[name].advantage.baseline == "domain":
@@ -94,7 +117,14 @@ def advantages(
 ) -> FloatArray:
     """Advantages [N] of one domain's loss tokens. `sample` [N] ascends; `group` is indexed by sample."""
     picked, units = centred_advantages(config, sample=sample, turn=turn, rewards=rewards, group=group)
-    return picked / normalisation_divisor(units) if config.normalize == "batch" else picked
+    return normalized(config, picked, units)
+
+
+def normalized(config: AdvantageSpec, value: FloatArray, units: FloatArray) -> FloatArray:
+    """Centred advantages [N] after the part of `normalize` that needs the whole batch, whose units are `units` [U]."""
+    if config.normalize == "whiten":
+        value = value - units.mean()
+    return value / normalisation_divisor(units) if config.normalize in ("batch", "whiten") else value
 
 
 def domain_credit(domains: Mapping[str, CreditSpec], name: str) -> CreditSpec:
@@ -123,9 +153,9 @@ def centred_advantages(
     reached[row, unit] = True
     value = returns_to_go(reward, config.gamma)
     if config.baseline != "none":
-        keys = group[present] if config.baseline == "group" else np.zeros(len(present), np.int64)
+        keys = np.zeros(len(present), np.int64) if config.baseline == "domain" else group[present]
         _, index = np.unique(keys, return_inverse=True)
-        whole = config.level == "trajectory"
+        whole = config.level == "trajectory" and config.baseline != "leave_one_out"
         value = value - (_mean(value, index) if whole else _mean_of_others(value, reached, index))
         if config.normalize == "group":
             for members in (index == number for number in range(int(index.max()) + 1)):

@@ -12,6 +12,7 @@ S samples, T tokens in total:
     sets      list[list[int]]   the distinct legal sets;  legal  int32[T]  is 1 + index into it, 0 = unrestricted
     reference, advantage  float64[T]   columns that were filled before; each may be missing
     weight    float64[S]        factors of the samples' tokens in the loss; all 1 if missing
+    truncated uint8[S]          1 for samples that were cut at a length limit; none if missing
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ BoolArray: TypeAlias = NDArray[np.bool_]
 TOKEN_COLUMNS = ("tokens", "mask", "logprobs", "versions", "turn", "rewards", "reference", "advantage")
 """Columns [T] of a batch besides `legal`, whose values index the batch's own sets."""
 
-SAMPLE_COLUMNS = ("domain", "group", "score", "weight")
+SAMPLE_COLUMNS = ("domain", "group", "score", "weight", "truncated")
 """Columns [S] of a batch."""
 
 
@@ -92,6 +93,8 @@ class TrainingBatch:
     """Advantages before `normalize`; None if unknown."""
     weight: FloatArray | None = None
     """Factor of each sample's tokens in the loss [S]; None: all 1."""
+    truncated: BoolArray | None = None
+    """True for samples that were cut at a length limit [S]; None: none was."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -166,9 +169,15 @@ def _unpack(wire: Mapping[str, Any]) -> TrainingBatch:
         "rewards": np.frombuffer(wire["rewards"], "<f8"),
         **{name: np.frombuffer(wire[name], "<f8") for name in ("reference", "advantage") if name in wire},
     }
-    per_sample = {"domain": ints("domain"), "group": ints("group"), "score": np.frombuffer(wire["score"], "<f8")}
+    per_sample: dict[str, NDArray[Any]] = {
+        "domain": ints("domain"),
+        "group": ints("group"),
+        "score": np.frombuffer(wire["score"], "<f8"),
+    }
     if "weight" in wire:
         per_sample["weight"] = np.frombuffer(wire["weight"], "<f8")
+    if "truncated" in wire:
+        per_sample["truncated"] = np.frombuffer(wire["truncated"], np.uint8) != 0
     for name, array in (*arrays.items(), *per_sample.items()):
         expected = int(offsets[-1]) if name in arrays else len(ids)
         if len(array) != expected:

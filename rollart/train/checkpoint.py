@@ -469,7 +469,10 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
         model = TensorFiles(path / name for name in _files_of(MODEL, files))
         state = TensorFiles(path / name for name in _files_of(OPTIMIZER, files))
         counts = json.loads((path / STATE).read_text(encoding="utf-8"))
-        counters = LearnerCounters(**{f.name: int(counts[f.name]) for f in dataclasses.fields(LearnerCounters)})
+        counters = LearnerCounters(
+            *(int(counts[name]) for name in ("train_calls", "imitate_calls", "updates")),
+            *(float(counts.get(name, 0.0)) for name in ("kl", "entropy", "last_entropy")),  # not in older versions
+        )
         wanted = {f"{ADAPTER}/{name}/weight": p for name, p in adapters.items()}
         if {n: tuple(m.base.shape) for n, m in own.items()} != model.shapes:
             raise another

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -20,11 +20,20 @@ from torch import Tensor
 
 from rollart.errors import RollartError, TrainerError
 from rollart.model import TrainReport
-from rollart.settings.training import TrainerConfig
+from rollart.settings.training import LossSpec, TrainerConfig
 from rollart.train.accumulation import GradientAccumulation
 from rollart.train.advantages import batch_advantages, group_advantages
 from rollart.train.batch import FloatArray, IntArray, TrainingBatch
-from rollart.train.losses import GAP_METRICS, PolicyObjective, TrainingMeter, gap_shares, token_weights
+from rollart.train.losses import (
+    GAP_METRICS,
+    LossFactors,
+    PolicyObjective,
+    TrainingMeter,
+    gap_shares,
+    loss_weights,
+    penalised_rewards,
+    uses_proximal,
+)
 from rollart.train.microbatch import build_microbatch, rank_microbatches
 from rollart.train.policy import (
     ActionTensors,
@@ -40,6 +49,12 @@ from rollart.train.ranks import Ranks
 DECAY_MIN_FRACTION = 0.1
 """Share of the learning rate at the end of its decay."""
 
+KL_GAIN = 0.1
+"""K_β of arXiv:1909.08593: a step changes the factor by at most KL_GAIN × MAX_KL_ERROR."""
+
+MAX_KL_ERROR = 0.2
+"""Bound of the relative distance from the target, there as well."""
+
 STOP_WINDOW = 5
 """Mini-batches whose mean loss can end imitation: the loss of a single one is noise."""
 
@@ -50,12 +65,18 @@ Objective: TypeAlias = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str
 
 @dataclass(slots=True)
 class LearnerCounters:
-    """State of a version besides tensors: numbers of calls, which determine shuffles, and of updates, for the
-    warm-up."""
+    """State of a version besides tensors: numbers of calls, which determine shuffles, of updates, for the
+    warm-up, and the adapted factors of the loss."""
 
     train_calls: int = 0
     imitate_calls: int = 0
     updates: int = 0
+    kl: float = 0.0
+    """The adapted factor of the KL penalty; 0 before the first step, and without `loss.kl_target`."""
+    entropy: float = 0.0
+    """The adapted factor of the entropy bonus; as above, with `loss.entropy_target`."""
+    last_entropy: float = 0.0
+    """Entropy of the last step, with `loss.entropy_target`."""
 
 
 class Learner:
@@ -98,23 +119,30 @@ class Learner:
             return self.finish()
         started, cpu = time.perf_counter(), time.thread_time()
         used, alive = _samples_with_loss(batch)
-        advantage = batch_advantages(batch, self.config.domains)
+        loss, factors = self.config.loss, self._factors()
+        reference = self._reference_logprobs(batch, version) if loss.kl else None
+        paid = penalised_rewards(batch, reference, loss, factors)
+        advantage = batch_advantages(paid, self.config.domains)
+        # With a single update the policy of the first pass is the one at the start of the step.
+        scores = loss.kind == "decoupled" or (uses_proximal(loss) and self.config.epochs * self.config.minibatches > 1)
         job = _LearnerJob(
             batch=batch,
             used=used,
             actions=ActionTensors(batch, self.policy.device),
             weight=np.array([self.config.domains[d].loss_weight for d in batch.domains]),
             objective=PolicyObjective(
-                self.config.loss,
+                loss,
                 batch,
                 advantage,
                 version,
                 device=self.policy.device,
                 dtype=self.policy.dtype,
-                proximal=self._score(batch, used) if self.config.loss.kind == "decoupled" else None,
-                reference=self._reference_logprobs(batch) if self.config.loss.kl else None,
+                factors=factors,
+                proximal=self._score(batch, used) if scores else None,
+                reference=None if reference is None else self.policy.loss_tokens(batch, reference),
             ),
-            entropy_grad=self.config.loss.entropy != 0,
+            entropy_grad=factors.entropy != 0,
+            aggregation=loss,
         )
         gaps: dict[str, float] = {}
         rng = np.random.default_rng([self.config.seed, 0, self.counters.train_calls])
@@ -128,7 +156,7 @@ class Learner:
         self.counters.train_calls += 1
         job.meter.merge(self.ranks, self.policy.device)
         metrics = job.meter.metrics() | _batch_metrics(batch, version, advantage)
-        metrics |= {
+        metrics |= self._adapt_factors(factors, metrics) | {
             "behaviour_gap": 0.0,
             **gaps,
             "lr": optimizer.param_groups[0]["lr"],
@@ -148,7 +176,9 @@ class Learner:
         """Start a streamed step from `version`. `ValueError` if the config does not stream."""
         if not self.config.stream:
             raise ValueError("the trainer was not configured to stream: set stream in its config (training.stream)")
-        self._open = GradientAccumulation(self.policy, self.config, self._parameters, version, self.reference)
+        self._open = GradientAccumulation(
+            self.policy, self.config, self._parameters, version, self.reference, self._factors()
+        )
 
     def accumulate(self, batch: TrainingBatch) -> int:
         """Add the gradient of some whole groups; the number of loss tokens so far. `ValueError` for samples that cannot
@@ -167,6 +197,7 @@ class Learner:
         """One update with the accumulated gradient, bit for bit equal to `train` on the same samples in any order.
         Errors as for `train`; the step ends in every case."""
         step, self._open = self._open_step(), None
+        factors = self._factors()
         started, cpu = time.perf_counter(), time.thread_time()
         gradient, loss = step.gradient()
         self.optimizers.pop("imitation", None)
@@ -180,7 +211,7 @@ class Learner:
         metrics = step.meter.metrics() | step.metrics()
         if step.tokens:
             metrics |= gap_shares(*(step.meter.mean(name) for name in GAP_METRICS))
-        metrics |= {
+        metrics |= self._adapt_factors(factors, metrics) | {
             "lr": optimizer.param_groups[0]["lr"],
             "cpu_seconds": step.cpu_seconds + time.thread_time() - cpu,
             "exposed_seconds": time.perf_counter() - started,
@@ -206,6 +237,7 @@ class Learner:
             weight=np.ones(len(batch.domains)),
             objective=lambda logprobs, entropy, pick: (-logprobs, {"entropy": entropy.detach()}),  # cross-entropy
             entropy_grad=False,
+            aggregation=LossSpec(),
         )
         rng = np.random.default_rng([self.config.seed, 1, self.counters.imitate_calls])
         optimizer = self.optimizer("imitation")
@@ -244,12 +276,36 @@ class Learner:
             self.optimizers[name] = torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
         return self.optimizers[name]
 
-    def _reference_logprobs(self, batch: TrainingBatch) -> Tensor:
-        """Log-probabilities [N] of the loss tokens under the reference policy. If a rank cannot load it, all ranks
+    def _factors(self) -> LossFactors:
+        """The factors of the next step. Above `entropy_target` there is no bonus (Skywork-OR1, arXiv:2505.22312,
+        eq. 5)."""
+        loss, seen = self.config.loss, self.counters
+        entropy = loss.entropy
+        if loss.entropy_target is not None and seen.train_calls:
+            entropy = seen.entropy if seen.last_entropy <= loss.entropy_target else 0.0
+        return LossFactors(kl=seen.kl or loss.kl if loss.kl_target else loss.kl, entropy=entropy)
+
+    def _adapt_factors(self, factors: LossFactors, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Move the factors that have a target by this step's means; their metrics. KL: the proportional controller of
+        arXiv:1909.08593, §2.2; entropy: a step up or down."""
+        loss, seen, used = self.config.loss, self.counters, {}
+        if loss.kl_target is not None:
+            used["kl_factor"] = factors.kl
+            error = min(MAX_KL_ERROR, max(-MAX_KL_ERROR, metrics["reference_kl"] / loss.kl_target - 1.0))
+            seen.kl = factors.kl * (1.0 + KL_GAIN * error)
+        if loss.entropy_target is not None:
+            used["entropy_factor"] = factors.entropy
+            seen.last_entropy = metrics["entropy"]
+            step = loss.entropy_step if seen.last_entropy <= loss.entropy_target else -loss.entropy_step
+            seen.entropy = max(0.0, (seen.entropy if seen.train_calls > 1 else loss.entropy) + step)
+        return used
+
+    def _reference_logprobs(self, batch: TrainingBatch, version: int) -> FloatArray:
+        """Log-probabilities [T] of the loss tokens under the reference policy. If a rank cannot load it, all ranks
         raise its error: they would otherwise wait for that rank in the forward pass."""
         problem, logprobs = None, None
         try:
-            logprobs = self.reference.tensor(batch, self.policy)
+            logprobs = self.reference.column(batch, version)
         except RollartError as error:
             problem = error if isinstance(error, TrainerError) else TrainerError(error.message, remedy=error.remedy)
         self.ranks.torch.agree(problem)
@@ -259,13 +315,9 @@ class Learner:
     def _update(self, optimizer: torch.optim.AdamW, job: _LearnerJob, part: IntArray) -> Tensor:
         """One optimizer update on the samples `part`, with the gradient accumulated over micro-batches; the loss before
         the update."""
-        policy, loss = self.policy, job.batch.loss
-        tokens = np.concatenate([np.arange(loss.first[s], loss.first[s + 1]) for s in part])
-        shares = np.zeros(len(loss))
-        domain = job.batch.domain[loss.sample[tokens]]
-        shares[tokens] = token_weights(domain, job.weight, balance=self.config.domain_balance == "domains")
-        if job.batch.weight is not None:
-            shares[tokens] *= job.batch.weight[loss.sample[tokens]]
+        policy = self.policy
+        balance = self.config.domain_balance == "domains"
+        shares = loss_weights(job.aggregation, job.batch, part, job.weight, balance=balance)
         scale = torch.from_numpy(shares).to(policy.device, policy.dtype)
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=policy.device, dtype=policy.dtype)
@@ -341,6 +393,7 @@ class _LearnerJob:
     weight: FloatArray
     objective: Objective
     entropy_grad: bool
+    aggregation: LossSpec
     meter: TrainingMeter = field(default_factory=TrainingMeter)
 
 

@@ -149,6 +149,10 @@ class TrainedPolicy:
             return parts[0]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
 
+    def loss_tokens(self, batch: TrainingBatch, column: FloatArray) -> Tensor:
+        """The loss tokens [N] of a column [T], on the device."""
+        return torch.from_numpy(column[batch.loss.position]).to(self.device, self.dtype)
+
     def _matches_model(self, shortcut: Callable[[Tensor, Tensor], Tensor]) -> bool:
         """True if a shortcut computes the same as the model; tried once, on two rows of four tokens."""
         ids = (torch.arange(8, device=self.device) % self.vocab_size).reshape(2, 4)
@@ -256,8 +260,9 @@ class Scorer(nn.Module):
 
 
 class ReferencePolicy:
-    """The reference policy of a KL penalty: the run's first version, which never changes. Owns the model, which is
-    loaded on first use, after version 0 is published. Thread-safe; calls run one at a time.
+    """The reference policy of a KL penalty: the run's first version, another checkpoint (`loss.reference`), or the
+    latest version whose number is a multiple of `loss.reference_reset`. Owns the model, which is loaded on first use,
+    after the version is published. Thread-safe; calls run one at a time.
 
     Every sample has a separate forward pass. Its log-probabilities therefore do not depend on the rest of the batch,
     and are bit for bit the same when computed on arrival or in the training step.
@@ -266,14 +271,15 @@ class ReferencePolicy:
     def __init__(self, config: TrainerConfig) -> None:
         self._config = config
         self._policy: TrainedPolicy | None = None
+        self._number = 0
         self._lock = threading.Lock()
 
-    def logprobs(self, batch: TrainingBatch) -> FloatArray:
-        """Log-probability of every token [T], 0.0 for tokens without loss. `TrainerError` if version 0 does not
-        exist."""
+    def logprobs(self, batch: TrainingBatch, version: int = 0) -> FloatArray:
+        """Log-probability of every token [T] in a step that trains `version`, 0.0 for tokens without loss.
+        `TrainerError` if the reference does not exist."""
         out = np.zeros(len(batch.tokens), np.float64)
         with self._lock, torch.no_grad():
-            policy = self._loaded()
+            policy = self._loaded(version)
             for s in np.flatnonzero(batch.used_lengths > 0):
                 one = select_samples(batch, np.array([s], np.int64))
                 micro = build_microbatch(one, np.zeros(1, np.int64), one.used_lengths, policy.device)
@@ -282,19 +288,23 @@ class ReferencePolicy:
                 out[at] = scored.double().cpu().numpy()
         return out
 
-    def tensor(self, batch: TrainingBatch, policy: TrainedPolicy) -> Tensor:
-        """The same for the loss tokens alone [N], on the policy's device; taken from the batch if it contains them."""
-        column = self.logprobs(batch) if batch.reference is None else batch.reference
-        return torch.from_numpy(column[batch.loss.position]).to(policy.device, policy.dtype)
+    def column(self, batch: TrainingBatch, version: int) -> FloatArray:
+        """The same, taken from the batch if it contains them."""
+        return self.logprobs(batch, version) if batch.reference is None else batch.reference
 
-    def _loaded(self) -> TrainedPolicy:
-        if self._policy is None:
-            path = version_path(Path(self._config.weights_root), 0)
-            if not (path / MARKER).is_file():
+    def _loaded(self, version: int) -> TrainedPolicy:
+        loss = self._config.loss
+        number = version - version % loss.reference_reset if loss.reference_reset else 0
+        if self._policy is None or number != self._number:
+            path = version_path(Path(self._config.weights_root), number)
+            if loss.reference is not None:
+                path = Path(loss.reference)
+            elif not (path / MARKER).is_file():
                 raise TrainerError(
-                    f"the reference policy is version 0, which is not at {path}",
+                    f"the reference policy is version {number}, which is not at {path}",
                     remedy="a run that has pruned it cannot take up a KL penalty: start a new one",
                 )
+            self._policy, self._number = None, number  # frees the old model before the new one is loaded
             setup = self._config.model.model_copy(update={"path": str(path), "init": None})
             self._policy = TrainedPolicy(load_model(setup, self._config.device), temperature=self._config.temperature)
             if self._config.parallel.dtype == "bfloat16":

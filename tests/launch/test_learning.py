@@ -115,7 +115,8 @@ def test_every_setting_of_training_reaches_the_trainer(tmp_path: Path) -> None:
         "eps": 1e-6,
         "weight_decay": 0.1,
         "grad_clip": 0.0,
-        "loss": {"kind": "tis", "clip_low": 1.0, "cap": 3.0, "kl": 0.1},
+        "algorithm": "cispo",
+        "loss": {"kind": "tis", "clip_low": 1.0, "cap": 3.0, "kl": 0.1, "mask_truncated": True},
         "epochs": 2,
         "minibatches": 3,
         "max_tokens_per_microbatch": 99,
@@ -127,6 +128,18 @@ def test_every_setting_of_training_reaches_the_trainer(tmp_path: Path) -> None:
     for given in (training, {}):
         wanted = TrainingSpec.model_validate(given)
         assert trained(tmp_path, training=given).model_dump(include=keys) == wanted.model_dump()
+
+
+def test_lengths_and_paths_of_an_algorithm_are_those_of_the_run(tmp_path: Path) -> None:
+    training = {"algorithm": "dr_grpo", "loss": {"kl": 0.1, "reference": "old/policy"}}
+    domain = {"group_size": 2, "max_turns": 3, "max_tokens": 5, "advantage": {"overlong": 0.5}}
+    config = trained(tmp_path, training=training, **{f"domains__0__{key}": value for key, value in domain.items()})
+    (credit,) = config.domains.values()
+    assert config.loss.length == credit.max_length == 15
+    assert credit.advantage.overlong == 0.5
+    assert config.loss.reference is not None
+    assert Path(config.loss.reference).is_absolute()
+    assert config.loss.reference.endswith("old/policy")
 
 
 @pytest.mark.parametrize(("written", "means"), [("true", "batch"), ("false", "none")])

@@ -382,12 +382,19 @@ FILES = {
     "inside.py": STATEFUL.format(", env"),
     "lost.py": "import no_such_module\n" + STATEFUL.format(""),
     "garbage/tokenizer.json": "{}",
+    "small/config.json": '{"vocab_size": 7}',
 }
 
 
 @pytest.mark.parametrize(
     ("changes", "cluster_changes", "message"),
     [
+        (
+            {"training__loss": {"kl": 0.1, "reference": "nowhere"}},
+            {},
+            "reference is 'nowhere', whose config.json is not",
+        ),
+        ({"training__loss": {"kl": 0.1, "reference": "small"}}, {}, "reference is 'small' with vocab_size 7"),
         ({"model__tokenizer": "garbage"}, {}, "tokenizer.json is no tokenizer"),
         ({"model__tokenizer": "helpers:fails"}, {}, "helpers:fails' failed: ValueError: no corpus"),
         ({"model__tokenizer": "helpers:nothing"}, {}, "wrote no tokenizer.json"),

@@ -218,7 +218,7 @@ def test_samples_come_back_bit_by_bit(sample: MakeSample) -> None:
     restricted = TrainSample(
         **{f: getattr(one, f) for f in one.__slots__ if f != "allowed"}, allowed=(None,) * 49 + ((1, 2),)
     )
-    for each in (one, restricted):
+    for each in (one, restricted, dataclasses.replace(one, truncated=True)):
         assert decode_sample(encode_sample(each)) == each
     with pytest.raises(ValueError, match="not a sample"):
         decode_sample(b"\x01junk")

@@ -42,7 +42,13 @@ SETUP: dict[str, Any] = {
     "weight_decay": 0.01,
     "eps": 1e-3,
     "max_tokens_per_microbatch": 16,
-    "loss": {"kind": "decoupled", "entropy": 0.01},
+    "loss": {
+        "kind": "decoupled",
+        "ratio": "geometric",
+        "aggregation": "sample",
+        "entropy": 0.01,
+        "entropy_target": 3.0,
+    },
     "domain_balance": "domains",
 }
 CLOSE = 1e-9

@@ -135,6 +135,62 @@ def test_the_penalty_has_the_gradient_of_its_formula(tmp_path: Path) -> None:
     assert torch.allclose(ours.grad, 1 - (anchor - ours.detach()).exp())
 
 
+def test_another_checkpoint_may_be_the_reference(tmp_path: Path) -> None:
+    moved = learner(tmp_path / "own", kl=0.0)
+    samples = batch(flat(groups(3, 4)))
+    moved.train(samples, 0)
+    path = publish_version(moved, tmp_path / "other", 7)
+    made = learner(tmp_path / "own", loss={"reference": str(path)})
+    assert made.reference.logprobs(samples) == pytest.approx(moved.logprobs(samples), abs=1e-5)
+    assert made.train(samples, 0).metrics["reference_kl"] > 1e-6
+
+
+def test_a_reset_makes_the_latest_multiple_the_reference(tmp_path: Path) -> None:
+    made = learner(tmp_path, loss={"reference_reset": 2})
+    samples = batch(flat(groups(3, 4)))
+    measured = []
+    for version in range(4):
+        measured.append(made.train(samples, version).metrics["reference_kl"])
+        publish_version(made, tmp_path, version + 1)
+    assert [kl < 1e-9 for kl in measured] == [True, False, True, False]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_penalty_in_the_reward_is_the_same_reward_paid(tmp_path: Path, stream: bool) -> None:
+    samples = flat(groups(5, 4))
+    made = learner(tmp_path, stream=stream, advantage=1, loss={"kl_in": "reward", "kl_estimator": "k1"})
+    paid = []
+    for one in samples:
+        reference = made.reference.logprobs(batch([one]))
+        rewards = [
+            r - 0.3 * (float(np.float32(p)) - q) if m else r  # as on the wire
+            for r, p, q, m in zip(one.rewards, one.logprobs, reference, one.loss_mask, strict=True)
+        ]
+        paid.append(dataclasses.replace(one, rewards=tuple(rewards)))
+    plain = learner(tmp_path, kl=0.0, stream=stream, advantage=1)
+    made.train(batch(samples), 0)
+    plain.train(batch(paid), 0)
+    assert same(state(made), state(plain))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_factors_are_adapted_to_their_targets_and_go_on_in_the_next_life(tmp_path: Path, stream: bool) -> None:
+    targets = {"kl_target": 1e-9, "entropy": 0.01, "entropy_target": 100.0, "entropy_step": 0.002}
+    samples = batch(flat(groups(3, 4)))
+    made = learner(tmp_path, stream=stream, loss=targets)
+    first, second = (made.train(samples, version).metrics for version in (0, 1))
+    path = publish_version(made, tmp_path, 2)
+    later = learner(tmp_path, stream=stream, loss=targets)
+    checkpoint.restore_version(later, path, 2)
+    third = later.train(samples, 2).metrics
+    assert [m["entropy_factor"] for m in (first, second, third)] == pytest.approx([0.01, 0.012, 0.014])
+    # At first the policy is the reference, below any target; then it is far above this one.
+    factors = [m["kl_factor"] for m in (first, second, third)]
+    assert factors == pytest.approx([0.3, 0.3 * 0.98, 0.3 * 0.98 * 1.02])
+    low = learner(tmp_path, stream=stream, loss={"entropy": 0.01, "entropy_target": 1e-3})
+    assert [low.train(samples, version).metrics["entropy_factor"] for version in (0, 1)] == [0.01, 0.0]
+
+
 def test_without_a_first_version_the_reference_says_so(tmp_path: Path) -> None:
     made = Learner(config(tmp_path, loss={"kl": 0.1}))
     with pytest.raises(TrainerError, match="reference policy is version 0, which is not at"):

@@ -173,6 +173,7 @@ def encode_samples(samples: Sequence[TrainSample]) -> dict[str, object]:
         "legal": b"".join(_legal(s, legal_sets) for s in samples),
         "sets": [list(members) for members in legal_sets],
         **({"weight": _pack("d", [s.weight for s in samples])} if any(s.weight != 1.0 for s in samples) else {}),
+        **({"truncated": bytes(s.truncated for s in samples)} if any(s.truncated for s in samples) else {}),
         **{name: _pack("d", _flat(getattr(s, name) for s in samples)) for name in complete},
     }
 

@@ -1,0 +1,93 @@
+"""The algorithms of `training.algorithm`: each a set of defaults for switches that can be set one by one. Pure data.
+
+What a spec gives itself stays. Formulas, papers and the differences from other implementations are in docs/training.md
+"Algorithms".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "topr", "kimi"]
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmPreset:
+    """Defaults of `training.loss` and of every domain's `advantage`."""
+
+    loss: Mapping[str, Any]
+    advantage: Mapping[str, Any] = field(default_factory=dict)
+
+
+_GROUP_SCALED = {"level": "trajectory", "baseline": "group", "normalize": "group"}
+_GROUP_CENTRED = {"level": "trajectory", "baseline": "group", "normalize": "none"}
+
+PRESETS: Mapping[Algorithm, AlgorithmPreset] = {
+    "grpo": AlgorithmPreset({"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "sample"}, _GROUP_SCALED),
+    "dr_grpo": AlgorithmPreset(
+        {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "constant"}, _GROUP_CENTRED
+    ),
+    "dapo": AlgorithmPreset(
+        {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.28, "aggregation": "token"}, {**_GROUP_SCALED, "overlong": 0.2}
+    ),
+    "gspo": AlgorithmPreset(
+        {"kind": "ppo", "ratio": "geometric", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "sample"},
+        _GROUP_SCALED,
+    ),
+    "cispo": AlgorithmPreset({"kind": "tis", "cap": 5.0, "aggregation": "token"}, _GROUP_SCALED),
+    "rloo": AlgorithmPreset(
+        {
+            "kind": "ppo",
+            "ratio": "product",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "aggregation": "sample",
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+        },
+        {"level": "trajectory", "baseline": "leave_one_out", "normalize": "none"},
+    ),
+    "reinforce_pp": AlgorithmPreset(
+        {
+            "kind": "ppo",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "aggregation": "token",
+            "kl": 0.01,
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+        },
+        {"level": "token", "gamma": 1.0, "baseline": "none", "normalize": "whiten"},
+    ),
+    "topr": AlgorithmPreset(
+        {"kind": "topr", "cap": 1.0, "correction_level": "product", "aggregation": "constant"}, _GROUP_CENTRED
+    ),
+    "kimi": AlgorithmPreset({"kind": "kimi", "tau": 1.0, "aggregation": "constant"}, _GROUP_CENTRED),
+}
+"""The algorithms by name. `loss.length` of the constant aggregation is the longest domain's."""
+
+
+def with_loss_defaults(training: Any) -> Any:
+    """The values of a `training` mapping, with the loss of its algorithm where the mapping gives none. Other values are
+    returned as they are: their errors are pydantic's."""
+    preset = _preset(training)
+    if preset is None:
+        return training
+    loss = training.get("loss", {})
+    return {**training, "loss": {**preset.loss, **loss}} if isinstance(loss, Mapping) else training
+
+
+def with_advantage_defaults(training: Any, domain: Any) -> Any:
+    """The values of a domain with the advantage of the algorithm of `training`, where the domain gives none."""
+    preset = _preset(training)
+    if preset is None or not isinstance(domain, Mapping):
+        return domain
+    advantage = domain.get("advantage", {})
+    return {**domain, "advantage": {**preset.advantage, **advantage}} if isinstance(advantage, Mapping) else domain
+
+
+def _preset(training: Any) -> AlgorithmPreset | None:
+    name = training.get("algorithm") if isinstance(training, Mapping) else getattr(training, "algorithm", None)
+    return PRESETS.get(name) if isinstance(name, str) else None  # type: ignore[call-overload]

@@ -1,0 +1,57 @@
+"""Algorithms of `training.algorithm` in real runs: each trains to the end, with the switches that it sets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from rollart.ledger.reader import LedgerReader
+from tests.e2e.harness import BATCH, Home, tiny
+
+STEPS = 5
+
+pytestmark = pytest.mark.slow  # each run starts a trainer and an engine: torch twice, about 6 s
+
+
+def metrics(home: Home) -> list[dict[str, float]]:
+    """The metrics of each step."""
+    with LedgerReader(home.directory) as reader:
+        return [dict(row.metrics) for row in reader.versions() if row.version > 0]
+
+
+@pytest.mark.parametrize(
+    ("training", "names"),
+    [
+        (
+            {
+                "algorithm": "gspo",
+                "loss": {"aggregation": "token", "correction": "mask", "cap": 5.0, "kl": 0.1, "reference_reset": 3},
+                "minibatches": 2,
+            },
+            {"reference_kl"},
+        ),
+        (
+            {
+                "algorithm": "cispo",
+                "stream": True,
+                "loss": {"entropy_target": 9.0, "kl": 0.1, "kl_in": "reward", "kl_estimator": "k1", "kl_target": 0.01},
+            },
+            {"entropy_factor", "kl_factor", "reference_kl"},
+        ),
+    ],
+    ids=["gspo", "cispo"],
+)
+def test_an_algorithm_trains_to_the_end(home: Home, training: dict[str, Any], names: set[str]) -> None:
+    home.launch(tiny(steps=STEPS, training={"lr": 1e-3, **training})).finished()
+    spec = yaml.safe_load((home.directory / "resolved.yaml").read_text())["run"]
+    assert spec["training"]["algorithm"] == training["algorithm"]
+    steps = metrics(home)
+    assert len(steps) == STEPS
+    assert all(names <= step.keys() for step in steps)
+    assert all(step["samples"] == BATCH for step in steps)
+    assert any(step["grad_norm"] > 0 for step in steps)
+    if training["algorithm"] == "gspo":
+        kept = {int(path.name.removeprefix("v")) for path in (home.directory / "weights").glob("v*")}
+        assert kept == {3, 4, 5}, "the last two, and the reference of a next step"

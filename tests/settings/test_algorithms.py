@@ -1,0 +1,109 @@
+"""`training.algorithm` sets what a spec leaves open, and switches that do not fit each other are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollart.errors import SpecError
+from rollart.settings.algorithms import PRESETS
+from rollart.settings.load import load_run
+from rollart.settings.run import RunSpec
+from rollart.settings.training import AdvantageSpec, LossSpec
+
+Write = Callable[..., Path]
+RUN = yaml.safe_load((Path(__file__).parent / "run.yaml").read_text())
+
+
+def loaded(write: Write, training: dict[str, Any], *overrides: str, **domain: Any) -> RunSpec:
+    changes = {"training": training, "domains": [d | domain for d in RUN["domains"]]}
+    return load_run(write(yaml.safe_dump(RUN | changes)), overrides)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_algorithm_sets_what_is_not_given(write: Write, name: Any) -> None:
+    run = loaded(write, {"algorithm": name})
+    assert run.training.loss == LossSpec(**PRESETS[name].loss)
+    assert run.domains[0].advantage == AdvantageSpec(**PRESETS[name].advantage)
+    assert loaded(write, {}, f"training.algorithm={name}") == run
+    assert loaded(write, yaml.safe_load(yaml.safe_dump(run.training.model_dump()))).training == run.training
+
+
+def test_without_an_algorithm_the_defaults_are_those_of_the_models(write: Write) -> None:
+    run = loaded(write, {})
+    assert run.training.algorithm is None
+    assert run.training.loss == LossSpec()
+    assert run.domains[0].advantage == AdvantageSpec()
+
+
+def test_what_a_spec_gives_itself_stays(write: Write) -> None:
+    training = {"algorithm": "rloo", "loss": {"aggregation": "token", "kl": 0.05}, "epochs": 2}
+    run = loaded(write, training, advantage={"level": "turn", "gamma": 0.9})
+    assert (run.training.loss.aggregation, run.training.loss.ratio, run.training.loss.kl) == ("token", "product", 0.05)
+    assert run.domains[0].advantage == AdvantageSpec(
+        level="turn", gamma=0.9, baseline="leave_one_out", normalize="none"
+    )
+    assert loaded(write, training, "training.loss.ratio=token").training.loss.ratio == "token"
+
+
+@pytest.mark.parametrize(
+    ("loss", "problem"),
+    [
+        ({"kind": "tis", "ratio": "geometric"}, "ratio 'geometric' with kind 'tis', which clips no ratio: use ppo"),
+        ({"kind": "pg", "dual_clip": 3.0}, "dual_clip with kind 'pg', which clips no ratio: remove it"),
+        ({"dual_clip": 1.1}, "dual_clip 1.1 with clip_high 0.2: give more than 1 + clip_high"),
+        ({"correction_level": "product"}, "correction_level 'product' with kind 'ppo', whose loss has no importance"),
+        ({"kind": "kimi", "correction": "mask"}, "correction 'mask' with kind 'kimi', whose square bounds the ratio"),
+        ({"kind": "decoupled", "floor": 3}, "floor 3 above cap 2: give at most cap"),
+        ({"length": 9}, "length with aggregation 'token', which does not divide by it: use constant"),
+        ({"kl": 0.1, "kl_estimator": "k1"}, "kl_estimator 'k1' in the loss, where its gradient is 0 in expectation"),
+        ({"kl_target": 0.1}, "kl_target, reference or reference_reset without a penalty: give kl above 0"),
+        ({"kl": 0.1, "reference": "m", "reference_reset": 5}, "reference and reference_reset: give one"),
+    ],
+)
+def test_switches_that_do_not_fit_are_refused(write: Write, loss: dict[str, Any], problem: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        loaded(write, {"loss": loss})
+    assert problem in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("training", "more", "problem"),
+    [
+        (
+            {"algorithm": "reinforce_pp", "stream": True},
+            {},
+            "domain 'lake' has advantage.normalize 'whiten', with the mean of the whole batch (rule: group, batch or "
+            "none with training.stream)",
+        ),
+        (
+            {"algorithm": "reinforce_pp", "columns": ["advantage"]},
+            {},
+            "columns has advantage with loss.kl_in 'reward', which changes rewards in the step",
+        ),
+        (
+            {"loss": {"kl": 0.1, "reference_reset": 9}, "columns": ["ref_logprobs"]},
+            {},
+            "columns has ref_logprobs with loss.reference_reset: the reference may change before the step",
+        ),
+        ({"algorithm": "rloo"}, {"group_size": 1}, "at least 2 for `advantage.baseline: leave_one_out`"),
+        ({"algorithm": "grpo"}, {"advantage": {"baseline": "domain"}}, "normalize 'group' with baseline 'group' alone"),
+    ],
+)
+def test_algorithms_are_refused_where_they_cannot_work(
+    write: Write, training: dict[str, Any], more: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(SpecError) as caught:
+        loaded(write, training, **more)
+    assert problem in caught.value.message
+
+
+def test_a_reset_needs_versions_on_disk_before_the_step(write: Write) -> None:
+    training = {"loss": {"kl": 0.1, "reference_reset": 5}}
+    assert loaded(write, training).training.loss.reference_reset == 5
+    with pytest.raises(SpecError, match=r"reference_reset is given with weights\.overlap \(rule: without it"):
+        loaded(write, training, "weights.overlap=true")
