@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +50,15 @@ original length alone: a longer `context` is refused."""
 OPTIONAL = ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
 """Parameters that a configuration may leave out."""
 
+MAX_EXPERTS = 32_767
+"""Bound of the experts of a layer, whose numbers travel in two bytes."""
+
+STACKED_EXPERTS: Mapping[str, Sequence[str]] = {
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "down_proj": ("down_proj",),
+}
+"""Matrices of all experts in one tensor, with the matrices of each expert that they hold one below the other."""
+
 AGAIN = "download or copy it again"
 
 HEADER_BYTES = 100_000_000
@@ -74,6 +83,31 @@ class Attention:
 
     window: int | None
     rotary: Rotary | None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLayers:
+    """The layers whose MLP is a mixture of experts: each token runs through the `active` experts that the layer's
+    router gives the largest probabilities."""
+
+    experts: int
+    active: int
+    width: int
+    """Intermediate size of an expert."""
+    normalized: bool
+    """True if the weights of a token's experts sum to 1; otherwise they are the router's probabilities."""
+    layers: tuple[int, ...]
+    """Ascending."""
+
+    @property
+    def id_bytes(self) -> int:
+        """Bytes of an expert's number. All bits set stand for an unknown choice, which no expert has as its number."""
+        return 1 if self.experts < 256 else 2
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's choices, `[layers, active]` little-endian numbers."""
+        return len(self.layers) * self.active * self.id_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +145,8 @@ class Architecture:
     """Soft cap of the logits."""
     fused: bool
     """True if the checkpoint has one matrix for queries, keys and values, and one for gate and up."""
+    experts: ExpertLayers | None
+    """None: every layer has a dense MLP."""
     eos: tuple[int, ...] = field(compare=False)
     """End-of-sequence ids. Not compared: a trainer may publish weights without a generation config."""
 
@@ -143,6 +179,10 @@ def _no_windows(config: Mapping[str, Any]) -> list[bool]:
 
 def _all_windows(config: Mapping[str, Any]) -> list[bool]:
     return [bool(config.get("sliding_window"))] * int(config["num_hidden_layers"])
+
+
+def _all_where_asked(config: Mapping[str, Any]) -> list[bool]:
+    return _all_windows(config) if config.get("use_sliding_window") else _no_windows(config)
 
 
 def _where_asked(config: Mapping[str, Any]) -> list[bool]:
@@ -201,6 +241,8 @@ class DecoderFamily:
     """Weights of norms are offsets from 1, embeddings are scaled by the root of their size, and scores by
     `query_pre_attn_scalar` to the power of -1/2."""
     fused: bool = False
+    experts: bool = False
+    """True if layers are mixtures of experts, but for those of `mlp_only_layers` and `decoder_sparse_step`."""
 
 
 FAMILIES: Mapping[str, DecoderFamily] = {
@@ -233,6 +275,9 @@ FAMILIES: Mapping[str, DecoderFamily] = {
     "Phi3ForCausalLM": DecoderFamily("phi3", qkv_bias=False, windows=_all_windows, norm_eps=1e-5, fused=True),
     "Qwen2ForCausalLM": DecoderFamily("qwen2", qkv_bias=True, windows=_last_layers, window=4096),
     "Qwen3ForCausalLM": DecoderFamily("qwen3", qk_norm="head", windows=_last_layers, window=4096),
+    "Qwen3MoeForCausalLM": DecoderFamily(
+        "qwen3_moe", qk_norm="head", windows=_all_where_asked, window=4096, experts=True
+    ),
     "SmolLM3ForCausalLM": DecoderFamily(
         "smollm3", mlp_bias=True, windows=_where_asked, no_rotary=4, theta=2_000_000.0, tied=True
     ),
@@ -290,6 +335,7 @@ def architecture_of(config: Mapping[str, Any], path: str | Path) -> Architecture
         attention_cap=config.get("attn_logit_softcapping", family.attention_cap) if family.attention_cap else None,
         logit_cap=config.get("final_logit_softcapping", family.logit_cap) if family.gemma else None,
         fused=family.fused,
+        experts=_experts(config, path) if family.experts else None,
         eos=tuple(int(token) for token in (eos if isinstance(eos, list) else [eos]) if token is not None),
     )
 
@@ -312,6 +358,22 @@ def weight_names(directory: str | Path) -> list[str]:
     """Names of a checkpoint's safetensors files: one, or those of its index."""
     index = Path(directory) / "model.safetensors.index.json"
     return sorted(set(_read_json(index)["weight_map"].values())) if index.exists() else ["model.safetensors"]
+
+
+def expert_parts(name: str, tensor: Any, first: int = 0) -> Iterator[tuple[str, Any]]:
+    """The tensors of each expert, by the names of Hub checkpoints, of the experts of a layer in one tensor, as
+    transformers 5 has them in memory: `mlp.experts.gate_up_proj` `[experts, 2 * width, hidden]` and `down_proj`
+    `[experts, hidden, width]`. They share its memory. `first` is the number of the tensor's first expert. Any other
+    tensor is returned as it is."""
+    stem, _, kind = name.rpartition(".experts.")
+    if kind not in STACKED_EXPERTS:
+        yield name, tensor
+        return
+    parts = STACKED_EXPERTS[kind]
+    rows = tensor.shape[1] // len(parts)
+    for number, expert in enumerate(tensor, first):
+        for at, part in enumerate(parts):
+            yield f"{stem}.experts.{number}.{part}.weight", expert[at * rows : (at + 1) * rows]
 
 
 def weight_files(directory: str | Path) -> list[Path]:
@@ -355,6 +417,14 @@ def vocab_of(directory: str | Path) -> int | None:
     return size if isinstance(size, int) else None
 
 
+def may_have_experts(directory: str | Path) -> bool:
+    """False if a directory describes a model that the embedded engine computes, without experts."""
+    try:
+        return read_architecture(directory).experts is not None
+    except UsageError:
+        return True
+
+
 def stamp_of(directory: str | Path) -> str:
     """The content stamp of a published version: a hash over the file hashes in its marker, or the `stamp` in the marker
     of a copy. '' for a marker with neither, or none. Reads the marker alone, not the weights."""
@@ -387,9 +457,9 @@ def _family(config: Mapping[str, Any], path: str | Path) -> tuple[str, DecoderFa
     name = str((config.get("architectures") or [types.get(known, known)])[0])
     if name not in FAMILIES:
         supported = ", ".join(one.removesuffix("ForCausalLM") for one in FAMILIES)
-        raise UsageError(
-            f"{path}: architecture {name} is not supported by the embedded engine", remedy=f"use one of {supported}"
-        )
+        shared = config.get("shared_expert_intermediate_size") or config.get("n_shared_experts")
+        what = f"architecture {name}{', which has shared experts,' if shared else ''}"
+        raise UsageError(f"{path}: {what} is not supported by the embedded engine", remedy=f"use one of {supported}")
     return name, FAMILIES[name]
 
 
@@ -405,6 +475,30 @@ def _check_sizes(config: Mapping[str, Any], path: str | Path) -> None:
         )
     if not config.get("head_dim") and hidden % heads:
         raise UsageError(f"{path}: hidden_size is {hidden} and num_attention_heads {heads} (rule: a multiple)")
+
+
+def _experts(config: Mapping[str, Any], path: str | Path) -> ExpertLayers | None:
+    """The layers with experts; None if there are none. transformers 5 writes `num_local_experts`."""
+    found = {
+        "num_experts": config.get("num_experts", config.get("num_local_experts")),
+        "num_experts_per_tok": config.get("num_experts_per_tok"),
+        "moe_intermediate_size": config.get("moe_intermediate_size"),
+    }
+    for key, value in found.items():
+        if not isinstance(value, int) or value < 1:
+            raise UsageError(f"{path}: {key} is {value!r} (rule: a size, 1 or more)")
+    experts, active, width = found.values()
+    if not active <= experts < MAX_EXPERTS:
+        raise UsageError(
+            f"{path}: num_experts is {experts} and num_experts_per_tok {active} (rule: experts per token ≤ experts < "
+            f"{MAX_EXPERTS})"
+        )
+    step, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or ()
+    if step < 1:
+        raise UsageError(f"{path}: decoder_sparse_step is {step} (rule: 1 or more)")
+    layers = (n for n in range(int(config["num_hidden_layers"])) if n not in dense and (n + 1) % step == 0)
+    sparse = ExpertLayers(experts, active, width, bool(config.get("norm_topk_prob", False)), tuple(layers))
+    return sparse if sparse.layers else None
 
 
 def _activation(config: Mapping[str, Any], path: str | Path) -> Literal["silu", "gelu_tanh"]:

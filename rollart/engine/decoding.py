@@ -47,12 +47,16 @@ class GraphDecoder:
     def __init__(
         self, network: Network, cache: KvCache, *, operations: TorchOperations | None = None, capture: bool = True
     ) -> None:
-        """`capture` False runs the same step operator by operator, for devices other than GPUs."""
-        self._network, self._cache, self._capture = network, cache, capture
+        """`capture` False runs the same step operator by operator, for devices other than GPUs. So does a network with
+        experts: the numbers of their rows are no fixed shapes."""
+        experts = network.architecture.experts is not None
+        self._network, self._cache, self._capture = network, cache, capture and not experts
         self.why = ""
         """Reason for using PyTorch's operators instead of the fused ones, or for using no graph; '' otherwise."""
         if operations is None:
             operations, self.why = select_operations(network.architecture, network.tables, network.dtype)
+        if experts and not self.why:
+            self.why = "no CUDA graph: the rows of an expert are no fixed shape"
         self.operations = operations
         self._sizes = captured_sizes(cache.slots - 1)
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -75,9 +79,9 @@ class GraphDecoder:
             if not self._capture or self._captured(rows, self._cache.context) is None:
                 return
 
-    def step(self, tokens: Ints, positions: Ints, slots: Ints) -> Tensor:
+    def step(self, tokens: Ints, positions: Ints, slots: Ints, chosen: list[Tensor] | None = None) -> Tensor:
         """Logits `[R, vocab]` fp32 after the tokens `[R]`, each at its position in its slot. Writes the tokens' KV into
-        the cache."""
+        the cache. `chosen` receives the experts of each layer that has some `[R, active]`."""
         n, context = len(tokens), self._cache.context
         rows = next(size for size in self._sizes if size >= n)
         # The longest row's length, rounded up to a power of two within [`MIN_CAPTURED_LENGTH`, `context`].
@@ -93,7 +97,10 @@ class GraphDecoder:
         if self._copied is not None:
             self._copied.record()
         if not self._capture:
-            return self._run(rows, length)[:n]
+            logits = self._run(rows, length, chosen)[:n]
+            if chosen is not None:
+                chosen[:] = [numbers[:n] for numbers in chosen]
+            return logits
         found = self.graphs.get((rows, length)) or self._captured(rows, length)
         if found is None:
             return self._run(rows, length)[:n]
@@ -101,9 +108,9 @@ class GraphDecoder:
         graph.replay()
         return logits[:n]
 
-    def _run(self, rows: int, length: int) -> Tensor:
+    def _run(self, rows: int, length: int, chosen: list[Tensor] | None = None) -> Tensor:
         tokens, positions, slots = step_inputs(self._device, rows)[:, :rows]
-        return self._network.decode(tokens, positions, slots, self._cache, self.operations, length)
+        return self._network.decode(tokens, positions, slots, self._cache, self.operations, length, chosen)
 
     def _captured(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
         """Capture the step as a graph. None, now and in future, if this device or driver cannot."""

@@ -13,7 +13,7 @@ One decoder computes all families: `Architecture` says which norms, biases, posi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollart.architecture import Architecture, refuse_longer_context
+from rollart.architecture import Architecture, ExpertLayers, expert_parts, refuse_longer_context
 from rollart.engine.cache import KvCache
 from rollart.engine.operations import TorchOperations, causal_mask, gate, norm_heads, rms_norm, scaled_attention
 from rollart.engine.rotary import Tables, rotary_tables, rotate
@@ -51,7 +51,7 @@ class Network:
         def empty(*shape: int) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
 
-        def layer() -> _Layer:
+        def layer(i: int) -> _Layer:
             queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
             qkv = linear(queries + 2 * keys, a.hidden, bias=a.qkv_bias)
             return _Layer(
@@ -63,8 +63,12 @@ class Network:
                 out=linear(a.hidden, queries, bias=a.out_bias),
                 norm_out=norm(a.hidden) if a.norms != "before" else None,
                 norm_mid=norm(a.hidden) if a.norms != "after" else None,
-                gate_up=linear(2 * a.intermediate, a.hidden, bias=a.mlp_bias),
-                down=linear(a.hidden, a.intermediate, bias=a.mlp_bias),
+                mlp=SparseMlp(a, a.experts, empty)
+                if a.experts is not None and i in a.experts.layers
+                else DenseMlp(
+                    gate_up=linear(2 * a.intermediate, a.hidden, bias=a.mlp_bias),
+                    down=linear(a.hidden, a.intermediate, bias=a.mlp_bias),
+                ),
                 norm_down=norm(a.hidden) if a.norms != "before" else None,
             )
 
@@ -78,7 +82,7 @@ class Network:
         self._embed = empty(a.vocab, a.hidden)
         self._head = BlockedLinear(self._embed if a.tied else empty(a.vocab, a.hidden))
         self._norm = norm(a.hidden)
-        self._layers = [layer() for _ in range(a.layers)]
+        self._layers = [layer(i) for i in range(a.layers)]
         self._embedding_scale = torch.tensor(a.embedding_scale, device=device, dtype=dtype)
         refuse_longer_context(a, context)
         rotaries = list(dict.fromkeys(one.rotary for one in a.attention if one.rotary is not None))
@@ -121,13 +125,16 @@ class Network:
                 target.add_(self.architecture.norm_offset)
         self._head.pack()
         for layer in self._layers:
-            for matrix in (layer.qkv, layer.out, layer.gate_up, layer.down):
+            dense = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, DenseMlp) else ()
+            for matrix in (layer.qkv, layer.out, *dense):
                 matrix.pack()
         for matrix in (self._layers[-1].q, self._layers[-1].kv):
             matrix.pack()
 
-    def forward(self, batch: PackedBatch, cache: KvCache) -> Tensor:
-        """Write the batch's keys and values into the cache; return fp32 logits `[rows, vocab]` of the last tokens."""
+    def forward(self, batch: PackedBatch, cache: KvCache, chosen: list[Tensor] | None = None) -> Tensor:
+        """Write the batch's keys and values into the cache; return fp32 logits `[rows, vocab]` of the last tokens.
+        `chosen` receives the numbers of the experts of each layer that has some: `[T, active]`, or `[R, active]` of the
+        rows' last tokens from the last layer."""
         a, x = self.architecture, self._embedded(batch.tokens)
         tables = [_select(one, batch.positions) for one in self.tables]
         final = len(self._layers) - 1
@@ -153,7 +160,9 @@ class Network:
                 attended = self._attention(i, qk[:, : a.heads], batch, cache, tail=False)
             x = x + self._out(layer.out(attended), layer.norm_out)
             h = x if layer.norm_mid is None else self._rms(x, layer.norm_mid)
-            x = x + self._out(layer.down(gate(a, layer.gate_up(h))), layer.norm_down)
+            mlp = layer.mlp
+            h = mlp.down(gate(a, mlp.gate_up(h))) if isinstance(mlp, DenseMlp) else mlp(h, chosen)
+            x = x + self._out(h, layer.norm_down)
         return self._logits(self._rms(x, self._norm))
 
     def decode(
@@ -164,6 +173,7 @@ class Network:
         cache: KvCache,
         operations: TorchOperations,
         length: int,
+        chosen: list[Tensor] | None = None,
     ) -> Tensor:
         """`forward` of rows with one new token each `[R]`, in shapes that depend on `R` and `length` alone, where
         positions are below `length`: fp32 logits `[R, vocab]`."""
@@ -175,7 +185,9 @@ class Network:
             queries = operations.place(qkv, layer.qk_scale, slots, positions, keys, values, table)
             attended = operations.attend(queries, keys, values, slots, positions, length, window)
             x, h = operations.add_norm(x, self._out(layer.out(attended), layer.norm_out), layer.norm_mid)
-            delta = self._out(layer.down(operations.gate(layer.gate_up(h))), layer.norm_down)
+            mlp = layer.mlp
+            h = mlp.down(operations.gate(mlp.gate_up(h))) if isinstance(mlp, DenseMlp) else mlp(h, chosen)
+            delta = self._out(h, layer.norm_down)
         _, h = operations.add_norm(x, delta, self._norm)
         return self._logits(h)
 
@@ -266,6 +278,53 @@ class BlockedLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseMlp:
+    """The MLP of a layer without experts."""
+
+    gate_up: BlockedLinear
+    down: BlockedLinear
+
+
+class SparseMlp:
+    """The experts of one layer and their router. `weight_targets` are filled by the owner.
+
+    The rows of an expert are multiplied together, so that each expert that a batch needs is read once. Its numbers of
+    rows are values of the device: a step with experts has no fixed shapes, and waits for the device in each layer."""
+
+    def __init__(self, a: Architecture, layers: ExpertLayers, empty: Callable[..., Tensor]) -> None:
+        self._architecture, self._layers = a, layers
+        self._router = empty(layers.experts, a.hidden)
+        self._gate_up = empty(layers.experts, 2 * layers.width, a.hidden)
+        self._down = empty(layers.experts, a.hidden, layers.width)
+
+    def __call__(self, x: Tensor, chosen: list[Tensor] | None) -> Tensor:
+        """`x` `[n, hidden]` to the same. Appends the numbers of the rows' experts `[n, active]` to `chosen`."""
+        (n, hidden), active = x.shape, self._layers.active
+        probabilities = F.linear(x, self._router).softmax(-1, dtype=torch.float32)
+        shares, numbers = probabilities.topk(active)
+        if self._layers.normalized:
+            shares = shares / shares.sum(-1, keepdim=True)
+        if chosen is not None:
+            chosen.append(numbers)
+        by_expert = numbers.view(-1).argsort(stable=True)
+        inputs = x.index_select(0, by_expert // active)
+        counts = numbers.view(-1).bincount(minlength=self._layers.experts).tolist()
+        outputs, first = inputs.new_empty(n * active, hidden), 0
+        for expert, rows in enumerate(counts):
+            if rows:
+                part = slice(first, first := first + rows)
+                inner = gate(self._architecture, F.linear(inputs[part], self._gate_up[expert]))
+                outputs[part] = F.linear(inner, self._down[expert])
+        outputs = torch.empty_like(outputs).index_copy_(0, by_expert, outputs).view(n, active, hidden)
+        return (outputs * shares.to(x.dtype)[:, :, None]).sum(1)
+
+    def weight_targets(self) -> Iterator[tuple[str, Tensor]]:
+        yield "mlp.gate.weight", self._router
+        yield from expert_parts("mlp.experts.gate_up_proj", self._gate_up)
+        yield from expert_parts("mlp.experts.down_proj", self._down)
+
+
+@dataclass(frozen=True, slots=True)
 class PackedBatch:
     """Tokens `[T]`, their positions `[T]`, the flat cache rows of their keys `[T * kv_heads]`, and the groups.
 
@@ -344,8 +403,7 @@ class _Layer:
     out: BlockedLinear
     norm_out: Tensor | None
     norm_mid: Tensor | None
-    gate_up: BlockedLinear
-    down: BlockedLinear
+    mlp: DenseMlp | SparseMlp
     norm_down: Tensor | None
 
     def weight_targets(self, a: Architecture) -> Iterator[tuple[str, Tensor]]:
@@ -360,9 +418,12 @@ class _Layer:
         q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
         yield from _parts("self_attn", self.qkv, {"qkv": 0} if a.fused else {"q": q, "k": kv, "v": kv})
         yield from _parts("self_attn", self.out, {"o": 0})
+        if isinstance(self.mlp, SparseMlp):
+            yield from self.mlp.weight_targets()
+            return
         w = a.intermediate
-        yield from _parts("mlp", self.gate_up, {"gate_up": 0} if a.fused else {"gate": w, "up": w})
-        yield from _parts("mlp", self.down, {"down": 0})
+        yield from _parts("mlp", self.mlp.gate_up, {"gate_up": 0} if a.fused else {"gate": w, "up": w})
+        yield from _parts("mlp", self.mlp.down, {"down": 0})
 
 
 NORM_NAMES: Mapping[str, Sequence[str]] = {

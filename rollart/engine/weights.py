@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rollart.architecture import MARKER, architecture_of, read_architecture, stamp_of, weight_files
+from rollart.architecture import MARKER, architecture_of, expert_parts, read_architecture, stamp_of, weight_files
 from rollart.collective import BroadcastOrder, ReceivedWeights, WeightReceiver
 from rollart.engine.network import Network
 from rollart.errors import EngineError, UsageError
@@ -85,9 +85,11 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in weight_files(directory):
         try:
-            tensors.update(load_file(path))
+            loaded = load_file(path)
         except Exception as error:  # the library raises its own types for truncated and foreign files
             raise UsageError(f"{path}: not a readable safetensors file ({error})") from error
+        for name, tensor in loaded.items():
+            tensors.update(expert_parts(name, tensor))
     return tensors
 
 

@@ -27,7 +27,7 @@ import json
 import os
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollart.architecture import MARKER, version_path
+from rollart.architecture import MARKER, expert_parts, version_path
 from rollart.errors import TrainerError, UsageError, VersionDamaged
 from rollart.shares import balanced_portions
 from rollart.train.learner import Learner, LearnerCounters
@@ -119,7 +119,11 @@ def take_snapshot(learner: Learner) -> LearnerSnapshot:
     if learner.ranks.size == 1:
         index: str | None = None
         with torch.no_grad():
-            whole = {name: m.merge([local_rows(part) for part in m.parts], m.scale) for name, m in model.items()}
+            whole = {
+                part: tensor
+                for name, m in model.items()
+                for part, tensor in expert_parts(name, m.merge([local_rows(one) for one in m.parts], m.scale))
+            }
         files = {MODEL: _copied(_published(whole, learner)), OPTIMIZER: _copied(state)}
     else:
         files, index = _sharded_files(learner, model)
@@ -346,11 +350,19 @@ def _sharded_files(learner: Learner, model: Mapping[str, AdaptedTensor]) -> tupl
             place[name] = file
             parts = [ranks.assemble(local_rows(p), of=p.shape[0], owner=bucket.owner) for p in model[name].parts]
             if bucket.owner == ranks.rank:
-                mine[name] = AdaptedTensor.merge([p for p in parts if p is not None], model[name].scale)
+                merged = AdaptedTensor.merge([p for p in parts if p is not None], model[name].scale)
+                mine.update(expert_parts(name, merged.detach()))
         if mine:
             files[file] = _published(mine, learner)
-    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {n: place[n] for n in model}}
+    names = {part: place[name] for name, m in model.items() for part, _ in _parts(name, m.base.shape)}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": names}
     return files, json.dumps(index)
+
+
+def _parts(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The tensors of a version's files for one of the model, with their shapes: several for a layer's experts."""
+    for part, tensor in expert_parts(name, torch.empty(shape, device="meta")):
+        yield part, tuple(tensor.shape)
 
 
 def _temporary_directory(path: Path) -> Path:
@@ -474,7 +486,7 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
             *(float(counts.get(name, 0.0)) for name in ("kl", "entropy", "last_entropy")),  # not in older versions
         )
         wanted = {f"{ADAPTER}/{name}/weight": p for name, p in adapters.items()}
-        if {n: tuple(m.base.shape) for n, m in own.items()} != model.shapes:
+        if dict(part for n, m in own.items() for part in _parts(n, m.base.shape)) != model.shapes:
             raise another
         if {n for n in state.shapes if n.startswith(f"{ADAPTER}/")} != wanted.keys():
             raise another
@@ -486,7 +498,7 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
         elif any(name.startswith(f"{TRAINED}/") for name in state.shapes):
             pairs = [(p, _rows(learner, state, exact[name], p)) for name, p in parameters.items()]
         else:
-            pairs = [(m.base, _rows(learner, model, n, m.base)) for n, m in own.items()]
+            pairs = [pair for n, m in own.items() for pair in _weights(learner, model, n, m.base)]
         moments = []
         for full in sorted(state.shapes.keys() - wanted.keys() - set(exact.values())):
             which, name, key = full.split("/")
@@ -518,6 +530,16 @@ def _files_of(name: str, files: Mapping[str, str] | list[str]) -> list[str]:
     """The files named `name`, or its shards (`model-00001-of-00004.safetensors` of `model.safetensors`)."""
     stem, _, ending = name.rpartition(".")
     return sorted(f for f in files if f == name or (f.startswith(f"{stem}-") and f.endswith(f".{ending}")))
+
+
+def _weights(learner: Learner, pieces: TensorFiles, name: str, parameter: Tensor) -> _Weights:
+    """This rank's part of a parameter, with its rows in the files, where each expert has tensors of its own."""
+    if name in pieces.shapes:
+        return [(parameter, _rows(learner, pieces, name, parameter))]
+    own, first = local_rows(parameter).detach(), 0
+    if local_rows(parameter) is not parameter:
+        first, _ = row_range(parameter.shape[0], rank=learner.ranks.rank, ranks=learner.ranks.size)
+    return [(part, pieces.read(one)) for one, part in expert_parts(name, own, first)]
 
 
 def _rows(learner: Learner, pieces: TensorFiles, name: str, parameter: Tensor) -> Tensor:

@@ -43,6 +43,8 @@ GEMMA_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-windows": (
@@ -52,6 +54,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
+    ),
+    "qwen3-moe-steps": ("qwen3_moe", EXPERTS | {"head_dim": 32, "num_hidden_layers": 4, "decoder_sparse_step": 2}),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama3": ("llama", {"rope_parameters": LLAMA3}),
