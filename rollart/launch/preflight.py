@@ -410,22 +410,28 @@ def _directory_problems(specs: Specs, name: str) -> Iterator[RuleViolation]:
 def _reference_problems(specs: Specs) -> Iterator[RuleViolation]:
     """A reference policy that is not of the run is a model with the policy's vocabulary."""
     name, key = specs.run.training.loss.reference, ("run", "training", "loss", "reference")
-    if name is None or _runs_remotely(specs):
+    if name is None or runs_remotely(specs):
         return
     shown = f"training.loss.reference is '{name}'"
-    file = Path(specs.base) / name / "config.json"
     try:
-        size = json.loads(file.read_text(encoding="utf-8")).get("vocab_size")
+        size = _vocabulary_size(Path(specs.base) / name)
     except (OSError, ValueError, AttributeError) as error:
         yield RuleViolation(key, f"{shown}, whose config.json is not readable: {error} (rule: a model's directory)")
         return
-    model = specs.run.model
-    if model.path is not None:
-        own = json.loads((Path(specs.base) / model.path / "config.json").read_text(encoding="utf-8")).get("vocab_size")
-    else:
-        own = None if model.init is None else initial_config(model.init, specs.base).get("vocab_size")
+    model, own = specs.run.model, None
+    if model.init is not None:
+        own = initial_config(model.init, specs.base).get("vocab_size")
+    elif model.path is not None:
+        with contextlib.suppress(OSError, ValueError, AttributeError, SpecError):  # a problem of its own
+            own = _vocabulary_size(model_directory(model, specs.base))
     if own is not None and size != own:
         yield RuleViolation(key, f"{shown} with vocab_size {size} (rule: {own}, the policy's)")
+
+
+def _vocabulary_size(directory: Path) -> int | None:
+    """Raises `OSError`, `ValueError` or `AttributeError` for a config.json that is missing or not readable."""
+    found: int | None = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("vocab_size")
+    return found
 
 
 def _remedy_with_vllm(error: RollartError) -> str:
