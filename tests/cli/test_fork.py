@@ -57,9 +57,10 @@ def test_a_fork_is_recorded_in_the_new_run(
         (["--optimizer"], "--optimizer without --from"),
         (["--from", "old", "model.init.hidden_size=64"], "model.init differs from v000002"),
         (["--from", "old", "model.init.hidden_size=64"], "hidden 64 for 32"),
-        (
+        pytest.param(
             ["--from", "old", "training.lora.rank=4"],
             "training.lora is {'rank': 4, 'alpha': 32.0, 'targets': ['all-linear']}",
+            marks=pytest.mark.slow,  # needs the extra `lora`
         ),
     ],
 )
