@@ -77,12 +77,8 @@ class ProgressLines:
         match event.kind:
             case "step":
                 return self._step(event)
-            case "evaluated":
-                shown = "   ".join(f"{d} {rate:.2f}" for d, rate in _successes(event)) or "unknown"
-                faults = sum(int(v or 0) for k, v in fields.items() if k.startswith("faults."))
-                lost = f"   ({faults} episodes lost to faults)" if faults else ""
-                line = f"held-out success at v{fields['version']} (greedy):   {shown}{lost}"
-                return click.style(line, bold=True) if self._colour else line
+            case "evaluated" | "evaluation_sampled":
+                return self._evaluated(event)
             case "version_lost":
                 return self._warn(
                     f"{event.subject} of the weights is damaged: the run goes back to v{fields['version']}; "
@@ -94,6 +90,24 @@ class ProgressLines:
             case _:
                 values = "  ".join(f"{k}={v}" for k, v in fields.items() if v not in ("", None))
                 return self._warn(f"{event.kind.replace('_', ' ')}: {event.subject}  {values}")
+
+    def _evaluated(self, event: RunEvent) -> str:
+        """Held-out success: greedy, or avg@n and pass@k at a temperature."""
+        fields = event.fields
+        if event.kind == "evaluation_sampled":
+            shown: dict[str, str] = {}
+            for name, value in fields.items():
+                domain, _, metric = name.rpartition(" ")
+                if domain and value is not None:
+                    shown[domain] = f"{shown.get(domain, domain)} {metric} {value:.2f}"
+            values = [*shown.values()]
+            how, lost = f"temperature {fields['temperature']:g}", ""
+        else:
+            values = [f"{domain} {rate:.2f}" for domain, rate in _successes(event)]
+            faults = sum(int(v or 0) for k, v in fields.items() if k.startswith("faults."))
+            how, lost = "greedy", f"   ({faults} episodes lost to faults)" if faults else ""
+        line = f"held-out success at v{fields['version']} ({how}):   {'   '.join(values) or 'unknown'}{lost}"
+        return click.style(line, bold=True) if self._colour else line
 
     def _step(self, event: RunEvent) -> str:
         """Every step of a short run, every tenth of a long one; always the last."""

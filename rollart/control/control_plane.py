@@ -266,6 +266,7 @@ class ControlPlane:
             on_taken=self.scheduler.taken,
             on_refused=self.scheduler.refused,
             samples=settings.samples,
+            between=self._between if settings.evaluation.episodes and settings.evaluation.every else None,
             overlap=settings.overlap and not rules.training_blocks_rollout,
         )
         self._columns = ColumnFiller(
@@ -315,10 +316,17 @@ class ControlPlane:
         await self._training.run(first_step=step, version=self.gateway.version, steps=steps)
         self.scheduler.close()
 
+    async def _between(self, step: int, last: bool) -> None:
+        """Evaluate after every n-th step; after the last one too, unless that is evaluated anyway."""
+        settings = self._settings.evaluation
+        if settings.every and step % settings.every == 0 and not (last and "end" in settings.at):
+            await self._evaluate(f"step{step}")
+
     async def _evaluate(self, label: str) -> None:
-        if episodes := self._settings.evaluation.episodes:
+        settings = self._settings.evaluation
+        if settings.episodes:
             await self.gateway.settle()
-            results = await self.evaluation.run(label, self.gateway.version, episodes)
+            results = await self.evaluation.run(label, self.gateway.version, settings)
             rates = {name: result.rate for name, result in results.items()}
             self._checkpoints.evaluated(self.gateway.version, rates)
             self._hooks.evaluation(label, results)

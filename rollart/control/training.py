@@ -116,6 +116,9 @@ class Training:
     on_taken: Callable[[Sequence[Group]], None] = lambda _: None
     overlap: bool = False
     samples: Callable[[Sequence[Group], int], Sequence[TrainSample]] = all_samples
+    between: Callable[[int, bool], Awaitable[None]] | None = None
+    """Awaited after each step, given the number of steps and true if it was the last, once its version is current: no
+    version becomes current meanwhile."""
 
     def __post_init__(self) -> None:
         self._tasks: asyncio.TaskGroup | None = None
@@ -160,6 +163,10 @@ class Training:
             train = self._stream_some if self.trainer.streams else self._train_some
             await train(version, step)
             version += 1
+            if self.between is not None:
+                await self._published_all()
+                self.clock.enter(ResourceState.IDLE, "evaluation")
+                await self.between(step + 1, step + 1 == self._steps)
         self.clock.enter(ResourceState.IDLE, "run_over")
 
     async def _train_some(self, version: int, step: int) -> None:
@@ -315,6 +322,13 @@ class Training:
             await behind.ended.wait()
             if behind.error is not None:
                 raise behind.error
+
+    async def _published_all(self) -> None:
+        """Returns when no publish is running. A publish that failed is repeated with a restarted trainer."""
+        if self._behind is not None:
+            await self._behind.ended.wait()
+        if self._behind is not None:
+            await self._restart()
 
     @contextlib.asynccontextmanager
     async def _unless_broken(self) -> AsyncIterator[None]:

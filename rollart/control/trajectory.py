@@ -219,6 +219,8 @@ class TrajectoryState:
     purpose: Purpose
     run_seed: int
     started: float
+    sampled: bool = False
+    """True for an evaluation at the domain's temperature; it is greedy otherwise."""
     slot_request: PlacementRequest = field(default_factory=PlacementRequest)
     """For a slot on an environment host."""
     joined: bool = False
@@ -241,6 +243,10 @@ class TrajectoryState:
     """Tokens of its whole context until now."""
     abort: AbortReason | None = None
     truncated: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        return self.purpose is Purpose.EVAL and not self.sampled
 
     @property
     def begun(self) -> int | None:
@@ -394,7 +400,7 @@ class TrajectoryRunner:
             seed=derive_seed(state.run_seed, state.id, turn),
             max_tokens=min(observation.max_tokens or state.domain.max_tokens, room),
             allowed=allowed,
-            greedy=state.purpose is Purpose.EVAL,
+            greedy=state.greedy,
         )
         last = not kept_for_next_turn(turn + 1, state.domain.max_turns)
         completion = await self._generate(state, tuple(state.tokens), sampling, state.length, last=last)
@@ -460,7 +466,7 @@ class TrajectoryRunner:
                     wanted,
                     derive_seed(state.run_seed, state.id, asked),
                     room,
-                    greedy=state.purpose is Purpose.EVAL,
+                    greedy=state.greedy,
                 )
                 last = not kept_for_next_turn(asked + 1, state.domain.max_turns)
                 answer = self._generate(state, wanted.token_ids, sampling, None, last=last, on_chunk=wanted.on_chunk)

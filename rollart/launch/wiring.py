@@ -70,7 +70,7 @@ from rollart.launch.strategies import (
 from rollart.launch.trainer import place_trainer
 from rollart.launch.weight_store import SharedWeightStore, agreement_sample, weight_store
 from rollart.leases import Leases
-from rollart.ledger.events import FUNCTION_VERSION
+from rollart.ledger.events import EVALUATION_SAMPLED, FUNCTION_VERSION
 from rollart.ledger.intervals import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
@@ -393,7 +393,16 @@ class RunContext:
             fields[f"success.{domain}"] = result.rate
             fields[f"episodes.{domain}"] = result.episodes
             fields[f"faults.{domain}"] = result.faults
-        self.progress(RunEvent(asyncio.get_running_loop().time(), "evaluated", label, fields))
+        now, version = asyncio.get_running_loop().time(), self.control.gateway.version
+        self.progress(RunEvent(now, "evaluated", label, fields))
+        settings = self.resolved.run.evaluation
+        for number, temperature in enumerate(settings.temperatures):
+            fields = {"version": version, "temperature": temperature}
+            for domain, result in sorted(results.items()):
+                sampled = result.sampled[number]
+                fields[f"{domain} avg@{settings.samples}"] = sampled.mean
+                fields |= {f"{domain} pass@{k}": value for k, value in sampled.passes.items()}
+            self.progress(RunEvent(now, EVALUATION_SAMPLED, label, fields))
 
     async def _flush_clocks(self) -> None:
         """Once a second: flush open intervals, so that reports of a live run are current."""

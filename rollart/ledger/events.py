@@ -58,6 +58,9 @@ ENVIRONMENTS_MADE = "environments_made"
 PLACES = "environment_places"
 """The event with the waits for slots on hosts so far, by purpose (`policy.host_slots`)."""
 
+EVALUATION_SAMPLED = "evaluation_sampled"
+"""Several samples per held-out prompt at a temperature: avg@n and pass@k of a domain."""
+
 NODES = ("node_joined", "node_leaving", "node_lost")
 
 FOLLOWED = ("rebalanced", "rebalance_rejected", "rebalance_failed", "engine_drained", "engine_given_up")
@@ -66,6 +69,7 @@ FOLLOWED = ("rebalanced", "rebalance_rejected", "rebalance_failed", "engine_drai
 REPORTED = (
     *(
         "evaluation",
+        EVALUATION_SAMPLED,
         OFFLOAD_STAGE,
         FUNCTION_HEALTH,
         FUNCTION_REFUSED,

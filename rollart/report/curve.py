@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollart.errors import UsageError
+from rollart.ledger.events import EVALUATION_SAMPLED
 from rollart.report.rows import RunRows
-from rollart.report.tables import Report, Row, as_count, as_share, table
+from rollart.report.tables import Report, Row, as_count, as_number, as_share, table
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
@@ -59,7 +60,7 @@ def curves(rows: RunRows) -> list[Curve]:
 def curve(rows: RunRows) -> Report:
     """The curve report."""
     found = curves(rows)
-    return Report("curve", rows.run, (_summary(found), _points(found)))
+    return Report("curve", rows.run, (_summary(found), _points(found), _sampled(rows)))
 
 
 @table("summary", "Success by policy version (sampled; `evaluated` is greedy on held-out seeds)")
@@ -82,6 +83,21 @@ def _points(found: Sequence[Curve]) -> Iterator[Row]:
             for p in points:
                 version, success, episodes = as_count(p.version), as_share(p.success), as_count(p.episodes)
                 yield {"domain": c.domain, "kind": kind, "version": version, "success": success, "episodes": episodes}
+
+
+@table("sampled", "Held-out success with several samples per prompt", optional=True)
+def _sampled(rows: RunRows) -> Iterator[Row]:
+    for event in rows.events_of(EVALUATION_SAMPLED):
+        for metric, value in event.fields.items():
+            if "@" in metric:
+                yield {
+                    "domain": event.subject,
+                    "version": as_count(_int(event.fields["version"])),
+                    "temperature": as_number(_number(event.fields["temperature"])),
+                    "metric": metric,
+                    "success": as_share(None if value is None else _number(value)),
+                    "prompts": as_count(_int(event.fields["prompts"])),
+                }
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -122,6 +138,10 @@ def write_png(rows: RunRows, path: str | Path) -> None:
 
 def _at(points: Sequence[Point], index: int) -> float | None:
     return points[index].success if points else None
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
 
 
 def _int(value: object) -> int:

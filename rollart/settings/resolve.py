@@ -238,15 +238,18 @@ def _plain(of: Deployment | Flow | Placement | RewardChoice, *names: str) -> dic
 @dataclass(frozen=True, slots=True)
 class ConcurrentEpisodes:
     """Upper bounds: running trajectories (redundant ones too), prefetched environments beside them, and held-out
-    episodes, which run while nothing trains. `prefetch: auto` counts as one batch: its initial value, which it gives up
-    where other episodes wait."""
+    episodes, which run before and after them, or `beside` them (`evaluation.every`). `prefetch: auto` counts as one
+    batch: its initial value, which it gives up where other episodes wait."""
 
     running: int
     ahead: int
     held_out: int
+    beside: bool = False
 
     @property
     def most(self) -> int:
+        if self.beside:
+            return self.running + self.ahead + self.held_out
         return max(self.running + self.ahead, self.held_out)
 
 
@@ -264,8 +267,10 @@ def concurrent_episodes(run: RunSpec) -> ConcurrentEpisodes:
         extra = max(extra, math.floor(size * members + ROUNDING_TOLERANCE))
     running += rollout.filter.max_additional_running_prompts * extra
     ahead = run.batch.trajectories if rollout.prefetch == "auto" else rollout.prefetch * len(run.domains)
+    held_out = run.evaluation
+    episodes = held_out.episodes * len(run.domains) * (1 + len(held_out.temperatures) * held_out.samples)
     return ConcurrentEpisodes(
-        running, ahead, min(MAX_CONCURRENT_EVALUATIONS, run.evaluation.episodes * len(run.domains))
+        running, ahead, min(MAX_CONCURRENT_EVALUATIONS, episodes), beside=held_out.every is not None
     )
 
 

@@ -421,7 +421,7 @@ def _checkpoints(run: RunSpec) -> Violations:
     if domain and domain not in known:
         text = f"{run.checkpoints.best_by}' (rule: of an entry of `domains`{did_you_mean(domain, known)})"
         yield f"checkpoints.best_by is '{text}"
-    if kind == "success" and not (run.evaluation.episodes and run.evaluation.at):
+    if kind == "success" and not (run.evaluation.episodes and (run.evaluation.at or run.evaluation.every)):
         yield "checkpoints.best_by is by success (rule: with evaluation.episodes above 0; or by `reward`)"
 
 

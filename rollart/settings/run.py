@@ -237,12 +237,31 @@ class ForkSpec(SpecEntry):
 
 
 class EvaluationSpec(SpecEntry):
-    """Greedy episodes on held-out seeds: their success is shown, they are never trained on."""
+    """Episodes on held-out seeds: their success is shown, they are never trained on."""
 
     episodes: int = Field(default=0, ge=0)
-    """Episodes per domain and evaluation; 0 for none."""
+    """Greedy episodes per domain and evaluation, each of a different prompt; 0 for no evaluation."""
     at: tuple[Literal["start", "end"], ...] = ("start", "end")
     """Evaluate before the first and after the last step."""
+    every: int | None = Field(default=None, ge=1)
+    """Also evaluate after every n-th step. Training waits for it, rollout does not."""
+    temperatures: list[Annotated[float, Field(gt=0, le=10)]] = Field(default_factory=list)
+    """Also sample the prompts of every evaluation at these temperatures, with the domain's top_p."""
+    samples: int = Field(default=8, ge=1, le=10_000)
+    """Episodes per prompt at each temperature: their mean success is avg@k with k = `samples`."""
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    """Values of k for pass@k, the chance that one of k samples succeeds; `samples` if empty."""
+
+    @model_validator(mode="after")
+    def _estimable(self) -> EvaluationSpec:
+        if any(k > self.samples for k in self.pass_at):
+            raise ValueError(f"pass_at has {max(self.pass_at)} (rule: at most `samples`, {self.samples})")
+        return self
+
+    @property
+    def passes(self) -> tuple[int, ...]:
+        """The values of k, ascending."""
+        return tuple(sorted({*(self.pass_at or [self.samples])}))
 
 
 class CheckpointsSpec(SpecEntry):

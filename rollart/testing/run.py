@@ -27,6 +27,7 @@ from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenize
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.kv_admission import ConcurrencySettings
 from rollart.settings.rollout import FilterSpec, RedundancySpec, TailBatchingSpec
+from rollart.settings.run import EvaluationSpec
 from rollart.sim.environments import ModelledHosts
 from rollart.sim.run import MemoryWeights
 from rollart.strategies.fairness import FairnessSettings
@@ -80,6 +81,7 @@ class SimulatedRun:
     fairness: FairnessSettings | None = None
     prefetch: int | Literal["auto"] = 0
     waits: WaitLimits = field(default_factory=WaitLimits)
+    evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     router: RoutingPolicy = field(default_factory=RoutingPolicy)
     seats: Mapping[str, EnginePlacement] = field(default_factory=dict)
@@ -180,6 +182,7 @@ class SimulatedRun:
             pace_s=self.pace_s,
             updates=None if self.updates is None else partial(RollingUpdater, self.updates),
             waits=self.waits,
+            evaluation=self.evaluation,
             gateway=self.limits,
             router=self.router,
             seats=self.seats,

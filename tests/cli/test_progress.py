@@ -56,3 +56,9 @@ def test_leases_that_expire_together_are_one_line(capsys: pytest.CaptureFixture[
         "leases expired: 199 of a step of its environment (gap_fill)",
         "finished: 1 steps, v1",
     ]
+
+
+def test_samples_at_a_temperature_have_a_line_with_each_domain_once(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"version": 20, "temperature": 0.6, "a avg@8": 0.25, "a pass@8": 0.5, "b avg@8": None, "b pass@8": None}
+    ProgressLines(colour=False)(RunEvent(0.0, "evaluation_sampled", "step20", fields))
+    assert "held-out success at v20 (temperature 0.6):   a avg@8 0.25 pass@8 0.50\n" in capsys.readouterr().err

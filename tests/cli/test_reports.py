@@ -45,6 +45,17 @@ def test_no_format_of_a_report_drops_a_row(rollart: Call, long_run: Path) -> Non
     assert len({row["row"] for row in rows if row["table"] == "points"}) == POINTS
 
 
+def test_samples_of_held_out_prompts_are_in_the_curve_report(rollart: Call, long_run: Path) -> None:
+    assert "several samples" not in rollart("report", "curve").out
+    fields = {"version": 7, "temperature": 0.5, "prompts": 64, "avg@8": 0.25, "pass@8": 0.75, "pass@16": None}
+    with Ledger(long_run, clock=lambda: 0.0, config={}, inline=True) as ledger:
+        ledger.event(RunEvent(1.0, "evaluation_sampled", "lake", fields))
+    rows = json.loads(rollart("report", "curve", "--json").out)["tables"]["sampled"]
+    shown = [(row["domain"], row["version"], row["temperature"], row["metric"], row["success"]) for row in rows]
+    assert shown == [("lake", 7, 0.5, f"{k}", v) for k, v in (("avg@8", 0.25), ("pass@8", 0.75), ("pass@16", None))]
+    assert "several samples" in rollart("report", "curve").out
+
+
 @pytest.mark.parametrize(("report", "kinds"), [("cost", ("engine", "cause")), ("utilization", ("engine",))])
 def test_tables_and_charts_of_many_resources_and_causes_are_whole(
     rollart: Call, long_run: Path, report: str, kinds: tuple[str, ...]
