@@ -6,6 +6,7 @@ RollartError                      exit code
 ├── ProviderError                 3   a provider or its credentials refused
 ├── BudgetExceeded                4
 ├── FaultRateExceeded             5   the share of infrastructure faults passed the run's threshold
+├── StoppedEarly                  6   a condition of the run's `stop_when` was fulfilled
 ├── Interrupted                 130
 └── RunFailed                     1
     ├── PartDied                  1   a process that the run needs is gone and may not be restarted again
@@ -73,6 +74,10 @@ class BudgetExceeded(RollartError):
 
 class FaultRateExceeded(RollartError):
     exit_code = 5
+
+
+class StoppedEarly(RollartError):
+    exit_code = 6
 
 
 class Interrupted(RollartError):

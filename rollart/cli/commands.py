@@ -31,7 +31,10 @@ TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform", "knative")
 COMPLETE = "_ROLLART_COMPLETE"
 """The variable by which a shell's completion asks."""
 
-EPILOG = "Exit codes: 0 ok, 1 run failed, 2 usage or spec, 3 provider, 4 budget, 5 fault rate, 130 interrupted."
+EPILOG = (
+    "Exit codes: 0 ok, 1 run failed, 2 usage or spec, 3 provider, 4 budget, 5 fault rate, 6 stopped early, "
+    "130 interrupted."
+)
 
 
 PATH = click.Path(path_type=Path)

@@ -30,7 +30,7 @@ from rollart.cli.controller import age_s, hold_run, live_controller
 from rollart.cli.process import crash_directory, own_process
 from rollart.cli.progress import ProgressLines
 from rollart.cli.runs import LAUNCH
-from rollart.errors import RunFailed, SpecError, StorageFailed, UsageError
+from rollart.errors import RunFailed, SpecError, StoppedEarly, StorageFailed, UsageError
 from rollart.launch.launch import launch as start
 from rollart.launch.preflight import dry_run_lines, launch_warnings, launchable, unchecked_remotes
 from rollart.launch.resume import refuse_changed
@@ -163,7 +163,11 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
         with contextlib.chdir("."), hold_run(directory.absolute()):  # where an environment goes, no path changes
             since_s = age_s() if own_process.get() else 0.0
             lines = ProgressLines(colour=colour(stream=sys.stderr))
-            start(resolved, run_dir=directory, resume=resume, on_progress=lines, since_s=since_s)
+            stopped: StoppedEarly | None = None
+            try:
+                start(resolved, run_dir=directory, resume=resume, on_progress=lines, since_s=since_s)
+            except StoppedEarly as error:  # a whole run, only a shorter one
+                stopped = error
     except (SpecError, UsageError):
         if not resume and not (directory / FILE).exists():  # it never began, so there is nothing to resume
             shutil.rmtree(directory, ignore_errors=True)
@@ -183,6 +187,8 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
         click.echo()
         print_report(report, "table")
     click.echo(f"\nrun directory: {directory}")
+    if stopped is not None:
+        raise stopped
 
 
 def _refuse_directory(runs: Path, name: str | None) -> None:

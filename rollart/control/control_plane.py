@@ -25,6 +25,7 @@ from rollart.leases import Leases
 from rollart.ledger.intervals import ResourceClock
 from rollart.model import EngineId, Group, GroupId, PauseMode, TrainSample
 from rollart.policy.checkpoints import CheckpointPolicy
+from rollart.policy.early_stop import BatchStatistics, EarlyStopMonitor, StopCondition, mean_and_parts
 from rollart.policy.routing import RoutingPolicy
 from rollart.policy.schedules import InFlightHandling, TurnSynchrony
 from rollart.policy.workload import WorkloadMeter
@@ -45,7 +46,7 @@ from rollart.serving.gateway import Gateway
 from rollart.serving.group_colocation import GroupColocation
 from rollart.serving.kv_admission import ConcurrencySettings
 from rollart.serving.weight_updates import AllAtOnceUpdates, UpdateContext, WeightUpdates
-from rollart.settings.run import CheckpointsSpec, EvaluationSpec
+from rollart.settings.run import CheckpointsSpec, EvaluationSpec, StopSpec
 from rollart.supervise.engines import EnginePart, EngineSupervisor
 from rollart.supervise.nodes import NodeTracker
 from rollart.supervise.rebalance import Rebalancer, RebalanceSettings
@@ -127,6 +128,7 @@ class ControlSettings:
     engines at once."""
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
     checkpoints: CheckpointsSpec = field(default_factory=CheckpointsSpec)
+    stop_when: Sequence[StopSpec] = ()
     best: tuple[float, int] | None = None
     """Score and number of the best version of the run so far, if it is kept."""
     router: RoutingPolicy = field(default_factory=RoutingPolicy)
@@ -184,6 +186,13 @@ class ControlPlane:
     ) -> None:
         self._settings = settings
         self._hooks = hooks
+        self._statistics = BatchStatistics()
+        self._monitor = EarlyStopMonitor(
+            [StopCondition(one.metric, one.above, one.below, one.for_steps) for one in settings.stop_when]
+        )
+        self._evaluated = -1
+        self.stopped = ""
+        """The condition that ended the run early; '' for none."""
         rules = settings.schedule.rules
         aborts, bound = rules.aborts_stale, rules.bound
         colocation = GroupColocation() if settings.colocation else None
@@ -262,7 +271,7 @@ class ControlPlane:
             clock=trainer_clock,
             train_s=settings.train_s,
             recover=hooks.recover_trainer,
-            on_step=hooks.step,
+            on_step=self._on_step if settings.stop_when else hooks.step,
             on_taken=self.scheduler.taken,
             on_refused=self.scheduler.refused,
             samples=settings.samples,
@@ -307,7 +316,7 @@ class ControlPlane:
             async with asyncio.TaskGroup() as rollout:
                 rollout.create_task(self._train(step, steps), name="training")
                 rollout.create_task(self.scheduler.run(lambda: self.gateway.version, recovered), name="scheduler")
-            if "end" in evaluations:
+            if "end" in evaluations and not (self.stopped and self._evaluated == self.gateway.version):
                 await self._evaluate("end")
             for task in running:
                 task.cancel()
@@ -316,20 +325,35 @@ class ControlPlane:
         await self._training.run(first_step=step, version=self.gateway.version, steps=steps)
         self.scheduler.close()
 
+    def _on_step(self, done: StepDone) -> None:
+        values: dict[str, float | None] = {**done.report.metrics, **self._statistics.of(done.groups)}
+        self._hooks.step(done)
+        self._stop_if(self._monitor.step(values))
+
+    def _stop_if(self, why: str) -> None:
+        if why and not self.stopped:
+            self.stopped = why
+            self._training.stop()
+
     async def _between(self, step: int, last: bool) -> None:
         """Evaluate after every n-th step; after the last one too, unless that is evaluated anyway."""
         settings = self._settings.evaluation
         if settings.every and step % settings.every == 0 and not (last and "end" in settings.at):
-            await self._evaluate(f"step{step}")
+            results = await self._evaluate(f"step{step}")
+            rates = {name: result.rate for name, result in results.items()}
+            self._stop_if(self._monitor.step(mean_and_parts("held_out_success", rates)))
 
-    async def _evaluate(self, label: str) -> None:
+    async def _evaluate(self, label: str) -> Mapping[str, EvaluationResult]:
         settings = self._settings.evaluation
+        results: Mapping[str, EvaluationResult] = {}
         if settings.episodes:
             await self.gateway.settle()
             results = await self.evaluation.run(label, self.gateway.version, settings)
             rates = {name: result.rate for name, result in results.items()}
             self._checkpoints.evaluated(self.gateway.version, rates)
             self._hooks.evaluation(label, results)
+            self._evaluated = self.gateway.version
+        return results
 
     def move_by(self, fleet: Fleet) -> None:
         """Set the fleet of the rebalancer, which starts and drains engines of this control plane's gateway."""

@@ -134,6 +134,7 @@ class Training:
         """Groups taken during a publish: reported once its version is current."""
         self._steps = 0
         self._waiting = 0.0
+        self._stopping = False
 
     async def run(self, *, first_step: int, version: int, steps: int) -> None:
         """Steps `first_step` .. `steps` - 1, from `version`."""
@@ -142,6 +143,10 @@ class Training:
             return await self._run(first_step, version)
         async with asyncio.TaskGroup() as self._tasks:
             await self._run(first_step, version)
+
+    def stop(self) -> None:
+        """End after the current step, or before the next one, with its version current."""
+        self._stopping = True
 
     async def mend(self, error: TrainerError, life: int) -> None:
         """Restart the trainer after a failed call of another component; `life`: the value of `lives` at that call.
@@ -166,7 +171,10 @@ class Training:
             if self.between is not None:
                 await self._published_all()
                 self.clock.enter(ResourceState.IDLE, "evaluation")
-                await self.between(step + 1, step + 1 == self._steps)
+                await self.between(step + 1, self._stopping or step + 1 == self._steps)
+            if self._stopping:
+                await self._published_all()
+                break
         self.clock.enter(ResourceState.IDLE, "run_over")
 
     async def _train_some(self, version: int, step: int) -> None:

@@ -173,7 +173,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                 await meter.look()
             for watcher in watchers:
                 watcher.cancel()
-        context.emit("finished", "run", steps=resolved.run.steps, version=context.control.gateway.version)
+        context.finish()
 
 
 async def _checked_start(resolved: Resolved, directory: Path, resume: bool, progress: ProgressCallback) -> RunStart:

@@ -30,7 +30,7 @@ from rollart.control.evaluation import EvaluationResult
 from rollart.control.training import StepDone, all_samples
 from rollart.control.trajectory import WaitLimits
 from rollart.controller_loop import ControllerLoop
-from rollart.errors import StorageFailed
+from rollart.errors import StoppedEarly, StorageFailed
 from rollart.fleet import EngineRole
 from rollart.launch.broadcasts import weight_broadcaster
 from rollart.launch.clusters import elastic_nodes, elastic_planner, open_cluster
@@ -338,10 +338,28 @@ class RunContext:
             check=self._flush_clocks,
             budget=self.resolved.run.budget,
             seconds=lambda: self.ledger.seconds,
-            # Over all lives of the run: every device while a part holds it, busy or idle; all devices of pools that are
-            # not rented; and calls of functions whose provider sends a bill.
-            spent_usd=lambda: self.devices_before + self.site.spent_usd() + self.ledger.functions_usd,
+            spent_usd=self._spent_usd,
         )
+
+    def finish(self) -> None:
+        """Record the end of the run. Raises `StoppedEarly` if a condition of `stop_when` ended it."""
+        steps, version, why = self.resolved.run.steps, self.control.gateway.version, self.control.stopped
+        if not why or version >= steps:
+            self.emit("finished", "run", steps=steps, version=version)
+            return
+        per_step = self._spent_usd() / version  # a step publishes one version
+        saved = per_step * (steps - version)
+        self.emit("stopped_early", "run", step=version, steps=steps, why=why, saved_usd_estimate=saved)
+        raise StoppedEarly(
+            f"stopped after step {version} of {steps}: {why}; about ${saved:.3g} saved (estimate: ${per_step:.3g} per "
+            f"step so far, {steps - version} steps)",
+            remedy="--resume continues; without the condition, clear stop_when",
+        )
+
+    def _spent_usd(self) -> float:
+        """Over all lives of the run: every device while a part holds it, busy or idle; all devices of pools that are
+        not rented; and calls of functions whose provider sends a bill."""
+        return self.devices_before + self.site.spent_usd() + self.ledger.functions_usd
 
     async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
         """`Rewarder`: the functions are opened after this object is created."""
@@ -463,6 +481,7 @@ def control_settings(
         updates=None if updates is None else functools.partial(RollingUpdater, updates),
         evaluation=run.evaluation,
         checkpoints=run.checkpoints,
+        stop_when=run.stop_when,
         router=make_router(resolved),
         seats=engine_placements(resolved, roles),
         rebalance=rebalance_settings(resolved),

@@ -32,7 +32,7 @@ from rollart.settings.planning import (
 from rollart.settings.prices import PriceList, merged_prices
 from rollart.settings.providers import with_plugin_prices
 from rollart.settings.rules import quotas
-from rollart.settings.run import RunSpec
+from rollart.settings.run import TRAINER_METRICS, RunSpec
 from serverless.spec import FunctionSpec
 
 MAX_CONCURRENT_EVALUATIONS = 128
@@ -351,6 +351,12 @@ def _check_engine_support(run: RunSpec, cluster: ClusterSpec) -> None:
             "weights.store has no local, and engines.attach names servers that run already (rule: a directory of their "
             "hosts, which have the run's directory nowhere)",
             remedy="set weights.store.local to a directory that each server's host can write",
+        )
+    unreported = [one.metric for one in run.stop_when if one.metric in TRAINER_METRICS]
+    if cluster.trainer.external is not None and unreported:
+        raise SpecError(
+            f"stop_when has {unreported[0]}, which trainer.external does not report (rule: with the embedded trainer)",
+            remedy="leave it out, or take a metric of the batch: zero_variance, length_drift, success",
         )
     if cluster.trainer.external is not None and run.fork is not None:
         raise SpecError(

@@ -56,6 +56,7 @@ def run_problems(run: RunSpec) -> list[RuleViolation]:
         _quota_rules(run),
         _warm_start(run),
         _checkpoints(run),
+        _stop_when(run),
         _temperatures(run),
         _affinity(run),
         _objective(run),
@@ -423,6 +424,23 @@ def _checkpoints(run: RunSpec) -> Violations:
         yield f"checkpoints.best_by is '{text}"
     if kind == "success" and not (run.evaluation.episodes and (run.evaluation.at or run.evaluation.every)):
         yield "checkpoints.best_by is by success (rule: with evaluation.episodes above 0; or by `reward`)"
+
+
+def _stop_when(run: RunSpec) -> Violations:
+    """A condition is on a metric that the run has."""
+    known = [d.name for d in run.domains]
+    for i, condition in enumerate(run.stop_when):
+        kind, _, domain = condition.metric.partition(".")
+        key = f"stop_when.{i}.metric"
+        if domain and domain not in known:
+            text = f"{key} is '{condition.metric}' (rule: of an entry of `domains`{did_you_mean(domain, known)})"
+            yield _at(key, text)
+        if kind == "held_out_success" and not (run.evaluation.episodes and run.evaluation.every):
+            yield _at(key, f"{key} is {kind} (rule: with evaluation.episodes and evaluation.every)")
+        if kind == "reference_kl" and not run.training.loss.kl:
+            yield _at(key, f"{key} is {kind} (rule: with training.loss.kl above 0)")
+        if kind == "zero_variance" and all(d.group_size == 1 for d in run.domains):
+            yield _at(key, f"{key} is {kind} (rule: with a domain whose group_size is above 1)")
 
 
 def _temperatures(run: RunSpec) -> Violations:

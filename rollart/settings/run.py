@@ -278,6 +278,35 @@ class CheckpointsSpec(SpecEntry):
     domain alone."""
 
 
+TRAINER_METRICS = ("approx_kl", "reference_kl", "behaviour_gap", "entropy", "clip_fraction", "grad_norm")
+"""Metrics of `stop_when` that the embedded trainer reports of a step."""
+
+_STOP_METRICS = "|".join((*TRAINER_METRICS, "zero_variance", "length_drift", r"(success|held_out_success)(\..+)?"))
+
+
+class StopSpec(SpecEntry):
+    """A condition that ends the run before its last step, with exit code 6. The last version is published, and
+    evaluated if `evaluation.at` has `end`."""
+
+    metric: str = Field(pattern=rf"^({_STOP_METRICS})$")
+    """zero_variance: share of groups whose samples have equal rewards; length_drift: relative change of the mean number
+    of sampled tokens since the first 5 steps; approx_kl, reference_kl (with `loss.kl`), behaviour_gap, entropy,
+    clip_fraction, grad_norm: of the trainer (docs/training.md); success: mean over the domains of the batch's success;
+    held_out_success: of evaluations (`evaluation.every`); both also with `.DOMAIN`."""
+    above: float | None = None
+    """The condition holds above this value, or `below` that one: one of them."""
+    below: float | None = None
+    """See `above`."""
+    for_steps: int = Field(default=1, ge=1)
+    """Steps in a row (evaluations for held_out_success) in which it must hold."""
+
+    @model_validator(mode="after")
+    def _one_side(self) -> StopSpec:
+        if (self.above is None) == (self.below is None):
+            raise ValueError(f"a condition on {self.metric} has a threshold `above` or `below` (rule: exactly one)")
+        return self
+
+
 class LeasesSpec(SpecEntry):
     """Longest waits in seconds. Every expiry is recorded as an event and has a bounded action."""
 
@@ -455,6 +484,8 @@ class RunSpec(SpecEntry):
     """Episodes that are never trained on."""
     checkpoints: CheckpointsSpec = Field(default_factory=CheckpointsSpec)
     """Versions that stay on disk."""
+    stop_when: list[StopSpec] = Field(default_factory=list)
+    """Conditions on metrics, any of which ends the run early."""
     leases: LeasesSpec = Field(default_factory=LeasesSpec)
     """Deadlines of all waits."""
     faults: FaultsSpec = Field(default_factory=FaultsSpec)

@@ -27,7 +27,7 @@ from rollart.ports import Fleet, Journal, Planner, Recorder, Recovered, Tokenize
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.serving.kv_admission import ConcurrencySettings
 from rollart.settings.rollout import FilterSpec, RedundancySpec, TailBatchingSpec
-from rollart.settings.run import EvaluationSpec
+from rollart.settings.run import EvaluationSpec, StopSpec
 from rollart.sim.environments import ModelledHosts
 from rollart.sim.run import MemoryWeights
 from rollart.strategies.fairness import FairnessSettings
@@ -82,6 +82,7 @@ class SimulatedRun:
     prefetch: int | Literal["auto"] = 0
     waits: WaitLimits = field(default_factory=WaitLimits)
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
+    stop_when: Sequence[StopSpec] = ()
     limits: GatewayLimits = field(default_factory=GatewayLimits)
     router: RoutingPolicy = field(default_factory=RoutingPolicy)
     seats: Mapping[str, EnginePlacement] = field(default_factory=dict)
@@ -183,6 +184,7 @@ class SimulatedRun:
             updates=None if self.updates is None else partial(RollingUpdater, self.updates),
             waits=self.waits,
             evaluation=self.evaluation,
+            stop_when=self.stop_when,
             gateway=self.limits,
             router=self.router,
             seats=self.seats,

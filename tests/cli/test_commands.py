@@ -17,7 +17,15 @@ import yaml
 
 from rollart.cli import controller
 from rollart.cli.runs import new_lines
-from rollart.errors import BudgetExceeded, FaultRateExceeded, PartDied, ProviderError, RunFailed, SpecError
+from rollart.errors import (
+    BudgetExceeded,
+    FaultRateExceeded,
+    PartDied,
+    ProviderError,
+    RunFailed,
+    SpecError,
+    StoppedEarly,
+)
 
 Call = Callable[..., Any]
 
@@ -67,6 +75,21 @@ class TestLaunch:
             done = rollart("launch", "run.yaml", "--name", "../x", *options)
             assert (done.code, done.out) == (2, "")
             assert "--name '../x' (rule: one directory name)" in done.err
+
+    def test_a_run_that_stops_early_is_reported_and_has_an_exit_code(
+        self, rollart: Call, launch_calls: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        whole = launch_calls.launch
+
+        def launch(*arguments: Any, **more: Any) -> None:
+            whole(*arguments, **more)
+            raise StoppedEarly("stopped after step 4 of 9: enough", remedy="--resume continues")
+
+        monkeypatch.setattr("rollart.cli.launch.start", launch)
+        done = rollart("launch", "run.yaml")
+        assert done.code == 6
+        assert "stopped after step 4 of 9: enough" in done.err
+        assert "run directory: runs" in done.out
 
     def test_a_run_that_never_began_leaves_no_directory(self, rollart: Call, launch_calls: Any) -> None:
         def refuse(directory: Path) -> None:

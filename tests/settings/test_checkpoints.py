@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from rollart.errors import SpecError
 from rollart.settings.load import load_run
@@ -42,3 +43,24 @@ def test_environments_have_room_for_episodes_beside_the_rollout(write: Write) ->
     assert apart.held_out == 2 * len(RUN["domains"]) * 7
     assert apart.most == max(apart.running, apart.held_out)
     assert beside.most == apart.running + apart.held_out
+
+
+@pytest.mark.parametrize(
+    ("condition", "problem"),
+    [
+        ({"metric": "approx_kl"}, "a threshold `above` or `below` (rule: exactly one)"),
+        ({"metric": "approx_kl", "above": 1, "below": 0}, "a threshold `above` or `below` (rule: exactly one)"),
+        ({"metric": "loss", "above": 1}, "stop_when.0.metric"),
+        ({"metric": "success.nowhere", "above": 1}, "stop_when.0.metric is 'success.nowhere' (rule: of an entry"),
+        ({"metric": "reference_kl", "above": 1}, "(rule: with training.loss.kl above 0)"),
+        ({"metric": "held_out_success", "above": 0.9}, "(rule: with evaluation.episodes and evaluation.every)"),
+        ({"metric": "zero_variance", "above": 0.9}, "(rule: with a domain whose group_size is above 1)"),
+    ],
+)
+def test_a_stop_on_a_metric_that_the_run_lacks_is_refused(
+    write: Write, condition: dict[str, object], problem: str
+) -> None:
+    domains = [d | {"group_size": 1, "advantage": {"baseline": "none"}} for d in RUN["domains"]]
+    with pytest.raises(SpecError) as caught:
+        load_run(write(yaml.safe_dump(RUN | {"domains": domains, "stop_when": [condition]})))
+    assert problem in str(caught.value)
