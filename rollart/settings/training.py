@@ -174,8 +174,8 @@ class TrainingSpec(SpecEntry):
     (docs/training.md)."""
     lr: float = Field(default=1e-5, gt=0)
     """Learning rate (AdamW)."""
-    lr_schedule: Literal["constant", "linear"] = "constant"
-    """linear: falls to a tenth of `lr` by the last step."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """linear, cosine: falls to a tenth of `lr` by the last step, in a line or along half a cosine wave."""
     warmup: int = Field(default=0, ge=0, le=1_000_000)
     """Optimizer updates over which the learning rate rises linearly."""
     betas: tuple[float, float] = (0.9, 0.95)
@@ -296,7 +296,7 @@ class TrainerConfig(TrainingSpec):
     """`trainer.json`: the run's `training`, and the rest of the run that the trainer's process needs.
 
     `tokenizer` is a `tokenizer.json` or a directory with one; it is copied into every published version. `steps` is the
-    run's length, for `lr_schedule: linear` (0: it stays constant). `max_tokens_per_microbatch` counts padded tokens: on
+    run's length, for `lr_schedule` (0: it stays constant). `max_tokens_per_microbatch` counts padded tokens: on
     a CPU 1,000 to 4,000 cost the same, 8,000 at once cost 20–50 % more (caches, page faults); a GPU wants as many as
     its memory holds. `stream` takes a step's gradient group by group (`stream.py`), in `train` as well. `durable`
     fsyncs a published version before it becomes visible. `published_dtype`: the type of published weights; None: that

@@ -8,6 +8,7 @@ time.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -353,9 +354,12 @@ class Learner:
     def _set_rate(self, optimizer: torch.optim.AdamW, version: int) -> None:
         warmup = self.config.warmup
         scale = min(1.0, (self.counters.updates + 1) / warmup) if warmup else 1.0
-        if self.config.lr_schedule == "linear" and self.config.steps:
+        if self.config.lr_schedule != "constant" and self.config.steps:
             # By version, not by calls: a step that is trained again after a crash has the same learning rate.
-            scale *= 1.0 - (1.0 - DECAY_MIN_FRACTION) * min(1.0, version / self.config.steps)
+            fallen = min(1.0, version / self.config.steps)
+            if self.config.lr_schedule == "cosine":
+                fallen = (1.0 - math.cos(math.pi * fallen)) / 2.0
+            scale *= 1.0 - (1.0 - DECAY_MIN_FRACTION) * fallen
         for group in optimizer.param_groups:
             group["lr"] = self.config.lr * scale
 

@@ -274,11 +274,22 @@ def test_imitation_stops_at_the_wanted_loss() -> None:
     assert never.metrics["updates"] == 40
 
 
-def test_the_learning_rate_falls_by_version() -> None:
-    learner = Learner(config(lr=1e-3, lr_schedule="linear", steps=10))
+@pytest.mark.parametrize(
+    ("schedule", "wanted"),
+    [("linear", [1e-3, 7.75e-4, 5.5e-4, 1e-4, 1e-4]), ("cosine", [1e-3, 8.681981e-4, 5.5e-4, 1e-4, 1e-4])],
+)
+def test_the_learning_rate_falls_by_version(schedule: str, wanted: list[float]) -> None:
+    learner = Learner(config(lr=1e-3, lr_schedule=schedule, steps=8))
     samples = on_policy(learner, mixed())
-    rates = [learner.train(batch(samples), version).metrics["lr"] for version in (0, 5, 10, 30)]
-    assert rates == pytest.approx([1e-3, 5.5e-4, 1e-4, 1e-4])
+    rates = [learner.train(batch(samples), version).metrics["lr"] for version in (0, 2, 4, 8, 30)]
+    assert rates == pytest.approx(wanted)
+
+
+def test_warm_up_and_cosine_multiply() -> None:
+    learner = Learner(config(lr=1e-3, lr_schedule="cosine", steps=8, warmup=2))
+    samples = on_policy(learner, mixed())
+    rates = [learner.train(batch(samples), version).metrics["lr"] for version in (0, 4)]
+    assert rates == pytest.approx([0.5e-3, 5.5e-4])
 
 
 def test_it_trains_a_batch_that_was_cut_to_a_budget(tmp_path: Path) -> None:
