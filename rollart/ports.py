@@ -139,6 +139,24 @@ class Tokenizer(Protocol):
         """The id of a text that is exactly one token; ValueError otherwise."""
 
 
+class ChatPrompts(Protocol):
+    """Observations as messages of a conversation whose earlier tokens never change."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+
+    def opening(self, text: str) -> tuple[int, ...]:
+        """The tokens of the first observation, up to the beginning of the answer."""
+
+    def following(self, text: str, answer: Sequence[int]) -> tuple[int, ...]:
+        """The tokens between the sampled tokens of an answer and the beginning of the next one: the end of the answer,
+        unless its last token is one, and the observation `text`."""
+
+    def answer(self, text: str) -> tuple[int, ...]:
+        """The tokens of an answer with its end, as a policy would sample them."""
+
+
 class Rewarder(Protocol):
     """Scores a finished trajectory. Never raises for a failed function: a failure is an InfraFault value."""
 

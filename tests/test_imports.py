@@ -25,6 +25,7 @@ HEAVY = [
     "numpy",
     "vllm",
     "gymnasium",
+    "huggingface_hub",
 ]
 
 

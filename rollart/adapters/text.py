@@ -19,7 +19,8 @@ class HubTokenizer:
     def __init__(self, directory: str | Path) -> None:
         from tokenizers import Tokenizer as Backend
 
-        path = Path(directory) / "tokenizer.json"
+        self.directory = Path(directory)
+        path = self.directory / "tokenizer.json"
         if not path.is_file():
             raise SpecError(
                 f"no tokenizer.json in {directory}", remedy="model.path must be a Hugging Face model directory"

@@ -6,7 +6,7 @@ import hashlib
 from dataclasses import dataclass
 
 from rollart.model import Sampling
-from rollart.ports import EVAL_SEEDS_FROM, EnvironmentFactory, HarnessFactory
+from rollart.ports import EVAL_SEEDS_FROM, ChatPrompts, EnvironmentFactory, HarnessFactory
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,8 @@ class Domain:
     stop_token_ids: tuple[int, ...] = ()
     harness: HarnessFactory | None = None
     """An agent program that replaces the environment."""
+    chat: ChatPrompts | None = None
+    """Renders observations as messages; None: their text is the prompt."""
 
     def sampling(self, *, seed: int, max_tokens: int, allowed: tuple[int, ...] | None, greedy: bool) -> Sampling:
         return Sampling(

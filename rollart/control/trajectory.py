@@ -36,7 +36,7 @@ from rollart.model import (
 )
 from rollart.policy.host_slots import PlacementRequest
 from rollart.policy.workload import WorkloadMeter
-from rollart.ports import Environment, HarnessEpisode, HarnessFactory, HarnessRequest, Tokenizer
+from rollart.ports import ChatPrompts, Environment, HarnessEpisode, HarnessFactory, HarnessRequest, Tokenizer
 from rollart.serving.gateway import Gateway
 from rollart.supervise.environment_hosts import host_of, prepare_environment
 from rollart.user_code import UserCodeGuard, checked_observation, checked_step, require_awaitable
@@ -350,14 +350,14 @@ class TrajectoryRunner:
         ahead = None if self.prefetch is None else self.prefetch.take(state.domain.name, state.id)
         environment = (ahead and ahead.environment) or _make_environment(state)
         try:
-            prompt = self._prompt(await self._reset(state, environment, ahead))
+            prompt = self._prompt(state, await self._reset(state, environment, ahead))
             for turn in range(state.domain.max_turns):
                 completion = await self._act(state, prompt, turn)
                 self._abort_if_stale(state)
                 step = await self._step(state, environment, prompt, completion, turn)
                 if step.done:
                     break
-                prompt = self._prompt(step.observation)
+                prompt = self._prompt(state, step.observation, completion.token_ids)
                 if state.length + prompt.length >= self.limits.context_tokens:  # no room to answer
                     state.truncated = True
                     break
@@ -369,16 +369,24 @@ class TrajectoryRunner:
                 self.barrier.leave()
             await self._close(state, environment)
 
-    def _prompt(self, observation: Observation) -> _Prompt:
-        """Encode an observation. Of a text far longer than the context only a prefix is encoded, provided that the
-        prefix already fills the context."""
+    def _prompt(self, state: TrajectoryState, observation: Observation, answer: Sequence[int] = ()) -> _Prompt:
+        """Encode an observation that follows the tokens of `answer`. Of a text far longer than the context only a
+        prefix is encoded, provided that the prefix already fills the context."""
         text, most = observation.text, CHARACTERS_PER_TOKEN_LIMIT * self.limits.context_tokens
         if len(text) > most:
-            token_ids = self.tokenizer.encode(text[:most])
+            token_ids = self._encode(state.domain.chat, text[:most], answer)
             if (length := self.measure(token_ids)) >= self.limits.context_tokens:
                 return _Prompt(observation, token_ids, length)
-        token_ids = self.tokenizer.encode(text)
+        token_ids = self._encode(state.domain.chat, text, answer)
         return _Prompt(observation, token_ids, self.measure(token_ids))
+
+    def _encode(self, chat: ChatPrompts | None, text: str, answer: Sequence[int]) -> tuple[int, ...]:
+        if chat is None:
+            return self.tokenizer.encode(text)
+        try:
+            return chat.following(text, answer) if answer else chat.opening(text)
+        except Exception as error:  # a template's own: it refuses a message
+            raise TrajectoryAborted(AbortReason.INFRA_FAULT, f"the chat template raised {one_line(error)}") from None
 
     async def _act(self, state: TrajectoryState, prompt: _Prompt, turn: int) -> Completion:
         """Append the prompt to the context and generate the action."""

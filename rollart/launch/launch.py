@@ -271,7 +271,8 @@ async def _warm_start(resolved: Resolved, context: RunContext) -> None:
     warm = resolved.run.warm_start
     if warm is not None and context.environments is not None:
         await context.environments.ready()
-    samples = await warm_start_samples(resolved, context.tokenizer, context.environments, context.leases)
+    chats = {domain.name: domain.chat for domain in context.domains}
+    samples = await warm_start_samples(resolved, context.tokenizer, context.environments, context.leases, chats)
     if samples and warm is not None:
         context.trainer_clock.enter(ResourceState.BUSY, "warm_start")
         async with context.leases.hold("launch", "the warm start", resolved.run.leases.train_s, Expiry.FAIL_RUN):

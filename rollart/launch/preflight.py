@@ -55,6 +55,7 @@ from rollart.launch.functions import (
 from rollart.launch.hosts import function_actor, hosted_domains, image_hook_config, import_paths, initial_function_hosts
 from rollart.launch.layout import attached_urls, engine_actor, engine_command, torch_device, trainer_actors
 from rollart.launch.prepare import (
+    domain_chats,
     harness_factory,
     prepare_tokenizer,
     refuse_incomplete,
@@ -258,6 +259,7 @@ def launch_warnings(specs: Specs) -> Iterator[str]:
             f"of {specs.run.steps} versions the last {kept.keep} are kept: a policy that collapses in between has no "
             "earlier version to return to. Set checkpoints.every or checkpoints.best_by"
         )
+    yield from _chat_warnings(specs)
     cores = all(pool.device == "cpu" for pool in cluster.pools)
     if cores and cluster.runtime.backend == "local" and torch_build() == "cuda":
         yield (
@@ -270,6 +272,20 @@ def launch_warnings(specs: Specs) -> Iterator[str]:
             yield from (f"function '{package.spec.name}': {text}" for text in _package_warnings(package, specs))
         for name, reason in stateful.items():
             yield f"function '{name}' depends on earlier calls, so it runs beside the environments: {reason}"
+
+
+def _chat_warnings(specs: Specs) -> Iterator[str]:
+    if all(domain.chat is None for domain in specs.run.domains):
+        return
+    with contextlib.suppress(RollartError), tempfile.TemporaryDirectory() as made, importable(specs.base):
+        chats = domain_chats(specs, prepare_tokenizer(specs, Path(made)))
+        for domain, chat in zip(specs.run.domains, chats, strict=True):
+            if chat is not None and chat.drops_thoughts:
+                yield (
+                    f"domain '{domain.name}': the chat template leaves thoughts (<think>) out of earlier answers. "
+                    "Episodes keep every token that was sampled, so in later turns the policy sees thoughts that it "
+                    "will not see where the template is applied to whole conversations"
+                )
 
 
 def dry_run_lines(resolved: Resolved) -> Iterator[str]:
@@ -365,6 +381,11 @@ def _tokenizer_problems(specs: Specs, vocabulary: int | None) -> Iterator[RuleVi
         except SpecError as error:
             yield RuleViolation(("run", "model", key), error.message, error.remedy)
             return
+        try:
+            domain_chats(specs, tokenizer.directory)
+        except SpecError as error:
+            number = next(i for i, domain in enumerate(specs.run.domains) if f"'{domain.name}'" in error.message)
+            yield RuleViolation(("run", "domains", number, "chat"), error.message, error.remedy)
     for number, domain in enumerate(specs.run.domains):
         try:
             stop_token_ids(domain, tokenizer)

@@ -10,14 +10,16 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from placement.types import Role
+from rollart.adapters.chat import EpisodeChat
 from rollart.adapters.envs.in_process import in_process
 from rollart.adapters.envs.worked import METHOD, worked_example_domain
+from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.text import HubTokenizer
 from rollart.architecture import weight_names
 from rollart.control.domain import Domain, derive_seed
@@ -26,7 +28,7 @@ from rollart.hub import SMALL_FILES
 from rollart.launch.layout import torch_device, trainer_ranks
 from rollart.leases import Expiry, Leases
 from rollart.model import TrainSample
-from rollart.ports import EnvironmentFactory, HarnessFactory, RunEvent
+from rollart.ports import ChatPrompts, EnvironmentFactory, HarnessFactory, RunEvent
 from rollart.settings.planning import Specs, hub_model, initial_config, model_directory
 from rollart.settings.resolve import Resolved, trainer_dtype
 from rollart.settings.run import DomainSpec, ModelSpec
@@ -251,11 +253,39 @@ def runtime_domains(
             max_tokens=spec.max_tokens,
             temperature=spec.temperature,
             top_p=spec.top_p,
-            stop_token_ids=stop_token_ids(spec, tokenizer),
+            stop_token_ids=tuple(dict.fromkeys((*stop_token_ids(spec, tokenizer), *(chat.stop_ids if chat else ())))),
             harness=harness_factory(spec, harnesses),
+            chat=chat,
         )
-        for spec in resolved.run.domains
+        for spec, chat in zip(resolved.run.domains, domain_chats(resolved, tokenizer.directory), strict=True)
     ]
+
+
+def domain_chats(specs: Specs, tokenizer: Path) -> list[EpisodeChat | None]:
+    """The chat of each domain; None for domains without one. `tokenizer`: its directory. SpecError names the domain."""
+    form, found = None, list[EpisodeChat | None]()
+    for spec in specs.run.domains:
+        if spec.chat is None:
+            found.append(None)
+            continue
+        try:
+            form = form or chat_format(tokenizer)
+            found.append(EpisodeChat(form, system=spec.chat.system, role=spec.chat.observations))
+        except SpecError as error:
+            raise SpecError(f"chat of domain '{spec.name}': {error.message}", remedy=error.remedy) from None
+    return found
+
+
+def chat_format(directory: Path, *, template: Path | None = None, tools: str | None = None) -> ChatFormat:
+    """SpecError for an unreadable directory or template, or if Jinja is not installed."""
+    try:
+        source = None if template is None else template.read_text()
+    except OSError as error:
+        raise SpecError(f"cannot read {template}: {error.strerror}") from None
+    try:
+        return ChatFormat(directory, template=source, tools=tools)
+    except ImportError as error:
+        raise SpecError(f"chat templates need Jinja: {error}", remedy="pip install 'rollart[proxy]'") from None
 
 
 async def produce_artefacts(resolved: Specs, run_dir: Path) -> dict[str, list[str]]:
@@ -279,10 +309,15 @@ async def produce_artefacts(resolved: Specs, run_dir: Path) -> dict[str, list[st
 
 
 async def warm_start_samples(
-    resolved: Resolved, tokenizer: HubTokenizer, hosts: EnvironmentHostSupervisor | None, leases: Leases
+    resolved: Resolved,
+    tokenizer: HubTokenizer,
+    hosts: EnvironmentHostSupervisor | None,
+    leases: Leases,
+    chats: Mapping[str, ChatPrompts | None],
 ) -> list[TrainSample]:
     """Worked examples of the warm start's domains as samples, with loss on the answer and none on the prompt. `hosts`:
-    hosts that serve the examples as episodes, if environments do not live in this process."""
+    hosts that serve the examples as episodes, if environments do not live in this process; `chats`: the domains' chat
+    templates."""
     warm = resolved.run.warm_start
     samples = []
     for name in warm.domains if warm is not None else ():
@@ -294,7 +329,11 @@ async def warm_start_samples(
         else:
             pairs = _examples_in_process(spec, seeds)
         for index, (prompt, answer) in enumerate(pairs):
-            tokens = tokenizer.encode(prompt), tokenizer.encode(answer)
+            chat = chats[name]
+            if chat is None:
+                tokens = tokenizer.encode(prompt), tokenizer.encode(answer)
+            else:
+                tokens = chat.opening(prompt), chat.answer(answer)
             samples.append(TrainSample.unsampled(f"worked-{name}-{index}", name, *tokens, score=1.0))
     return samples
 

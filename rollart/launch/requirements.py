@@ -61,7 +61,10 @@ def requirements(resolved: Specs) -> Iterator[Requirement]:
             yield Requirement(
                 "jinja2", "proxy", f"domains.{domain.name}: a chat template, if the tokenizer has one", False
             )
-        elif cluster.environments.python is None or not cluster.environments.workers:
+            continue
+        if domain.chat is not None:
+            yield Requirement("jinja2", "proxy", f"domains.{domain.name}.chat")
+        if cluster.environments.python is None or not cluster.environments.workers:
             module = ENVIRONMENT_MODULES.get(domain.environment.partition(":")[0])
             if module is not None:
                 yield Requirement(module, "envs", f"domains.{domain.name}.environment")

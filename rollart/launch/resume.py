@@ -32,6 +32,7 @@ FIXED_SETTINGS: Mapping[str, str] = {
     "domains.*.group_size": "recorded groups have their members",
     "domains.*.environment": "recorded trajectories are of that environment",
     "fork": "version 0 has its weights",
+    "domains.*.chat": "recorded trajectories are rendered so",
     "training.lora": "the optimizer's state is of those parameters",
     "training.algorithm": "its switches are recorded; set them one by one",
 }

@@ -11,7 +11,6 @@ from aiohttp import web
 
 from rollart.adapters.engines.http import HttpEngine
 from rollart.adapters.engines.vllm import KEEPALIVE_S
-from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.harness import HarnessRunner
 from rollart.adapters.proxy.pool import EnginePool
 from rollart.adapters.proxy.record import SessionRecorder
@@ -22,7 +21,8 @@ from rollart.adapters.service.state import ServiceState
 from rollart.adapters.service.storage import ServiceStore, VolatileStore
 from rollart.adapters.service.uploads import WeightUploads
 from rollart.architecture import vocab_of
-from rollart.errors import SpecError, StorageFailed, UsageError
+from rollart.errors import StorageFailed, UsageError
+from rollart.launch.prepare import chat_format
 from rollart.model import EngineId
 from rollart.settings.resolve import Resolved
 
@@ -102,18 +102,6 @@ async def serve_app(app: web.Application, *, host: str, port: int) -> AsyncItera
         yield f"http://{f'[{bound[0]}]' if ':' in bound[0] else bound[0]}:{bound[1]}"
     finally:
         await runner.cleanup()
-
-
-def chat_format(directory: Path, *, template: Path | None = None, tools: str | None = None) -> ChatFormat:
-    """SpecError for an unreadable directory or template, or if Jinja is not installed."""
-    try:
-        source = None if template is None else template.read_text()
-    except OSError as error:
-        raise SpecError(f"cannot read {template}: {error.strerror}") from None
-    try:
-        return ChatFormat(directory, template=source, tools=tools)
-    except ImportError as error:
-        raise SpecError(f"chat templates need Jinja: {error}", remedy="pip install 'rollart[proxy]'") from None
 
 
 @contextlib.asynccontextmanager

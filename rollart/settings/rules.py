@@ -43,6 +43,7 @@ def run_problems(run: RunSpec) -> list[RuleViolation]:
     problems = located(
         _model(run),
         _rollout(run),
+        _chat(run),
         _filter(run),
         _concurrency(run),
         _lending(run),
@@ -212,6 +213,14 @@ def _rollout(run: RunSpec) -> Violations:
             f"rollout.tail_batching is given with batch.tokens {run.batch.tokens} (rule: a round trains every prompt "
             "that ends it, so its batch has no token budget)"
         )
+
+
+def _chat(run: RunSpec) -> Violations:
+    """Agent programs send messages themselves."""
+    for i, domain in enumerate(run.domains):
+        if domain.chat is not None and not isinstance(domain.environment, str):
+            text = "is given for a harness (rule: an environment's; a harness has the chat template by the proxy)"
+            yield _at(f"domains.{i}.chat", f"chat of domain '{domain.name}' {text}")
 
 
 def _filter(run: RunSpec) -> Violations:

@@ -67,6 +67,10 @@ class BatchSpec(SpecEntry):
     to a mean of 1 within its domain; default 1."""
 
 
+def _or_true(schema: dict[str, Any]) -> None:
+    schema["anyOf"] = [*schema["anyOf"], {"type": "boolean"}]
+
+
 class RewardUse(SpecEntry):
     """A reward function's part in a domain's reward."""
 
@@ -86,6 +90,15 @@ class HarnessSpec(SpecEntry):
     `environment_args`, and returns the episode's reward or a Step."""
 
 
+class ChatSpec(SpecEntry):
+    """Episodes as conversations in the model's chat template: actions are the assistant's answers."""
+
+    system: str | None = Field(default=None, min_length=1)
+    """System message before the first observation; the template's own default, if it has one, if not given."""
+    observations: Literal["user", "tool"] = "user"
+    """Role of the observations after the first, which is always the user's."""
+
+
 class DomainSpec(SpecEntry):
     """A task: its environment, sampling and rewards."""
 
@@ -97,6 +110,9 @@ class DomainSpec(SpecEntry):
     """Class or factory of the environment, `package.module:attribute`; or `harness`, an agent program."""
     environment_args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the environment."""
+    chat: ChatSpec | None = Field(default=None, json_schema_extra=_or_true)
+    """true, or a mapping: observations and actions are messages in the model's chat template (docs/environments.md);
+    without it, the text of an observation is the prompt."""
     weight: float = Field(default=1.0, ge=1e-9, le=1e9)
     """Share of the batch, relative to the other domains."""
     floor: float = Field(default=0.0, ge=0, le=1)
@@ -128,6 +144,11 @@ class DomainSpec(SpecEntry):
     """Published shape that `rollart simulate` draws trajectories from; from `profile` if not given."""
     profile: ProfileSpec | None = None
     """Work of a trajectory, for the placer; measured or assumed from bounds if not given."""
+
+    @field_validator("chat", mode="before")
+    @classmethod
+    def _chat_switch(cls, chat: object) -> object:
+        return ({} if chat else None) if isinstance(chat, bool) else chat
 
     @field_validator("weight", mode="before")
     @classmethod

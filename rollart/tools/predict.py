@@ -183,21 +183,22 @@ async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observ
     observation = await environment.reset(seed)
     reset_s, wait_s = loop.time() - began, 0.0
     input_tokens: list[int] = []
-    output_tokens = 0
+    output_tokens, answer = 0, tuple[int, ...]()
     try:
         for _ in range(domain.max_turns):
-            input_tokens.append(len(tokenizer.encode(observation.text)))
+            input_tokens.append(len(_encoded(domain, tokenizer, observation.text, answer)))
             if observation.actions:
-                text, tokens = rng.choice(observation.actions), 1
+                text = rng.choice(observation.actions)
+                answer = tokenizer.encode(text)[:1]
             elif (example := getattr(environment, "worked_example", None)) is not None:
                 _, text = example(seed)
-                tokens = len(tokenizer.encode(text))
+                answer = tokenizer.encode(text) if domain.chat is None else domain.chat.answer(text)
             else:
                 raise SpecError(
                     f"domain '{domain.name}' offers neither legal actions nor worked examples to play with",
                     remedy="give it a `profile`",
                 )
-            output_tokens += min(tokens, observation.max_tokens or domain.max_tokens)
+            output_tokens += min(len(answer), observation.max_tokens or domain.max_tokens)
             began = loop.time()
             step = await environment.step(text)
             wait_s += loop.time() - began
@@ -215,3 +216,10 @@ async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observ
         wait_s=wait_s,
         reset_s=reset_s,
     )
+
+
+def _encoded(domain: Domain, tokenizer: HubTokenizer, text: str, answer: Sequence[int]) -> tuple[int, ...]:
+    """The tokens of an observation after an answer, as a trajectory has them."""
+    if domain.chat is None:
+        return tokenizer.encode(text)
+    return domain.chat.following(text, answer) if answer else domain.chat.opening(text)

@@ -21,10 +21,11 @@ from rollart.errors import ProviderError, StorageFailed
 from rollart.hub import HubModel
 from rollart.infra.needs import spec_files
 from rollart.launch.prepare import fetch_model, prepare_tokenizer, run_model
+from rollart.quickstart.spelling import EOS
 from rollart.quickstart.tokenizer import write_tokenizer
 from rollart.settings.planning import pinned
 from rollart.settings.resolve import read_specs
-from tests.e2e.harness import CLUSTER, Home, tiny
+from tests.e2e.harness import CLUSTER, Home, ledger, tiny
 from tests.hub import HubServer, commit_of, serving, use
 from tests.launch.test_preflight import QWEN, weights
 
@@ -247,13 +248,14 @@ def test_a_run_by_id_goes_on_with_the_commit_that_it_began_with(tmp_path: Path, 
         config = {key: value for key, value in init.items() if key not in ("architectures", "torch_dtype")}
         Qwen3ForCausalLM(Qwen3Config(**config)).save_pretrained(made, max_shard_size="8KB")
         write_tokenizer(made)
+        (made / "chat_template.jinja").write_text(f"{{% for m in messages %}}{{{{ m.content }}}} {EOS} {{% endfor %}}")
         return {file.name: file.read_bytes() for file in made.iterdir()}
 
     hub.branches["main"] = first = checkpoint(0)
     assert len([name for name in first if name.endswith(".safetensors")]) > 1
     home = Home(tmp_path)
     environment = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "HF_TOKEN": ""}
-    spec = tiny(model={"path": ID, "context": 16}, steps=1)
+    spec = tiny(model={"path": ID, "context": 16}, steps=1, domains__0__chat=True)
     with pytest.MonkeyPatch.context() as patch:
         for key, value in environment.items():
             patch.setenv(key, value)
@@ -265,5 +267,8 @@ def test_a_run_by_id_goes_on_with_the_commit_that_it_began_with(tmp_path: Path, 
         resumed = home.run("launch", "--resume", "tiny-1", "steps=2", "--dry-run")
     assert resumed.returncode == 0, resumed.stderr
     assert yaml.safe_load(resumed.stdout)["run"]["model"]["revision"] == commit_of(first)
+    with ledger(home.directory) as db:
+        lengths = {length for (length,) in db.execute("SELECT first_tokens FROM trajectories")}
+    assert lengths == {2}, "the observation is one token, and the template ends a message with another"
     trainer = json.loads((home.directory / "trainer.json").read_text())
     assert Path(trainer["model"]["path"]).name == commit_of(first)

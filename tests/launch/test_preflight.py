@@ -24,8 +24,9 @@ import yaml
 
 from rollart.cli.main import run as rollart
 from rollart.errors import SpecError
-from rollart.launch.preflight import decide_workers, environment_problems, refuse_files
+from rollart.launch.preflight import decide_workers, environment_problems, launch_warnings, refuse_files
 from rollart.launch.prepare import prepare_tokenizer
+from rollart.quickstart.tokenizer import write_tokenizer
 from rollart.settings.load import SpecSources, builtin
 from rollart.settings.resolve import read_specs, resolve_files
 from tests.e2e.harness import CLUSTER, ROOT, changed, tiny
@@ -331,6 +332,13 @@ def weights() -> bytes:
         ({"model__init": {"model_type": "gpt2"}}, "model_type", "architecture gpt2 is not supported"),
         ({"model__init": "tests.e2e.worlds:nothing"}, "init", "has no attribute"),
         ({"model__tokenizer": "no_such:thing"}, "tokenizer", "model.tokenizer 'no_such:thing' cannot be imported"),
+        ({"domains__0__chat": True}, "chat", "chat of domain 'coin': the model has no chat template"),
+        ({"domains__0__chat": {"observations": "robot"}}, "observations", "observations is 'robot'"),
+        (
+            {"domains__0__chat": True, "domains__0__environment": {"harness": "tests.e2e.worlds:Coin"}},
+            "chat",
+            r"chat of domain 'coin' is given for a harness \(rule",
+        ),
         ({"model": {"config": QWEN}}, "config", "model has neither 'path' nor 'init'"),
         ({"functions__0__source": "nowhere.py"}, "name: rule", "function 'rule'"),
         ({"functions__0__handler": "nobody"}, "name: rule", "function 'rule'"),
@@ -685,3 +693,16 @@ def test_a_shipped_spec_that_is_not_here_is_named(
     monkeypatch.chdir(tmp_path)
     assert rollart(["validate", "configs/clusters/local.yaml"]) == 2
     assert "the one that rollart brings is " in capsys.readouterr().err
+
+
+def test_a_template_that_drops_thoughts_is_warned_of(tmp_path: Path) -> None:
+    content = "{{ m.content if loop.last else m.content.split('</think>')[-1].lstrip() }}"
+    directory = write_tokenizer(tmp_path / "tokenizer").parent
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump(tiny(model__tokenizer="tokenizer", domains__0__chat=True)))
+    found = []
+    for shown in ("{{ m.content }}", content):
+        (directory / "chat_template.jinja").write_text(f"{{% for m in messages %}}{shown} <eos> {{% endfor %}}")
+        found.append([one for one in launch_warnings(read_specs(run)) if "leaves thoughts" in one])
+    assert [len(one) for one in found] == [0, 1]
+    assert "domain 'coin'" in found[1][0]

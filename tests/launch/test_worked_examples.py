@@ -8,20 +8,23 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from rollart.adapters.envs.worked import WorkedExamples
 from rollart.adapters.text import HubTokenizer
 from rollart.errors import SpecError
 from rollart.launch.preflight import environment_problems, refuse_files
-from rollart.launch.prepare import warm_start_samples
+from rollart.launch.prepare import domain_chats, warm_start_samples
 from rollart.leases import Leases
-from rollart.quickstart.tokenizer import write_tokenizer
+from rollart.model import TrainSample
+from rollart.quickstart.spelling import EOS
+from rollart.quickstart.tokenizer import EOS_ID, write_tokenizer
 from rollart.settings.load import SpecSources, builtin
 from rollart.settings.resolve import read_specs, resolve_files
 from rollart.sim import loop as virtual
 from rollart.testing.ledger import MemoryRecorder
 from tests.contracts.host_fixture import hosts_of
-from tests.e2e.harness import ROOT
+from tests.e2e.harness import ROOT, tiny
 
 QUICKSTART = builtin("runs/quickstart.yaml")
 HOSTS = ["cluster.environments={workers: 2, warm: 2}", "warm_start.examples=40"]
@@ -73,6 +76,30 @@ def test_an_environment_without_examples_is_told_by_its_line() -> None:
     assert problem.loc == ("run", "warm_start", "domains", 1)
 
 
+def test_examples_of_a_chat_are_a_question_and_an_answer_with_its_end(tmp_path: Path) -> None:
+    domain = {**tiny()["domains"][0], "environment": f"{__name__}:Sums", "max_turns": 1}
+    run = tmp_path / "run.yaml"
+    run.write_text(yaml.safe_dump(tiny(domains=[domain], warm_start={"domains": ["coin"], "examples": 3})))
+    directory = write_tokenizer(tmp_path / "tokenizer").parent
+    template = f"{{% for m in messages %}}{{{{ m.role }}}} {{{{ m.content }}}} {EOS} {{% endfor %}}"
+    prompt = "{% if add_generation_prompt %}assistant {% endif %}"
+    (directory / "chat_template.jinja").write_text(template + prompt)
+
+    def samples(*changes: str) -> list[TrainSample]:
+        specs = read_specs(run, None, [f"model.tokenizer={directory}", *changes])
+        chats = {"coin": domain_chats(specs, directory)[0]}
+        tokenizer, leases = HubTokenizer(directory), Leases(MemoryRecorder())
+        return virtual.run(warm_start_samples(specs, tokenizer, None, leases, chats))
+
+    encode, end = HubTokenizer(directory).encode, (EOS_ID,)
+    plain, chat = samples(), samples("domains.0.chat=true")
+    assert len(plain) == len(chat) == 3
+    for one, other in zip(plain, chat, strict=True):
+        question, answer = one.token_ids[:3], one.token_ids[3:]  # `7 + 1`, `8`
+        assert other.token_ids == (*encode("user"), *question, *end, *encode("assistant"), *answer, *end)
+        assert other.loss_mask == (*[False] * (len(question) + 3), *[True] * (len(answer) + 1))
+
+
 @pytest.mark.slow
 def test_hosts_give_the_same_examples_as_the_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("reasoning_gym")
@@ -83,8 +110,9 @@ def test_hosts_give_the_same_examples_as_the_controller(tmp_path: Path, monkeypa
 
     async def main() -> None:
         async with asyncio.timeout(LIMIT_S), hosts_of(resolved, tmp_path) as hosts:
-            here = await warm_start_samples(resolved, tokenizer, None, leases)
-            there = await warm_start_samples(resolved, tokenizer, hosts.fleet, leases)
+            chats = {domain.name: None for domain in resolved.run.domains}
+            here = await warm_start_samples(resolved, tokenizer, None, leases, chats)
+            there = await warm_start_samples(resolved, tokenizer, hosts.fleet, leases, chats)
             assert there == here
             assert len(there) == 40
             assert set(hosts.fleet.faults().values()) == {0}

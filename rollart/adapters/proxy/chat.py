@@ -52,6 +52,8 @@ class ChatFormat:
             raise SpecError(f"{folder / 'tokenizer.json'} is no tokenizer: {error}") from None
         config = _object(folder / "tokenizer_config.json")
         source = template if template is not None else _own_template(folder, config)
+        self.templated = source is not None
+        """False if the tokenizer has no chat template, and `PLAIN_TEMPLATE` stands in."""
         self._template = _compiled(PLAIN_TEMPLATE if source is None else source)
         self._special = {
             name: _text(config[name])
@@ -90,6 +92,11 @@ class ChatFormat:
 
     def token(self, token_id: int) -> str:
         return str(self._backend.id_to_token(token_id))
+
+    def is_special(self, token_id: int) -> bool:
+        """True for a token that the tokenizer marks as special: text never contains it by chance."""
+        added = self._backend.get_added_tokens_decoder().get(token_id)
+        return added is not None and bool(added.special)
 
     def _stop_ids(self, folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
         """Every end-of-sequence id of the model, its generation settings or its tokenizer."""
