@@ -33,11 +33,16 @@ class HubServer:
     breaks: dict[str, int] = field(default_factory=dict)
     """Bytes after which the connection breaks off, once, by file."""
     down: bool = False
+    sends: threading.Event = field(default_factory=threading.Event)
+    """While it is cleared, safetensors are announced and not sent."""
     url: str = ""
     asked: Counter[str] = field(default_factory=Counter)
     """Requests of file contents by name, and of everything else as `api`."""
     sent: Counter[str] = field(default_factory=Counter)
     """Bytes of file contents, by name."""
+
+    def __post_init__(self) -> None:
+        self.sends.set()
 
     def files(self, revision: str) -> dict[str, bytes] | None:
         known = {**self.branches, **{commit_of(files): files for files in self.branches.values()}}
@@ -89,6 +94,8 @@ class HubRequest(BaseHTTPRequestHandler):
                 self.hub.sent[file] += limit - len(data)
                 self.close_connection = True
                 return
+            if file.endswith(".safetensors"):
+                self.hub.sends.wait()
         self.answer(206 if start else 200, data[start:], headers)
 
     def send(self, status: int, length: int, headers: dict[str, str]) -> None:

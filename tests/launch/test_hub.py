@@ -116,6 +116,24 @@ def test_an_interrupted_download_keeps_its_complete_files(hub: HubServer, tmp_pa
     assert (hub.asked[SHARDS[0]], hub.asked[SHARDS[1]]) == (1, 2)
 
 
+def test_a_stopped_launch_does_not_wait_for_a_download(hub: HubServer, tmp_path: Path) -> None:
+    arguments = written(tmp_path)
+    specs = pinned(read_specs(arguments[0], arguments[2]))
+    hub.sends.clear()
+
+    async def main() -> None:
+        fetching = asyncio.get_running_loop().create_task(fetch_model(specs, tmp_path / "run", lambda event: None))
+        while not hub.asked[SHARDS[0]]:
+            await asyncio.sleep(0.01)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+        assert not hub.sent[SHARDS[1]]
+
+    asyncio.run(main())
+    hub.sends.set()
+
+
 def gated(hub: HubServer, use: Callable[..., None]) -> None:
     hub.gated, hub.token = True, "hf_other"
 
