@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import takewhile
 
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import BadRequest, Message
@@ -39,8 +40,13 @@ class EpisodeChat:
         self._head = [] if system is None else [Message("system", system)]
         self._example = [*self._head, Message("user", QUESTION), Message("assistant", ANSWER)]
         try:
-            self._closing = self._after_answer(form.render(self._example, (), prompt=False))
-            self._refuse_rewriting()
+            following = self._text(QUESTION)
+            # Some templates end a whole conversation in a way of its own, so only what both begin with ends an answer.
+            at_end = self._around_answer(form.render(self._example, (), prompt=False))[1]
+            alike = takewhile(lambda two: two[0] == two[1], zip(following, at_end, strict=False))
+            self._closing = "".join(one for one, _ in alike)
+            self._thoughts = self._opened_thoughts()
+            self._refuse_rewriting(following)
         except BadRequest as error:
             raise SpecError(str(error), remedy="leave out `system`, or use the role that it knows") from None
         self.stop_ids = self._stops()
@@ -60,16 +66,17 @@ class EpisodeChat:
 
     @property
     def drops_thoughts(self) -> bool:
-        """True if the template leaves thoughts out of earlier answers."""
-        thinking = [*self._head, Message("user", QUESTION), Message("assistant", THOUGHTS), self._said(QUESTION)]
-        return THOUGHTS not in self._form.render(thinking, (), prompt=True)
+        """True if the template leaves thoughts out of earlier answers, or the `<think>` with which it begins each new
+        one."""
+        thinking = [*self._head, Message("user", QUESTION), Message("assistant", THOUGHTS), self._observation(QUESTION)]
+        return bool(self._thoughts) or THOUGHTS not in self._form.render(thinking, (), prompt=True)
 
-    def _said(self, text: str) -> Message:
+    def _observation(self, text: str) -> Message:
         return Message(self._role, text)
 
     def _text(self, text: str) -> str:
         """What follows an answer until the next one begins."""
-        return self._after_answer(self._form.render([*self._example, self._said(text)], (), prompt=True))
+        return self._around_answer(self._form.render([*self._example, self._observation(text)], (), prompt=True))[1]
 
     def _encoded(self, text: str, stop: int | None) -> tuple[int, ...]:
         """`stop`: the sampled stop token, which the template writes as well."""
@@ -78,19 +85,32 @@ class EpisodeChat:
             written = written[at + len(token) :]
         return self._form.encode(written)
 
-    def _after_answer(self, rendered: str) -> str:
+    def _around_answer(self, rendered: str) -> tuple[str, str]:
+        """The texts before and after the first answer."""
         before, found, after = rendered.partition(ANSWER)
         if not found or QUESTION not in before:
             raise SpecError("the chat template does not show a question and its answer", remedy=OWN_TEMPLATE)
-        return after
+        return before, after
 
-    def _refuse_rewriting(self) -> None:
-        """SpecError unless a conversation of three questions is the same text as its parts, one after the other."""
-        whole = [*self._example, self._said(QUESTION), Message("assistant", ANSWER), self._said(QUESTION)]
-        opening = self._form.render([*self._head, Message("user", QUESTION)], (), prompt=True)
-        parts = opening, ANSWER, self._text(QUESTION), ANSWER, self._text(QUESTION)
-        extends = self._text(QUESTION).startswith(self._closing)
-        if not extends or "".join(parts) != self._form.render(whole, (), prompt=True):
+    def _opening_text(self) -> str:
+        return self._form.render([*self._head, Message("user", QUESTION)], (), prompt=True)
+
+    def _opened_thoughts(self) -> str:
+        """The beginning of thoughts, or the empty thoughts, that the template writes before a new answer and leaves out
+        of earlier ones; '' if it treats both alike."""
+        earlier = self._around_answer(
+            self._form.render([*self._example, self._observation(QUESTION)], (), prompt=True)
+        )[0]
+        opening = self._opening_text()
+        more = opening.removeprefix(earlier)
+        return more if more != opening and "think" in more else ""
+
+    def _refuse_rewriting(self, following: str) -> None:
+        """SpecError unless a conversation of three questions is the same text as its parts, one after the other, but
+        for opened thoughts."""
+        whole = [*self._example, self._observation(QUESTION), Message("assistant", ANSWER), self._observation(QUESTION)]
+        parts = [part.removesuffix(self._thoughts) for part in (self._opening_text(), following, following)]
+        if ANSWER.join(parts) != self._form.render(whole, (), prompt=True).removesuffix(self._thoughts):
             raise SpecError(
                 "the chat template renders earlier messages in other words once more follow (rule: a conversation is "
                 "continued token by token)",

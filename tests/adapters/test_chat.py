@@ -4,6 +4,7 @@ and sampled tokens never change."""
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -154,6 +155,46 @@ def test_an_answer_ends_with_the_token_that_the_template_writes(directory: Path,
 
 def test_a_template_that_leaves_thoughts_out_is_known(directory: Path) -> None:
     assert [chat_of(directory, template).drops_thoughts for template in ENDS] == [False, False, False, True]
+    for opened in ("<think>\n", "<think>\n\n</think>\n\n"):
+        form = form_of(directory, QWEN.replace("assistant\n' }}", f"assistant\n{opened}' }}}}"))
+        chat = EpisodeChat(form)
+        assert chat.drops_thoughts
+        for tokens in (chat.opening("hi"), chat.following("hi", form.encode("12"))):
+            assert form.text(tokens).endswith(f"hi<|im_end|>\n<|im_start|>assistant\n{opened}")
+
+
+def test_a_conversation_may_end_in_a_way_of_its_own(directory: Path) -> None:
+    """As Phi 3's, which closes it with the end-of-sequence token."""
+    form = form_of(directory, QWEN.rstrip().removesuffix("{%- endif %}") + "{%- else %}{{- eos_token }}{%- endif %}")
+    chat = EpisodeChat(form)
+    assert form.render([Message("user", "hi")], (), prompt=False).endswith("</s>")
+    assert "</s>" not in form.text(chat.following("hi", form.encode("12")))
+    assert chat.answer("12") == form.encode("12<|im_end|>")
+
+
+@pytest.mark.slow  # needs the extra `harnesses`
+@pytest.mark.parametrize(
+    ("name", "drops"),
+    [
+        ("gemma3", False),
+        ("llama3", False),
+        ("llama3_2", False),
+        ("phi3", False),
+        ("qwen2_5", False),
+        ("qwen3", True),
+        ("qwen3_5_nothink", True),
+        ("qwen3_5_think", True),
+        ("qwen3_instruct_2507", False),
+    ],
+)
+def test_published_templates_are_taken(directory: Path, name: str, drops: bool) -> None:
+    trl = importlib.util.find_spec("trl")
+    if trl is None or trl.origin is None:
+        pytest.skip("trl is not installed")
+    template = (Path(trl.origin).parent / "chat_templates" / f"{name}.jinja").read_text()
+    chat = chat_of(directory, template)
+    assert chat.drops_thoughts is drops
+    assert form_of(directory, template).text(chat.following("go on", (65,))).count("go on") == 1
 
 
 @pytest.mark.parametrize(
@@ -164,7 +205,7 @@ def test_a_template_that_leaves_thoughts_out_is_known(directory: Path) -> None:
         (MISTRAL, None, "tool", "Only user and assistant roles"),
         (QWEN + "{{ messages | length }}", None, "user", "renders earlier messages in other words once more follow"),
         (QWEN.replace("in messages", "in messages[-2:]"), None, "user", "does not show a question and its answer"),
-        (QWEN.replace("assistant\n' }}", "assistant\n<think>\n' }}"), None, "user", "in other words once more"),
+        (QWEN.replace("assistant\n' }}", "assistant\nAnswer: ' }}"), None, "user", "in other words once more"),
         ("{{ messages[-1].content }}", None, "user", "does not show a question and its answer"),
         ("{% for", None, "user", "the chat template cannot be read"),
     ],
