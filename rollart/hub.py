@@ -68,9 +68,11 @@ class HubModel:
         return _snapshot(self)
 
     def sizes(self, names: Iterable[str]) -> dict[str, int]:
-        """Bytes by name of those files that the model has. `self.revision` should be a commit."""
-        from huggingface_hub import snapshot_download
+        """Bytes by name of those files, not in the cache, that the model has. `self.revision` should be a commit."""
+        from huggingface_hub import constants, errors, snapshot_download
 
+        if constants.HF_HUB_OFFLINE:  # the list of files may be cached, and they could not be fetched
+            raise self._translated(errors.OfflineModeIsEnabled())
         found = self._asked(
             lambda: snapshot_download(
                 self.id, revision=self.revision, allow_patterns=list(names), tqdm_class=_counting(), dry_run=True

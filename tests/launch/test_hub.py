@@ -195,6 +195,20 @@ def test_what_goes_wrong_is_one_line(
     assert not (tmp_path / "runs").exists()
 
 
+def test_offline_a_model_without_its_weights_is_refused_before_a_start(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_commit = model(tmp_path, model(tmp_path).snapshot().name)
+    arguments = written(tmp_path, model__revision=at_commit.revision)
+    use(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
+    assert rollart(["validate", arguments[0], arguments[2]]) == 3
+    assert "where HF_HUB_OFFLINE forbids to fetch them" in capsys.readouterr().err
+    use(monkeypatch, hub.url, tmp_path / "cache")
+    at_commit.fetch(SHARDS, nothing)
+    use(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache", offline=True)
+    assert rollart(["validate", arguments[0], arguments[2]]) == 0
+
+
 def test_a_hub_that_trickles_is_given_up(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollart.hub.SMALL_FILES_S", 0.0)
     with pytest.raises(ProviderError, match="did not send its small files within 0 s"):
