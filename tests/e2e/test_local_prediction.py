@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from benchmarks.local_prediction import REFERENCES, lake_only, variant
 from placement.calibrate import Fit, Row
@@ -21,6 +22,8 @@ from placement.problem import DomainProfile, EnvironmentCost, Quantity
 from placement.roofline import Calibration, Constants, Roofline
 from placement.types import Device
 from rollart.errors import UsageError
+from rollart.quickstart.spelling import EOS
+from rollart.quickstart.tokenizer import write_tokenizer
 from rollart.settings.planning import run_shape
 from rollart.settings.resolve import Resolved, resolve_files
 from rollart.tools.calibrate import (
@@ -32,6 +35,7 @@ from rollart.tools.calibrate import (
     measure,
 )
 from rollart.tools.predict import predict, profile_by_play
+from tests.e2e.harness import CLUSTER, tiny
 
 CONSTANTS = Constants(
     effective_tflops=0.05, effective_tb_per_s=0.02, step_s=5e-4, layer_s=0.0, row_s=2e-5, request_s=5e-5
@@ -180,6 +184,18 @@ def test_environments_are_played_without_a_model(quickstart: Resolved, tmp_path:
     assert words.turns.mean == 1
     assert 3 * 4 <= words.output_tokens.mean <= 24
     assert words.source == "played, n=40"
+
+
+def test_play_counts_the_tokens_of_messages(tmp_path: Path) -> None:
+    directory = write_tokenizer(tmp_path / "tokenizer").parent
+    (directory / "chat_template.jinja").write_text(f"{{% for m in messages %}}{{{{ m.content }}}} {EOS} {{% endfor %}}")
+    spec = tiny(model__tokenizer=str(directory), domains__0__environment_args={"turn_s": 0.0})
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(spec))
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
+    for chat, tokens in (("false", (1, 1)), ("true", (2, 3))):  # an observation is a word, and each message has an end
+        resolved = resolve_files(tmp_path / "run.yaml", tmp_path / "cluster.yaml", [f"domains.0.chat={chat}"])
+        (coin,) = asyncio.run(profile_by_play(resolved, tmp_path, episodes=2))
+        assert (coin.prompt.mean, coin.new_tokens.mean) == tokens
 
 
 def test_references_are_three(quickstart: Resolved) -> None:
