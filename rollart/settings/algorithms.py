@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "topr", "kimi"]
+Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "topr", "kimi", "opd"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,19 @@ PRESETS: Mapping[Algorithm, AlgorithmPreset] = {
         {"kind": "topr", "cap": 1.0, "correction_level": "product", "aggregation": "constant"}, _GROUP_CENTRED
     ),
     "kimi": AlgorithmPreset({"kind": "kimi", "tau": 1.0, "aggregation": "constant"}, _GROUP_CENTRED),
+    "opd": AlgorithmPreset(
+        {
+            "kind": "ppo",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "aggregation": "token",
+            "reward_factor": 0.0,
+            "kl": 1.0,
+            "kl_in": "reward",
+            "kl_estimator": "k1",
+        },
+        {"level": "token", "gamma": 0.0, "baseline": "none", "normalize": "none"},
+    ),
 }
 """The algorithms by name. `loss.length` of the constant aggregation is the longest domain's."""
 

@@ -100,6 +100,8 @@ class LossSpec(SpecEntry):
     exp(-d) - 1 + d."""
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: the penalty has a gradient; reward: it is subtracted from the reward of each token."""
+    reward_factor: float = Field(default=1.0, ge=0)
+    """Factor of the task's rewards beside a penalty in the reward; 0: on-policy distillation from the reference."""
     kl_target: float | None = Field(default=None, gt=0)
     """KL, nats per token, that the factor is adapted to: by up to 2 % per step."""
     reference: str | None = None
@@ -140,6 +142,11 @@ class LossSpec(SpecEntry):
             (
                 self.kl and self.kl_in == "loss" and self.kl_estimator == "k1",
                 "kl_estimator 'k1' in the loss, where its gradient is 0 in expectation: use k2 or k3, or kl_in reward",
+            ),
+            (
+                self.reward_factor != 1 and not (self.kl and self.kl_in == "reward"),
+                f"reward_factor {self.reward_factor:g} without a penalty in the reward: give kl above 0 and kl_in "
+                "reward",
             ),
             (
                 not self.kl and (self.kl_target or self.reference or self.reference_reset),
@@ -212,8 +219,13 @@ class TrainingSpec(SpecEntry):
         return with_loss_defaults(data)
 
     @model_validator(mode="after")
-    def _columns_of_fixed_inputs(self) -> TrainingSpec:
-        """A column is filled before the step, from what does not change until then."""
+    def _inputs_of_the_step(self) -> TrainingSpec:
+        """A column is filled before the step, from what does not change until then. Distillation has a teacher."""
+        if self.algorithm == "opd" and self.loss.reference is None:
+            raise ValueError(
+                "algorithm 'opd' without a teacher: give loss.reference, a model's directory with the policy's "
+                "vocabulary"
+            )
         if "advantage" in self.columns and self.loss.kl and self.loss.kl_in == "reward":
             raise ValueError(
                 "columns has advantage with loss.kl_in 'reward', which changes rewards in the step: remove the column, "

@@ -199,13 +199,13 @@ def uses_proximal(config: LossSpec) -> bool:
 def penalised_rewards(
     batch: TrainingBatch, reference: FloatArray | None, config: LossSpec, factors: LossFactors
 ) -> TrainingBatch:
-    """The batch with rewards less the KL penalty of `kl_in: reward`, by the behaviour policy's log-probabilities and
-    the `reference`'s [T]; the batch itself without one."""
+    """The batch with rewards times `reward_factor`, less the KL penalty of `kl_in: reward`, by the behaviour policy's
+    log-probabilities and the `reference`'s [T]; the batch itself without a penalty in the reward."""
     if reference is None or config.kl_in != "reward":
         return batch
     at = batch.loss.position
     penalty = kl_penalty(config.kl_estimator, torch.from_numpy(batch.logprobs[at]), torch.from_numpy(reference[at]))
-    rewards = batch.rewards.copy()
+    rewards = config.reward_factor * batch.rewards
     rewards[at] -= factors.kl * penalty.numpy()
     return dataclasses.replace(batch, rewards=rewards)
 

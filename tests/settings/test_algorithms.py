@@ -26,10 +26,11 @@ def loaded(write: Write, training: dict[str, Any], *overrides: str, **domain: An
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_an_algorithm_sets_what_is_not_given(write: Write, name: Any) -> None:
-    run = loaded(write, {"algorithm": name})
-    assert run.training.loss == LossSpec(**PRESETS[name].loss)
+    given = {"reference": "teacher"} if name == "opd" else {}
+    run = loaded(write, {"algorithm": name, "loss": given})
+    assert run.training.loss == LossSpec(**PRESETS[name].loss, **given)
     assert run.domains[0].advantage == AdvantageSpec(**PRESETS[name].advantage)
-    assert loaded(write, {}, f"training.algorithm={name}") == run
+    assert loaded(write, {"loss": given}, f"training.algorithm={name}") == run
     assert loaded(write, yaml.safe_load(yaml.safe_dump(run.training.model_dump()))).training == run.training
 
 
@@ -61,6 +62,10 @@ def test_what_a_spec_gives_itself_stays(write: Write) -> None:
         ({"kind": "decoupled", "floor": 3}, "floor 3 above cap 2: give at most cap"),
         ({"length": 9}, "length with aggregation 'token', which does not divide by it: use constant"),
         ({"kl": 0.1, "kl_estimator": "k1"}, "kl_estimator 'k1' in the loss, where its gradient is 0 in expectation"),
+        (
+            {"reward_factor": 0.0, "kl": 0.1},
+            "reward_factor 0 without a penalty in the reward: give kl above 0 and kl_in",
+        ),
         ({"kl_target": 0.1}, "kl_target, reference or reference_reset without a penalty: give kl above 0"),
         ({"kl": 0.1, "reference": "m", "reference_reset": 5}, "reference and reference_reset: give one"),
     ],
@@ -90,6 +95,7 @@ def test_switches_that_do_not_fit_are_refused(write: Write, loss: dict[str, Any]
             {},
             "columns has ref_logprobs with loss.reference_reset: the reference may change before the step",
         ),
+        ({"algorithm": "opd"}, {}, "algorithm 'opd' without a teacher: give loss.reference, a model's directory"),
         ({"algorithm": "rloo"}, {"group_size": 1}, "at least 2 for `advantage.baseline: leave_one_out`"),
         ({"algorithm": "grpo"}, {"advantage": {"baseline": "domain"}}, "normalize 'group' with baseline 'group' alone"),
     ],

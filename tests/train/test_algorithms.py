@@ -57,8 +57,9 @@ class Case:
 
 
 def preset(name: str | None, **loss: Any) -> TrainerConfig:
-    constant = {"length": LONGEST} if name in ("dr_grpo", "topr", "kimi") else {}
-    return config(algorithm=name, domains={"a": {"max_length": LONGEST}}, loss=constant | loss)
+    needed: dict[str, Any] = {"length": LONGEST} if name in ("dr_grpo", "topr", "kimi") else {}
+    needed |= {"reference": "/teacher"} if name == "opd" else {}
+    return config(algorithm=name, domains={"a": {"max_length": LONGEST}}, loss=needed | loss)
 
 
 def product_loss(
@@ -186,6 +187,8 @@ def paper_loss(name: str, case: Case) -> tuple[float, Tensor]:
     size = np.diff(first)
     if name == "reinforce_pp":
         return reinforce_pp(case, size, behaviour)
+    if name == "opd":
+        return opd(case, behaviour)
     objective, advantage = PAPERS[name]
     groups = scores(case)
     if name == "dapo":  # eq. 13, over the last fifth of the longest
@@ -209,6 +212,16 @@ def reinforce_pp(case: Case, size: np.ndarray, behaviour: Tensor) -> tuple[float
         values += [made.score[s] - 0.01 * gap[t:].sum() for t in range(int(size[s]))]
     value = torch.tensor(values, dtype=torch.float64)
     value = (value - value.mean()) / value.std()
+    ratio = (case.now - behaviour).exp()
+    loss = -torch.min(ratio * value, ratio.clamp(0.8, 1.2) * value).mean()
+    (gradient,) = torch.autograd.grad(loss, case.now)
+    return loss.item(), gradient
+
+
+def opd(case: Case, behaviour: Tensor) -> tuple[float, Tensor]:
+    """On-policy distillation: the advantage of a token is its own reverse KL to the teacher, log π_T − log μ."""
+    made = batch(case.samples)
+    value = torch.from_numpy(case.reference[made.loss.position]) - behaviour
     ratio = (case.now - behaviour).exp()
     loss = -torch.min(ratio * value, ratio.clamp(0.8, 1.2) * value).mean()
     (gradient,) = torch.autograd.grad(loss, case.now)

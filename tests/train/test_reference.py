@@ -145,6 +145,47 @@ def test_another_checkpoint_may_be_the_reference(tmp_path: Path) -> None:
     assert made.train(samples, 0).metrics["reference_kl"] > 1e-6
 
 
+@pytest.mark.slow  # twenty steps and their samples: 3 s
+def test_a_student_becomes_its_teacher_on_its_own_samples(tmp_path: Path) -> None:
+    """The exact KL(student ‖ teacher), at the tokens that the student reaches, falls to less than
+    a third, whatever the task pays."""
+    teacher = Learner(config(tmp_path, seed=1))
+    with torch.no_grad():
+        teacher.policy.model.get_input_embeddings().weight.mul_(6.0)  # tied: an opinion about the next token
+    path = publish_version(teacher, tmp_path, 7)
+    made = Learner(config(tmp_path, algorithm="opd", loss={"reference": str(path)}, domains={"a": {}}, lr=1e-2))
+    generator, distances = torch.Generator().manual_seed(0), []
+
+    def scored(of: Learner, ids: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = of.policy.model(input_ids=ids).logits
+        return logits.double().log_softmax(-1)
+
+    for version in range(20):
+        ids = torch.arange(8)[:, None]
+        for _ in range(12):
+            drawn = torch.multinomial(scored(made, ids)[:, -1].exp(), 1, generator=generator)
+            ids = torch.cat((ids, drawn), 1)
+        student, wanted = scored(made, ids[:, :-1]), scored(teacher, ids[:, :-1])
+        distances.append(float((student.exp() * (student - wanted)).sum(-1).mean()))
+        chosen = student.gather(2, ids[:, 1:, None])[:, :, 0]
+        made.train(
+            batch(
+                [
+                    dataclasses.replace(
+                        sample(str(i), turns=[(1, 12)], rewards=[100.0]),
+                        token_ids=tuple(row),
+                        logprobs=(0.0, *chosen[i].tolist()),
+                    )
+                    for i, row in enumerate(ids.tolist())
+                ]
+            ),
+            version,
+        )
+    assert distances[0] > 0.1
+    assert distances[-1] < 0.3 * distances[0]
+
+
 def test_a_reset_makes_the_latest_multiple_the_reference(tmp_path: Path) -> None:
     made = learner(tmp_path, loss={"reference_reset": 2})
     samples = batch(flat(groups(3, 4)))
