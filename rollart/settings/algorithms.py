@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Algorithm = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "topr", "kimi", "opd"]
+Algorithm = Literal[
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "topr", "kimi", "online_dpo", "opd"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ PRESETS: Mapping[Algorithm, AlgorithmPreset] = {
         {"kind": "topr", "cap": 1.0, "correction_level": "product", "aggregation": "constant"}, _GROUP_CENTRED
     ),
     "kimi": AlgorithmPreset({"kind": "kimi", "tau": 1.0, "aggregation": "constant"}, _GROUP_CENTRED),
+    "online_dpo": AlgorithmPreset({"kind": "dpo", "kl": 0.1, "aggregation": "constant", "length": 1}),
     "opd": AlgorithmPreset(
         {
             "kind": "ppo",

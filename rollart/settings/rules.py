@@ -366,6 +366,10 @@ def _turns(run: RunSpec) -> Violations:
         if domain.max_tokens >= run.model.context:
             text = f"{has} max_tokens {domain.max_tokens} (rule: below model.context, {run.model.context})"
             yield _at(f"domains.{i}.max_tokens", text)
+        if run.training.loss.kind == "dpo" and domain.group_size == 1:
+            rule = "at least 2 for training.loss.kind dpo, whose pairs are of a group"
+            yield _at(f"domains.{i}.group_size", f"{has} group_size 1 (rule: {rule})")
+            continue
         baseline = domain.advantage.baseline
         if baseline in ("group", "leave_one_out") and domain.group_size == 1:
             rule = f"at least 2 for `advantage.baseline: {baseline}`, whose mean is the sample itself otherwise"
@@ -489,6 +493,8 @@ def _stream(run: RunSpec) -> Violations:
         if count > 1:
             yield f"training.{name} is {count} (rule: 1 with training.stream)"
     yield from _batch_baselines(run, "training.stream")
+    if run.training.loss.kind == "dpo":
+        yield "training.loss.kind is dpo with training.stream (rule: false, since pairs are scored before the step)"
     yield from _whitened(run)
 
 

@@ -56,10 +56,10 @@ class AdvantageSpec(SpecEntry):
 class LossSpec(SpecEntry):
     """The policy loss. For its parts under staleness see docs/training.md."""
 
-    kind: Literal["pg", "ppo", "decoupled", "tis", "topr", "kimi"] = "ppo"
+    kind: Literal["pg", "ppo", "decoupled", "tis", "topr", "kimi", "dpo"] = "ppo"
     """pg: plain policy gradient; ppo: clipped on behaviour log-probabilities; decoupled: proximal and behaviour
     policies apart; tis: truncated importance sampling, with cap 5 CISPO; topr: the same for negative advantages alone;
-    kimi: plain, with a squared log-ratio of the sample."""
+    kimi: plain, with a squared log-ratio of the sample; dpo: pairs of the best and the worst sample of each group."""
     ratio: Level = "token"
     """Ratio that ppo and decoupled clip: of a token, or of the sample (geometric: GSPO; product: RLOO)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
@@ -70,7 +70,7 @@ class LossSpec(SpecEntry):
     """Largest ratio with a gradient for negative advantages (ppo, decoupled); above 1 + clip_high."""
     correction: Literal["truncate", "mask"] = "truncate"
     """truncate: the importance weight of decoupled, tis and topr is cut to [floor, cap]; mask: tokens or samples whose
-    ratio of trainer to engine is outside of [floor, cap] have no policy loss; with all kinds but kimi (MIS, IcePop)."""
+    ratio of trainer to engine is outside of [floor, cap] have no policy loss; not with kimi and dpo (MIS, IcePop)."""
     correction_level: Level = "token"
     """Ratio that `correction` compares."""
     cap: float = Field(default=2.0, gt=0)
@@ -94,7 +94,7 @@ class LossSpec(SpecEntry):
     entropy_step: float = Field(default=0.001, gt=0)
     """Change of the entropy factor per step, up while the entropy is at most `entropy_target`, else down."""
     kl: float = Field(default=0.0, ge=0)
-    """Factor of the KL penalty towards the reference policy."""
+    """Factor of the KL penalty towards the reference policy; with kind dpo its β."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimate of a token's KL, with d = log-probability under the policy minus that under the reference: d, d²/2, or
     exp(-d) - 1 + d."""
@@ -133,6 +133,14 @@ class LossSpec(SpecEntry):
             (
                 self.correction == "mask" and self.kind == "kimi",
                 "correction 'mask' with kind 'kimi', whose square bounds the ratio: use truncate",
+            ),
+            (
+                self.kind == "dpo" and not (self.kl and self.kl_in == "loss"),
+                f"kind 'dpo' with kl {self.kl:g} in the {self.kl_in}, which is its β: give kl above 0 and kl_in loss",
+            ),
+            (
+                self.kind == "dpo" and self.correction == "mask",
+                "correction 'mask' with kind 'dpo', whose pairs are of whole samples: use truncate",
             ),
             (self.floor > self.cap, f"floor {self.floor:g} above cap {self.cap:g}: give at most cap"),
             (
@@ -357,6 +365,11 @@ class TrainerConfig(TrainingSpec):
             raise ValueError(
                 f"stream makes one update of one pass, got epochs {self.epochs} and minibatches {self.minibatches}: "
                 "set both to 1, or stream to false"
+            )
+        if self.loss.kind == "dpo":
+            raise ValueError(
+                "stream: loss.kind 'dpo' weighs a pair by the log-probabilities of both samples, which need a pass of "
+                "their own: set stream to false"
             )
         for name, domain in self.domains.items():
             if domain.advantage.baseline == "domain":

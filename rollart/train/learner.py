@@ -23,7 +23,7 @@ from rollart.errors import RollartError, TrainerError
 from rollart.model import TrainReport
 from rollart.settings.training import LossSpec, TrainerConfig
 from rollart.train.accumulation import GradientAccumulation
-from rollart.train.advantages import batch_advantages, group_advantages
+from rollart.train.advantages import batch_advantages, group_advantages, punish_overlong
 from rollart.train.batch import FloatArray, IntArray, TrainingBatch
 from rollart.train.losses import (
     GAP_METRICS,
@@ -33,6 +33,7 @@ from rollart.train.losses import (
     gap_shares,
     loss_weights,
     penalised_rewards,
+    preference_pairs,
     uses_proximal,
 )
 from rollart.train.microbatch import build_microbatch, rank_microbatches
@@ -126,22 +127,23 @@ class Learner:
         advantage = batch_advantages(paid, self.config.domains)
         # With a single update the policy of the first pass is the one at the start of the step.
         scores = loss.kind == "decoupled" or (uses_proximal(loss) and self.config.epochs * self.config.minibatches > 1)
+        objective = PolicyObjective(
+            loss,
+            batch,
+            advantage,
+            version,
+            device=self.policy.device,
+            dtype=self.policy.dtype,
+            factors=factors,
+            proximal=self._score(batch, used) if scores else None,
+            reference=None if reference is None else self.policy.loss_tokens(batch, reference),
+        )
         job = _LearnerJob(
             batch=batch,
             used=used,
             actions=ActionTensors(batch, self.policy.device),
             weight=np.array([self.config.domains[d].loss_weight for d in batch.domains]),
-            objective=PolicyObjective(
-                loss,
-                batch,
-                advantage,
-                version,
-                device=self.policy.device,
-                dtype=self.policy.dtype,
-                factors=factors,
-                proximal=self._score(batch, used) if scores else None,
-                reference=None if reference is None else self.policy.loss_tokens(batch, reference),
-            ),
+            objective=objective,
             entropy_grad=factors.entropy != 0,
             aggregation=loss,
         )
@@ -149,8 +151,14 @@ class Learner:
         rng = np.random.default_rng([self.config.seed, 0, self.counters.train_calls])
         self.optimizers.pop("imitation", None)
         optimizer = self.optimizer("policy")
-        for part in _minibatches(alive, self.config.epochs, self.config.minibatches, rng):
+        pairs = preference_pairs(loss, punish_overlong(batch, self.config.domains)) if loss.kind == "dpo" else None
+        for part in _minibatches(alive, self.config.epochs, self.config.minibatches, rng, pairs):
             self._set_rate(optimizer, version)
+            if pairs is not None:
+                chosen = pairs[np.isin(pairs[:, 0], part)]
+                objective.weigh_pairs(
+                    chosen, self._score(batch, np.where(np.isin(np.arange(len(batch)), part), used, 0))
+                )
             self._update(optimizer, job, part)
             self.counters.updates += 1
             gaps = gaps or gap_shares(*(self._mean(job.meter, name) for name in GAP_METRICS))
@@ -409,11 +417,20 @@ def _samples_with_loss(batch: TrainingBatch) -> tuple[IntArray, IntArray]:
     return used, alive
 
 
-def _minibatches(alive: IntArray, epochs: int, parts: int, rng: np.random.Generator) -> Iterator[IntArray]:
-    """Whole samples, each in exactly one mini-batch per epoch; sizes differ by at most one."""
+def _minibatches(
+    alive: IntArray, epochs: int, parts: int, rng: np.random.Generator, pairs: IntArray | None = None
+) -> Iterator[IntArray]:
+    """Whole samples, each in exactly one mini-batch per epoch; sizes differ by at most one. With `pairs` [P, 2] only
+    their samples, both in one mini-batch; without any pair all samples at once."""
     for _ in range(epochs):
-        for part in np.array_split(rng.permutation(alive), min(parts, len(alive))):
-            yield np.asarray(part, np.int64)
+        if pairs is None:
+            for part in np.array_split(rng.permutation(alive), min(parts, len(alive))):
+                yield np.asarray(part, np.int64)
+        elif not len(pairs):
+            yield alive
+        else:
+            for chosen in np.array_split(rng.permutation(pairs), min(parts, len(pairs))):
+                yield chosen.ravel()
 
 
 def _cycled_minibatches(alive: IntArray, size: int, batches: int, rng: np.random.Generator) -> Iterator[IntArray]:

@@ -12,6 +12,8 @@ ago), π₀ the proximal policy (the weights at the start of the step), A the ad
     topr       tis where A < 0, pg elsewhere                            arXiv:2503.14286
     kimi       −A log π + τ/2 (Σ log π/μ)²/n, Σ over the n tokens       arXiv:2501.12599, §2.3.2
                of the sample
+    dpo        −log σ(β (Σ_w log π/π_ref − Σ_l log π/π_ref)),           arXiv:2305.18290, eq. 7; on samples of the
+               w and l the best and the worst sample of a group         policy: arXiv:2402.04792, 2410.18252
 
 c(x) = min(max(x, floor), cap) (`correction: truncate`), or x within [floor, cap] and 0 elsewhere (`mask`). With `mask`
 the other kinds have the factor 1 within and 0 outside, of π₀/μ (MIS; IcePop).
@@ -140,9 +142,25 @@ class PolicyObjective:
         self._credit = torch.from_numpy(advantage).to(device, dtype)
         self._fresh = torch.from_numpy(batch.versions[at] == version).to(device, dtype)
         levels = {config.ratio, config.correction_level}
+        self._value: Tensor | None = None
         self._sample = None
-        if config.kind == "kimi" or levels != {"token"}:
+        if config.kind in ("kimi", "dpo") or levels != {"token"}:
             self._sample = torch.from_numpy(batch.loss.sample).to(device)
+
+    def weigh_pairs(self, pairs: IntArray, logprobs: Tensor) -> None:
+        """Set the loss of kind `dpo` for one update of `pairs` [P, 2] of samples, better ones first, from the
+        log-probabilities [N] at its start. A sample has the loss of its pair, and twice its gradient: a pair is two
+        samples. Samples without a pair have none."""
+        assert self._sample is not None, "dpo has samples"
+        assert self._reference is not None, "dpo has a reference"
+        total, count = _sample_sums(logprobs - self._reference, self._sample)
+        better, worse = torch.from_numpy(pairs).to(total.device).unbind(1)
+        margin = self._factors.kl * (total[better] - total[worse])
+        pull = 2.0 * self._factors.kl * torch.sigmoid(-margin)
+        credit = torch.zeros_like(total).index_add(0, better, pull).index_add(0, worse, -pull)
+        loss = torch.nn.functional.softplus(-margin)
+        value = torch.zeros_like(total).index_add(0, torch.cat((better, worse)), torch.cat((loss, loss)))
+        self._credit, self._value = credit[self._sample], (value / count)[self._sample]
 
     def __call__(self, logprobs: Tensor, entropy: Tensor, pick: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of the loss tokens `pick` [M], with the bonus and the penalty, and the statistics of `terms`."""
@@ -182,13 +200,30 @@ class PolicyObjective:
         if self._reference is not None:
             reference = self._reference[pick]
             values["reference_kl"] = kl_estimate(reference, detached)
-            if config.kl_in == "loss":
+            if config.kl_in == "loss" and config.kind != "dpo":
                 penalty = self._factors.kl * kl_penalty(config.kl_estimator, logprobs, reference)
         if config.kind == "kimi":
             assert sample is not None, "kimi has samples"
             square = (0.5 * config.tau) * squared_log_ratio(logprobs, behaviour, sample)
             penalty = square if penalty is None else penalty + square
+        if self._value is not None:  # the gradient of the pairs' credit
+            return token.loss - token.loss.detach() + self._value[pick], penalty, values
         return token.loss, penalty, values
+
+
+def preference_pairs(config: LossSpec, batch: TrainingBatch) -> IntArray:
+    """The samples with the highest and the lowest reward of each group [P, 2], the first ones among equals; none of a
+    group whose rewards are all equal."""
+    loss = batch.loss
+    paid = np.bincount(loss.sample, batch.rewards[loss.position], minlength=len(batch))
+    counted = counted_samples(config, batch, np.arange(len(batch)))
+    pairs = []
+    for group in np.unique(batch.group[counted]):
+        members = counted[batch.group[counted] == group]
+        better, worse = members[paid[members].argmax()], members[paid[members].argmin()]
+        if paid[better] > paid[worse]:
+            pairs.append((better, worse))
+    return np.array(pairs, np.int64).reshape(-1, 2)
 
 
 def uses_proximal(config: LossSpec) -> bool:

@@ -249,6 +249,10 @@ def test_a_gradient_that_is_not_finite_is_an_error_and_no_update() -> None:
         ({"epochs": 2}, "stream makes one update of one pass, got epochs 2 and minibatches 1"),
         ({"minibatches": 3}, "stream makes one update of one pass, got epochs 1 and minibatches 3"),
         ({"domains": {"q": {"advantage": {"baseline": "domain"}}}}, "domain 'q' has the advantage baseline 'domain'"),
+        (
+            {"loss": {"kind": "dpo", "kl": 0.1}},
+            "loss.kind 'dpo' weighs a pair by the log-probabilities of both samples",
+        ),
         ({"domains": {"q": {"advantage": {"normalize": "whiten"}}}}, "domain 'q' has advantage.normalize 'whiten'"),
     ],
 )

@@ -24,7 +24,7 @@ from rollart.model import TrainSample
 from rollart.settings.algorithms import PRESETS
 from rollart.settings.training import TrainerConfig
 from rollart.train.advantages import batch_advantages
-from rollart.train.losses import LossFactors, PolicyObjective, loss_weights, penalised_rewards
+from rollart.train.losses import LossFactors, PolicyObjective, loss_weights, penalised_rewards, preference_pairs
 from tests.train.trainkit import batch, config, sample
 
 LONGEST = 10
@@ -80,7 +80,12 @@ def product_loss(
         reference=torch.from_numpy(case.reference[made.loss.position]) if setup.loss.kl else None,
         proximal=case.start,
     )
-    weights = loss_weights(setup.loss, made, np.arange(len(made)), np.ones(1), balance=False)
+    used = np.arange(len(made))
+    if setup.loss.kind == "dpo":
+        pairs = preference_pairs(setup.loss, made)
+        objective.weigh_pairs(pairs, case.now.detach())
+        used = pairs.ravel()
+    weights = loss_weights(setup.loss, made, used, np.ones(1), balance=False)
     total = torch.zeros((), dtype=torch.float64)
     for part in parts or [range(len(made))]:
         pick = torch.cat([torch.arange(made.loss.first[s], made.loss.first[s + 1]) for s in part])
@@ -189,6 +194,8 @@ def paper_loss(name: str, case: Case) -> tuple[float, Tensor]:
         return reinforce_pp(case, size, behaviour)
     if name == "opd":
         return opd(case, behaviour)
+    if name == "online_dpo":
+        return online_dpo(case)
     objective, advantage = PAPERS[name]
     groups = scores(case)
     if name == "dapo":  # eq. 13, over the last fifth of the longest
@@ -214,6 +221,24 @@ def reinforce_pp(case: Case, size: np.ndarray, behaviour: Tensor) -> tuple[float
     value = (value - value.mean()) / value.std()
     ratio = (case.now - behaviour).exp()
     loss = -torch.min(ratio * value, ratio.clamp(0.8, 1.2) * value).mean()
+    (gradient,) = torch.autograd.grad(loss, case.now)
+    return loss.item(), gradient
+
+
+def online_dpo(case: Case) -> tuple[float, Tensor]:
+    """arXiv:2305.18290, eq. 7, β = 0.1, on the best and the worst sample of each group (arXiv:2410.18252)."""
+    made = batch(case.samples)
+    reference = torch.from_numpy(case.reference[made.loss.position])
+    losses = []
+    for g, rewards in enumerate(scores(case)):
+        better, worse = (g * SIZE + rewards.index(pick(rewards)) for pick in (max, min))
+        if max(rewards) > min(rewards):
+            gains = [
+                (case.now[cut] - reference[cut]).sum()
+                for cut in (slice(made.loss.first[s], made.loss.first[s + 1]) for s in (better, worse))
+            ]
+            losses.append(-torch.nn.functional.logsigmoid(0.1 * (gains[0] - gains[1])))
+    loss = torch.stack(losses).mean()
     (gradient,) = torch.autograd.grad(loss, case.now)
     return loss.item(), gradient
 

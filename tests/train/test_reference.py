@@ -145,6 +145,28 @@ def test_another_checkpoint_may_be_the_reference(tmp_path: Path) -> None:
     assert made.train(samples, 0).metrics["reference_kl"] > 1e-6
 
 
+def test_online_dpo_learns_the_better_sample_of_each_group(tmp_path: Path) -> None:
+    """Its loss begins at log 2, where the policy is the reference, and is measured before each update."""
+    samples = [
+        sample(f"g{g}.{m}", turns=((3, 4),), group=f"g{g}", domain="a", seed=g, rewards=[float(m)])
+        for g in range(4)
+        for m in range(3)
+    ]
+    preferred = {"algorithm": "online_dpo", "loss": {"kl": 0.3, "entropy": 0.0}}
+    made = learner(tmp_path, minibatches=2, **preferred)
+    before = made.logprobs(batch(samples))
+    losses = [made.train(batch(samples), version).metrics["loss"] for version in range(3)]
+    assert losses[0] == pytest.approx(np.log(2), rel=0.1)
+    assert losses[2] < losses[1] < losses[0]
+    change = (made.logprobs(batch(samples)) - before).reshape(4, 3, 7).sum((0, 2))
+    assert change[2] > change[0]
+    equal = [dataclasses.replace(s, rewards=(0.0,) * 7) for s in samples]
+    still = learner(tmp_path, **preferred)
+    weights = state(still)
+    assert still.train(batch(equal), 0).metrics["grad_norm"] == 0.0
+    assert all(torch.equal(v, state(still)[k]) for k, v in weights.items() if k != "counters")
+
+
 @pytest.mark.slow  # twenty steps and their samples: 3 s
 def test_a_student_becomes_its_teacher_on_its_own_samples(tmp_path: Path) -> None:
     """The exact KL(student ‖ teacher), at the tokens that the student reaches, falls to less than

@@ -59,7 +59,7 @@ def test_everything_is_understood() -> None:
         ({"epochs": 2.5}, "config.epochs: .* integer.*, got 2.5"),
         ({"epochs": True}, "config.epochs: a number, got True"),
         ({"epochs": 0}, "config.epochs: Input should be greater than or equal to 1, got 0"),
-        ({"loss": {"kind": "grpo"}}, "config.loss.kind: .*'pg', 'ppo', .* or 'kimi', got 'grpo'"),
+        ({"loss": {"kind": "grpo"}}, "config.loss.kind: .*'pg', 'ppo', .*, got 'grpo'"),
         ({"loss": []}, "config.loss: "),
         ({"betas": [1]}, "config.betas.1: Field required"),
         (
