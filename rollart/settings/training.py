@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rollart.settings.algorithms import Algorithm, with_advantage_defaults, with_loss_defaults
+from rollart.settings.algorithms import PRESETS, Algorithm, with_advantage_defaults, with_loss_defaults
 from rollart.settings.base import SpecEntry
 
 Level = Literal["token", "geometric", "product"]
@@ -228,7 +228,14 @@ class TrainingSpec(SpecEntry):
 
     @model_validator(mode="after")
     def _inputs_of_the_step(self) -> TrainingSpec:
-        """A column is filled before the step, from what does not change until then. Distillation has a teacher."""
+        """A column is filled before the step, from what does not change until then. An algorithm has its kind of loss,
+        and distillation a teacher."""
+        wanted = self.loss.kind if self.algorithm is None else PRESETS[self.algorithm].loss["kind"]
+        if self.loss.kind != wanted and (self.loss.kind, wanted) != ("decoupled", "ppo"):
+            raise ValueError(
+                f"algorithm '{self.algorithm}' with loss.kind '{self.loss.kind}', another loss: give kind {wanted} or "
+                "none, or remove the algorithm"
+            )
         if self.algorithm == "opd" and self.loss.reference is None:
             raise ValueError(
                 "algorithm 'opd' without a teacher: give loss.reference, a model's directory with the policy's "

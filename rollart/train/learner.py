@@ -78,7 +78,7 @@ class LearnerCounters:
     entropy: float = 0.0
     """The adapted factor of the entropy bonus; as above, with `loss.entropy_target`."""
     last_entropy: float = 0.0
-    """Entropy of the last step, with `loss.entropy_target`."""
+    """Entropy of the last step, with `loss.entropy_target`; 0 before it."""
 
 
 class Learner:
@@ -290,7 +290,7 @@ class Learner:
         eq. 5)."""
         loss, seen = self.config.loss, self.counters
         entropy = loss.entropy
-        if loss.entropy_target is not None and seen.train_calls:
+        if loss.entropy_target is not None and seen.last_entropy:
             entropy = seen.entropy if seen.last_entropy <= loss.entropy_target else 0.0
         return LossFactors(kl=seen.kl or loss.kl if loss.kl_target else loss.kl, entropy=entropy)
 
@@ -304,9 +304,10 @@ class Learner:
             seen.kl = factors.kl * (1.0 + KL_GAIN * error)
         if loss.entropy_target is not None:
             used["entropy_factor"] = factors.entropy
+            before = seen.entropy if seen.last_entropy else loss.entropy
             seen.last_entropy = metrics["entropy"]
             step = loss.entropy_step if seen.last_entropy <= loss.entropy_target else -loss.entropy_step
-            seen.entropy = max(0.0, (seen.entropy if seen.train_calls > 1 else loss.entropy) + step)
+            seen.entropy = max(0.0, before + step)
         return used
 
     def _reference_logprobs(self, batch: TrainingBatch, version: int) -> FloatArray:

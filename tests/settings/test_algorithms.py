@@ -49,6 +49,7 @@ def test_what_a_spec_gives_itself_stays(write: Write) -> None:
         level="turn", gamma=0.9, baseline="leave_one_out", normalize="none"
     )
     assert loaded(write, training, "training.loss.ratio=token").training.loss.ratio == "token"
+    assert loaded(write, training, "training.loss.kind=decoupled").training.loss.kind == "decoupled"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,11 @@ def test_switches_that_do_not_fit_are_refused(write: Write, loss: dict[str, Any]
             "training.loss.kind is dpo with training.stream (rule: false",
         ),
         ({"algorithm": "online_dpo"}, {"group_size": 1}, "at least 2 for training.loss.kind dpo, whose pairs are of a"),
+        (
+            {"algorithm": "kimi", "loss": {"kind": "ppo"}},
+            {},
+            "algorithm 'kimi' with loss.kind 'ppo', another loss: give kind kimi or none, or remove the algorithm",
+        ),
         ({"algorithm": "opd"}, {}, "algorithm 'opd' without a teacher: give loss.reference, a model's directory"),
         ({"algorithm": "rloo"}, {"group_size": 1}, "at least 2 for `advantage.baseline: leave_one_out`"),
         ({"algorithm": "grpo"}, {"advantage": {"baseline": "domain"}}, "normalize 'group' with baseline 'group' alone"),
