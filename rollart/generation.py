@@ -9,14 +9,14 @@ turn on a tiny model computes for less than 0.1 ms, an HTTP exchange costs sever
 iteration travel as one frame, and so do all answers of one step. A message is a list that starts with its kind:
 
     g  number, request_id, session, token_ids, max_tokens, temperature, top_p, seed, stop ids, allowed ids, cache_salt,
-       kv_transfer_params
+       kv_transfer_params; experts_from, if the experts are wanted
     G  the same, streamed: answered with p messages before the c
     a  request_ids to abort: they are answered with their tokens so far
     x  number of a cancelled request: it is not answered
     r  session to release
     p  number, token_ids, logprobs, version, stamp: the tokens drawn since the last p
     c  number, token_ids, logprobs, [[version, start, end, stamp]], finish, prompt_tokens, cached_tokens,
-       kv_transfer_params
+       kv_transfer_params; the experts of each token, if they are wanted and there are some
     e  number, error message, retryable, kind ("handoff" for unavailable KV)
 
 Messages of one connection are handled in order; losing it aborts its requests. Answers carry a request's number, not
@@ -25,6 +25,7 @@ its id: a cancelled id may be sent again before its first answer arrives.
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -63,6 +64,7 @@ def request_body(request: GenerateRequest) -> dict[str, object]:
         "sampling_params": {name: value for name, value in sampling.items() if value is not None},
         "cache_salt": request.cache_salt,
         "kv_transfer_params": None if request.kv_transfer is None else dict(request.kv_transfer),
+        "experts_from": request.experts_from,
     }
     return {name: value for name, value in body.items() if value is not None}
 
@@ -92,6 +94,7 @@ def parse_request(body: object, *, session: str, fallback_id: str) -> GenerateRe
         ),
         cache_salt=None if salt is None else str(salt),
         kv_transfer=transfer,
+        experts_from=None if body.get("experts_from") is None else max(0, whole_number(body, "experts_from", 0)),
     )
 
 
@@ -120,12 +123,14 @@ def request_message(number: int, request: GenerateRequest) -> Sequence[object]:
         s.allowed_token_ids,
         request.cache_salt,
         None if request.kv_transfer is None else dict(request.kv_transfer),
+        *(() if request.experts_from is None else (request.experts_from,)),
     )
 
 
 def body_of_message(message: Sequence[Any]) -> tuple[int, str, dict[str, Any]]:
     """Number, session and body of a request that came as a message."""
-    _, number, name, session, token_ids, *sampling, salt, transfer = message
+    _, number, name, session, token_ids, *others = message
+    sampling, (salt, transfer, *experts_from) = others[: len(MESSAGE_SAMPLING)], others[len(MESSAGE_SAMPLING) :]
     return (
         number,
         str(session),
@@ -134,6 +139,7 @@ def body_of_message(message: Sequence[Any]) -> tuple[int, str, dict[str, Any]]:
             "token_ids": token_ids,
             "cache_salt": salt,
             "kv_transfer_params": transfer,
+            "experts_from": experts_from[0] if experts_from else None,
             "sampling_params": dict(zip(MESSAGE_SAMPLING, sampling, strict=True)),
         },
     )
@@ -142,6 +148,7 @@ def body_of_message(message: Sequence[Any]) -> tuple[int, str, dict[str, Any]]:
 def completion_body(request_id: str, c: Completion) -> dict[str, Any]:
     """The response body of one finished request."""
     choice = _choice(c.token_ids, c.logprobs) | {"finish_reason": c.finish.value, "weight_versions": _spans(c)}
+    choice |= _experts(c)
     return {"request_id": request_id, "choices": [choice], "usage": usage(c), "kv_transfer_params": c.kv_transfer}
 
 
@@ -154,7 +161,7 @@ def chunk_body(request_id: str, chunk: CompletionChunk, whole: Completion | None
         "weight_stamp": chunk.stamp,
     }
     if whole is not None:
-        choice["weight_versions"] = _spans(whole)
+        choice |= {"weight_versions": _spans(whole)} | _experts(whole)
     return {"request_id": request_id, "choices": [choice]}
 
 
@@ -181,6 +188,7 @@ def parse_completion(answer: Mapping[str, Any], first: int) -> Completion:
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
         kv_transfer=answer.get("kv_transfer_params"),
+        experts=_parse_experts(choice),
     )
 
 
@@ -204,6 +212,7 @@ class CompletionAssembler:
         self._spans: tuple[VersionSpan, ...] | None = None
         self._finish: FinishReason | None = None
         self._usage: Mapping[str, Any] = {}
+        self._experts: tuple[bytes, ...] = ()
 
     def add(self, data: bytes) -> None:
         """EngineError for an error event; WrongAnswer for an invalid event."""
@@ -229,7 +238,9 @@ class CompletionAssembler:
             version = self._version_source()
             known = self._first if version is None else version
             spans = (VersionSpan(known, 0, len(self._ids)),) if self._ids else ()
-        return Completion(tuple(self._ids), tuple(self._logprobs), spans, self._finish, *_parse_usage(self._usage))
+        counts = _parse_usage(self._usage)
+        ids, logprobs = tuple(self._ids), tuple(self._logprobs)
+        return Completion(ids, logprobs, spans, self._finish, *counts, experts=self._experts)
 
     def _add(self, choice: Mapping[str, Any]) -> None:
         ids = tuple(choice.get("token_ids") or ())
@@ -242,6 +253,7 @@ class CompletionAssembler:
             self._finish = FinishReason(choice["finish_reason"])
         spans = _parse_spans(choice, self._first)
         self._spans = self._spans if spans is None else spans
+        self._experts = _parse_experts(choice) or self._experts
         if ids and self._on_chunk is not None and self._finish is None:
             named = choice.get("weight_version")
             version = self._version_source() if named is None else _parse_version(named, self._first)
@@ -251,13 +263,16 @@ class CompletionAssembler:
 def completion_message(number: int, c: Completion) -> Sequence[object]:
     spans = [(s.version, s.start, s.end, s.stamp) for s in c.spans]
     counts = c.prompt_tokens, c.cached_tokens
-    return ("c", number, c.token_ids, c.logprobs, spans, c.finish.value, *counts, c.kv_transfer)
+    experts = (c.experts,) if c.experts else ()
+    return ("c", number, c.token_ids, c.logprobs, spans, c.finish.value, *counts, c.kv_transfer, *experts)
 
 
 def parse_completion_message(message: Sequence[Any]) -> Completion:
-    _, _, token_ids, logprobs, spans, finish, prompt_tokens, cached_tokens, transfer = message
+    _, _, token_ids, logprobs, spans, finish, prompt_tokens, cached_tokens, transfer, *experts = message
     versions = tuple(VersionSpan(*s) for s in spans)
-    return Completion(token_ids, logprobs, versions, FinishReason(finish), prompt_tokens, cached_tokens, transfer)
+    counts = prompt_tokens, cached_tokens
+    every = tuple(experts[0]) if experts else ()
+    return Completion(token_ids, logprobs, versions, FinishReason(finish), *counts, transfer, experts=every)
 
 
 def chunk_message(number: int, chunk: CompletionChunk) -> Sequence[object]:
@@ -312,6 +327,20 @@ def _parse_spans(choice: Mapping[str, Any], first: int) -> tuple[VersionSpan, ..
         VersionSpan(_parse_version(s["version"], first), s["start"], s["end"], s.get("stamp"))
         for s in choice["weight_versions"]
     )
+
+
+def _experts(c: Completion) -> dict[str, Any]:
+    """The field of a choice with the experts, if there are some: the tokens' bytes in a row, as base64."""
+    if not c.experts:
+        return {}
+    return {"experts": {"token_bytes": len(c.experts[0]), "data": base64.b64encode(b"".join(c.experts)).decode()}}
+
+
+def _parse_experts(choice: Mapping[str, Any]) -> tuple[bytes, ...]:
+    if not (found := choice.get("experts")):
+        return ()
+    data, width = base64.b64decode(found["data"]), int(found["token_bytes"])
+    return tuple(data[i : i + width] for i in range(0, len(data), width))
 
 
 def _parse_version(value: object, first: int) -> int:

@@ -175,6 +175,9 @@ class Trajectory:
     """Engine time charged to it, in seconds of one engine (processor sharing)."""
     truncated: bool = False
     """True if its last answer ended at the domain's `max_tokens` or at the context, or if none had room any more."""
+    experts: tuple[bytes, ...] = ()
+    """The experts that its tokens ran through in the engine, from its first token on; the trainer's routers choose
+    those of the others."""
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -196,7 +199,9 @@ class TrainSample:
     whole tuple is empty, no token was restricted. `reference` (log-probabilities under the reference policy) and
     `advantage` (before scaling by the batch's spread) are columns that may be filled while the rest of the batch is
     rolled out, 0.0 where `loss_mask` is False; if empty, the trainer computes them in its step. `weight` is a factor of
-    its tokens in the loss, with a mean of 1 over its domain's samples. `truncated` is that of the trajectory.
+    its tokens in the loss, with a mean of 1 over its domain's samples. `truncated` is that of the trajectory. `experts`
+    are those that each token ran through in the engine (`architecture.ExpertLayers`); if empty, the trainer's routers
+    choose.
     """
 
     id: TrajectoryId
@@ -216,11 +221,12 @@ class TrainSample:
     advantage: tuple[float, ...] = ()
     weight: float = 1.0
     truncated: bool = False
+    experts: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
         lengths = {len(self.loss_mask), len(self.logprobs), len(self.versions), len(self.turn), len(self.rewards)}
-        optional = {len(self.allowed), len(self.reference), len(self.advantage)}
+        optional = {len(self.allowed), len(self.reference), len(self.advantage), len(self.experts)}
         if lengths != {n} or not optional <= {0, n}:
             raise ValueError(f"sample {self.id}: per-token fields of lengths {sorted(lengths)} for {n} tokens")
 
@@ -288,7 +294,8 @@ class GenerateRequest:
     """One turn's generation. `session` is the trajectory: its engine keeps the prefix KV between turns.
 
     `on_chunk` is called with tokens as they are sampled, by engines that support it; its chunks are the
-    beginning of the completion.
+    beginning of the completion. `experts_from`: the answer is to have the experts that the model chose for the tokens
+    from this one on, of prompt and answer; None: those of no token.
     """
 
     request_id: str
@@ -298,6 +305,7 @@ class GenerateRequest:
     cache_salt: str | None = None
     kv_transfer: Mapping[str, object] | None = None
     on_chunk: Callable[[CompletionChunk], None] | None = field(default=None, compare=False, repr=False)
+    experts_from: int | None = None
 
 
 @_value(frozen=True, slots=True)
@@ -324,6 +332,10 @@ class Completion:
     kv_transfer: Mapping[str, object] | None = None
     output_tokens: int | None = None
     """Number of tokens that the ids represent, if it differs from the number of ids."""
+    experts: tuple[bytes, ...] = ()
+    """For each token from the request's `experts_from` on, but for the answer's last, which no token has followed: the
+    numbers of its experts, as `architecture.ExpertLayers.token_bytes` describes. Empty for a model without experts, or
+    an engine that reports none."""
 
     @property
     def sampled(self) -> int:

@@ -7,6 +7,7 @@ attention itself.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,9 @@ class KvBlock:
 
     `keys` and `values`: `[layers, kv_heads, len(token_ids) - start, head_dim]`, CPU. `token_ids` holds the whole
     sequence from its first token, since KV depends on all of it. `logits`: `[vocab]` fp32 of the last token, if known;
-    with them the next token can be sampled without a forward pass. Valid only under weight version `version`.
+    with them the next token can be sampled without a forward pass. `experts`: of each token whose KV is here, as
+    `slots.ExpertTable` holds them, `[tokens, bytes]` uint8; None for a model without. Valid only under weight version
+    `version`.
     """
 
     token_ids: tuple[int, ...]
@@ -30,11 +33,24 @@ class KvBlock:
     values: Tensor
     start: int = 0
     logits: Tensor | None = None
+    experts: Tensor | None = None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """The tensors that the block has, in the order in which they travel."""
+        return [t for t in (self.keys, self.values, self.logits, self.experts) if t is not None]
 
     @property
     def size(self) -> int:
-        """Bytes of keys, values and logits."""
-        return sum(t.numel() * t.element_size() for t in (self.keys, self.values, self.logits) if t is not None)
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self.parts)
+
+    def cut(self, start: int) -> KvBlock:
+        """The block from token `start` on, which it holds."""
+        skip = start - self.start
+        keys, values = self.keys[:, :, skip:], self.values[:, :, skip:]
+        experts = None if self.experts is None else self.experts[skip:]
+        return dataclasses.replace(self, keys=keys, values=values, experts=experts, start=start)
 
 
 class KvCache:

@@ -176,9 +176,7 @@ class KvHandoffs:
             block = decode_block(data, export.token)
             if before is not None:
                 return encode_block(replace(before, logits=block.logits), export.token)
-            skip = min(start, len(block.token_ids)) - block.start
-            keys, values = block.keys[:, :, skip:], block.values[:, :, skip:]
-            return encode_block(replace(block, keys=keys, values=values, start=block.start + skip), export.token)
+            return encode_block(block.cut(min(start, len(block.token_ids))), export.token)
 
         return await _off_loop(export.size, cut)
 
@@ -479,9 +477,9 @@ def parse_kv_source(params: Mapping[str, object] | None, *, timeout_s: float) ->
 
 def encode_block(block: KvBlock, token: str = "") -> list[memoryview]:
     """Encode as: length of the header and CRC-32 of everything that follows (8 bytes each, little endian), JSON header,
-    then keys, values and logits, which are not copied. The header holds the token required to pull the block.
+    then keys, values, logits and experts, which are not copied. The header holds the token required to pull the block.
     """
-    payload = [_bytes(t) for t in (block.keys, block.values, block.logits) if t is not None]
+    payload = [_bytes(t) for t in block.parts]
     header = json.dumps(
         {
             "token": token,
@@ -492,6 +490,7 @@ def encode_block(block: KvBlock, token: str = "") -> list[memoryview]:
             "dtype": str(block.keys.dtype).removeprefix("torch."),
             "vocab": 0 if block.logits is None else len(block.logits),
         }
+        | ({} if block.experts is None else {"experts": list(block.experts.shape)})
     ).encode()
     header += b" " * (-(BLOCK_PREFIX.size + len(header)) % BLOCK_ALIGN)
     crc = zlib.crc32(header)
@@ -516,8 +515,10 @@ def decode_block(data: bytes | bytearray | mmap.mmap, token: str = "") -> KvBloc
         shape, dtype, vocab = tuple(header["shape"]), DTYPES[header["dtype"]], int(header["vocab"])
         count = math.prod(shape)
         logits_at = begin + 2 * count * dtype.itemsize
-        if len(buffer) != logits_at + 4 * vocab:
-            raise ValueError(f"it has {len(buffer)} bytes, its header says {logits_at + 4 * vocab}")
+        experts, experts_at = tuple(header.get("experts", ())), logits_at + 4 * vocab
+        expected = experts_at + (math.prod(experts) if experts else 0)
+        if len(buffer) != expected:
+            raise ValueError(f"it has {len(buffer)} bytes, its header says {expected}")
         return KvBlock(
             token_ids=tuple(header["token_ids"]),
             version=int(header["version"]),
@@ -525,6 +526,7 @@ def decode_block(data: bytes | bytearray | mmap.mmap, token: str = "") -> KvBloc
             values=_tensor(buffer, dtype, shape, begin + count * dtype.itemsize),
             start=int(header["start"]),
             logits=_tensor(buffer, torch.float32, (vocab,), logits_at) if vocab else None,
+            experts=_tensor(buffer, torch.uint8, experts, experts_at) if experts else None,
         )
     except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise HandoffFailed(f"the pull brought no valid KV: {error}", remedy="prefill again") from error

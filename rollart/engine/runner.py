@@ -62,7 +62,7 @@ class Runner:
             dtype=network.dtype,
         )
         self.decoder = GraphDecoder(network, self.cache) if decodes else None
-        self.table = SlotTable(slots, context)
+        self.table = SlotTable(slots, context, network.architecture.experts)
         self._step_tokens = step_tokens
         self._waiting: OrderedDict[str, EngineJob] = OrderedDict()
         self._running: dict[str, EngineJob] = {}
@@ -144,7 +144,7 @@ class Runner:
             slot = next((job.slot for job in running if self.table.holds(job.slot, tokens)), None)
         if slot is None or version != self.version:
             return None
-        return self.cache.export(slot, token_ids, version, start=start)
+        return self._copied(slot, token_ids, start)
 
     def fence(self, version: int) -> None:
         """Refuse KV of other weights: it would be silently wrong, and labelled with this engine's version."""
@@ -174,6 +174,9 @@ class Runner:
             job.imported = None
         for job in self._running.values():
             job.logits = None
+            # Nothing was drawn with the choices so far; with those of an answer's beginning there was.
+            if (experts := self.table.experts) is not None and self.table.known[job.slot] == len(job.prompt):
+                experts.kept[job.slot] = 0
 
     @torch.inference_mode()
     def step(self) -> list[FinishedJob]:
@@ -217,9 +220,10 @@ class Runner:
         decoding = end - start == 1
         if not decoding.any():
             return self._forward(slots, start, end)
-        decoded = self.decoder.step(
-            self.table.tokens[slots[decoding], start[decoding]], start[decoding], slots[decoding]
-        )
+        rows, at = slots[decoding], start[decoding]
+        chosen = self._chosen()
+        decoded = self.decoder.step(self.table.tokens[rows, at], at, rows, chosen)
+        self._record(rows, at, at + 1, chosen)
         if decoding.all():
             return decoded, None
         logits, order = self._forward(slots[~decoding], start[~decoding], end[~decoding])
@@ -231,7 +235,18 @@ class Runner:
         """Compute the tokens [start, end) of each slot; returns logits after each slot's last token, and the order of
         the slots in them."""
         batch = pack_batch(self.network, self.table.tokens, slots, start, end, context=self.context)
-        return self.network.forward(batch, self.cache), batch.order
+        chosen = self._chosen()
+        logits = self.network.forward(batch, self.cache, chosen)
+        self._record(slots[batch.order], start[batch.order], end[batch.order], chosen)
+        return logits, batch.order
+
+    def _chosen(self) -> list[Tensor] | None:
+        """For the experts of a forward pass; None for a model without."""
+        return None if self.table.experts is None else []
+
+    def _record(self, slots: Ints, start: Ints, end: Ints, chosen: list[Tensor] | None) -> None:
+        if chosen is not None and self.table.experts is not None:
+            self.table.experts.record(slots, start, end, [numbers.cpu().numpy() for numbers in chosen])
 
     def _admit(self) -> list[EngineJob]:
         """Give waiting requests slots, first come first served. Returns those whose next token can be sampled without
@@ -278,6 +293,9 @@ class Runner:
             self.dropped_imports += 1
             return False
         self.cache.load(job.slot, block, job.cached, reach)
+        if (experts := self.table.experts) is not None:
+            came = None if block.experts is None else block.experts[job.cached - block.start : reach - block.start]
+            experts.put(job.slot, job.cached, reach, None if came is None else came.numpy())
         self.imported_tokens += reach - job.cached
         self.table.kv[job.slot] = job.cached = reach
         job.logits = block.logits if whole else None
@@ -358,6 +376,7 @@ class Runner:
             finish=reason,
             prompt_tokens=prompt,
             cached_tokens=job.cached,
+            experts=self._experts(job, known - 1),
         )
         kv = self._export(job) if (job.export or job.returns) and reason is not FinishReason.ABORT else None
         del self._running[job.request.request_id]
@@ -371,8 +390,21 @@ class Runner:
         n = len(job.prompt) if job.export else int(self.table.kv[job.slot])
         start = min(job.peer_holds, n) if job.request.session and not job.ends else 0
         tokens = tuple(self.table.tokens[job.slot, :n].tolist())
-        block = self.cache.export(job.slot, tokens, self.version, start=start)
+        block = self._copied(job.slot, tokens, start)
         return dataclasses.replace(block, logits=job.logits) if job.export else block
+
+    def _copied(self, slot: int, token_ids: tuple[int, ...], start: int) -> KvBlock:
+        """A copy of a slot's KV of these tokens from `start` on, with the experts that they ran through."""
+        block = self.cache.export(slot, token_ids, self.version, start=start)
+        if (experts := self.table.experts) is None:
+            return block
+        copy = experts.ids[slot, start : len(token_ids)].copy()
+        return dataclasses.replace(block, experts=torch.from_numpy(copy))
+
+    def _experts(self, job: EngineJob, end: int) -> tuple[bytes, ...]:
+        """The experts that the request asks for, of tokens before `end`."""
+        begin, experts = job.request.experts_from, self.table.experts
+        return () if begin is None or experts is None else experts.read(job.slot, begin, end)
 
 
 def _common(block: KvBlock, job: EngineJob) -> int:

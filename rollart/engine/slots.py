@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import enum
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from rollart.architecture import ExpertLayers
 
 STOPS = 8
 """Initial number of stop ids per slot; the array grows for a request with more."""
@@ -37,8 +40,10 @@ class SlotTable:
     Not thread safe: owned by the runner.
     """
 
-    def __init__(self, slots: int, context: int) -> None:
+    def __init__(self, slots: int, context: int, experts: ExpertLayers | None = None) -> None:
         self.slots, self.context = slots, context
+        self.experts = None if experts is None else ExpertTable(slots, context, experts)
+        """The experts of the tokens in the cache; None for a model without."""
         self.tokens = np.zeros((slots, context + 1), np.int64)
         self.logprobs = np.zeros((slots, context + 1), np.float32)
         self.state = np.zeros(slots, np.int8)
@@ -162,5 +167,51 @@ class SlotTable:
         self.tokens[slot, :n] = prompt
         self.state[slot] = SlotState.ACTIVE
         self.kv[slot], self.known[slot], self.prompt[slot] = cached, n, n
+        if self.experts is not None:
+            self.experts.kept[slot] = cached
         self.loads[slot] = -1
         return slot, cached
+
+
+class ExpertTable:
+    """The experts that each token in the cache ran through, kept for the trainer, which replays them (Ma et al.,
+    "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers", arXiv:2510.11370).
+
+    `ids` `[slots, context, token_bytes]`, uint8: little-endian numbers `[layers, active]` of a token. A request's token
+    keeps the choice of its first computation: KV that is recomputed after a weight update leaves it as it was. `kept`
+    `[slots]` is the number of leading tokens that keep theirs."""
+
+    def __init__(self, slots: int, context: int, layers: ExpertLayers) -> None:
+        self._shape = len(layers.layers), layers.active
+        self._kind = np.dtype("u1" if layers.id_bytes == 1 else "<u2")
+        self.ids = np.zeros((slots, context, layers.token_bytes), np.uint8)
+        self.kept = np.zeros(slots, np.int64)
+
+    def record(
+        self,
+        slots: npt.NDArray[np.int64],
+        start: npt.NDArray[np.int64],
+        end: npt.NDArray[np.int64],
+        chosen: Sequence[npt.NDArray[np.int64]],
+    ) -> None:
+        """Record the choices of the tokens [start, end) of each slot, `[T, active]` by layer; `[R, active]` are those
+        of the rows' last tokens, and leave the others' unknown."""
+        lengths = end - start
+        ends = np.cumsum(lengths)
+        slot, total = np.repeat(slots, lengths), int(ends[-1])
+        position = np.arange(total) + np.repeat(start - (ends - lengths), lengths)
+        numbers = np.full((total, *self._shape), np.iinfo(self._kind).max, self._kind)
+        for layer, found in enumerate(chosen):
+            numbers[slice(None) if len(found) == total else ends - 1, layer] = found
+        new = position >= self.kept[slot]
+        self.ids[slot[new], position[new]] = numbers.reshape(total, -1).view(np.uint8)[new]
+        self.kept[slots] = np.maximum(self.kept[slots], end)
+
+    def put(self, slot: int, begin: int, end: int, ids: npt.NDArray[np.uint8] | None) -> None:
+        """Set the choices of the tokens [begin, end), which came with their KV; None: they are unknown."""
+        self.ids[slot, begin:end] = 255 if ids is None else ids
+        self.kept[slot] = end
+
+    def read(self, slot: int, begin: int, end: int) -> tuple[bytes, ...]:
+        """The choices of each token of [begin, end)."""
+        return tuple(row.tobytes() for row in self.ids[slot, begin : min(end, int(self.kept[slot]))])

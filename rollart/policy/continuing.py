@@ -60,4 +60,5 @@ def join_completions(kept: Completion | None, rest: Completion) -> Completion:
         prompt_tokens=kept.prompt_tokens + rest.prompt_tokens,
         cached_tokens=kept.cached_tokens + rest.cached_tokens,
         output_tokens=kept.sampled + rest.sampled,
+        experts=kept.experts + rest.experts[len(kept.experts) :],
     )

@@ -63,6 +63,7 @@ def prefill_request(
         sampling=dataclasses.replace(request.sampling, max_tokens=1),
         kv_transfer=params,
         on_chunk=None,
+        experts_from=None,
     )
 
 

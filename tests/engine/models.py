@@ -33,6 +33,16 @@ QWEN: dict[str, Any] = {
     "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+MOE: dict[str, Any] = {
+    **QWEN,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [1],
+}
 LLAMA: dict[str, Any] = {
     **QWEN,
     "architectures": ["LlamaForCausalLM"],

@@ -169,8 +169,8 @@ def test_rows_that_decode_beside_a_prefill_go_through_the_graph(qwen: Path, monk
     made = decoding(qwen)
     seen: list[tuple[int, int]] = []
     step, forward = GraphDecoder.step, Network.forward
-    monkeypatch.setattr(GraphDecoder, "step", lambda d, t, p, s: (seen.append((len(t), 0)), step(d, t, p, s))[1])
-    monkeypatch.setattr(Network, "forward", lambda n, b, c: (seen.append((0, len(b.tokens))), forward(n, b, c))[1])
+    monkeypatch.setattr(GraphDecoder, "step", lambda d, t, *r: (seen.append((len(t), 0)), step(d, t, *r))[1])
+    monkeypatch.setattr(Network, "forward", lambda n, b, *r: (seen.append((0, len(b.tokens))), forward(n, b, *r))[1])
     for i in range(3):
         made.add(job(f"{i}", range(4), max_tokens=20))
     made.step()
