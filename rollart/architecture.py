@@ -25,7 +25,11 @@ MARKER = "COMPLETE"
 """File that the trainer writes last into a published directory: a directory without it is incomplete and is never read.
 It is empty, or JSON with the `version` and hashes of the files."""
 
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+ATTENTION_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""Linear modules that adapters take in a model with experts: peft adapts the experts of a layer as one module, whose
+merged form is another."""
+
+LINEAR = (*ATTENTION_LINEAR, "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
 """Linear modules of a supported decoder layer; the last two are Phi-3's."""
 
 ROTARY_PARAMETERS: Mapping[str, Sequence[str]] = {

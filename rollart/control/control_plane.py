@@ -144,6 +144,8 @@ class ControlSettings:
     """Makes the options of the run (`launch.strategies`)."""
     measure: Callable[[Sequence[int]], int] = len
     """Number of tokens that a sequence of ids stands for: its length, except in a simulated world."""
+    experts: bool = False
+    """Trajectories bring the experts that their engine chose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +234,7 @@ class ControlPlane:
             meter=self._meter,
             measure=settings.measure,
             prefetch=options.environments,
+            experts=settings.experts,
         )
         buffer = _buffer(domains, leases, recorder, settings, options.shares)
         self.scheduler = Scheduler(

@@ -77,7 +77,13 @@ def train_sample(trajectory: Trajectory, outcome: Outcome) -> TrainSample:
         success=trajectory.success,
         allowed=tuple(spread.allowed) if spread.restricted else (),
         truncated=trajectory.truncated,
+        experts=_padded(trajectory.experts, len(spread.token_ids)),
     )
+
+
+def _padded(experts: tuple[bytes, ...], tokens: int) -> tuple[bytes, ...]:
+    """Experts of each token: unknown, which is all bits set, of the last ones, which no token has followed."""
+    return experts and experts + (b"\xff" * len(experts[0]),) * (tokens - len(experts))
 
 
 @dataclass(slots=True)

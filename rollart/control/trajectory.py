@@ -208,6 +208,31 @@ class WaitLimits:
     context_tokens: int = 4096
 
 
+class ExpertHistory:
+    """The experts that a trajectory's tokens ran through, from the first token of each context on: one context, or
+    those of an agent program's branches. A token keeps the experts of its first computation."""
+
+    def __init__(self) -> None:
+        self._contexts: list[tuple[tuple[int, ...], tuple[bytes, ...]]] = []
+
+    def known(self, token_ids: tuple[int, ...]) -> tuple[bytes, ...]:
+        """The experts of the first tokens of a context, as far as they are known."""
+        return max((experts[: _common(ids, token_ids)] for ids, experts in self._contexts), key=len, default=())
+
+    def add(self, token_ids: tuple[int, ...], experts: tuple[bytes, ...]) -> None:
+        """The experts of the first tokens of a context."""
+        ids = token_ids[: len(experts)]
+        self._contexts = [one for one in self._contexts if _common(one[0], ids) < len(one[0])]
+        self._contexts.append((ids, experts))
+
+
+def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Length of the common prefix."""
+    if other[: len(one)] == one:
+        return len(one)
+    return next(i for i, (a, b) in enumerate(zip(one, (*other, None), strict=False)) if a != b)
+
+
 @dataclass(slots=True)
 class TrajectoryState:
     """The state of a running trajectory, for the staleness check and the ledger."""
@@ -243,6 +268,8 @@ class TrajectoryState:
     """Tokens of its whole context until now."""
     abort: AbortReason | None = None
     truncated: bool = False
+    experts: ExpertHistory | None = None
+    """None: the trainer's routers choose, or the model has none."""
 
     @property
     def greedy(self) -> bool:
@@ -328,7 +355,8 @@ class TrajectoryRunner:
     A run waits for the environment, for the gateway and, in the batch schedule, for the turn barrier. Every wait is
     under a lease. `stale` is called at every turn boundary (I2). `measure`: number of tokens that a sequence of ids
     stands for: its length, except in a simulated world, where one id may stand for many tokens. `prefetch`:
-    environments that are reset before their trajectories start.
+    environments that are reset before their trajectories start. `experts`: trajectories bring the experts that their
+    engine chose.
     """
 
     gateway: Gateway
@@ -342,9 +370,12 @@ class TrajectoryRunner:
     """Collects the workload of finished training trajectories; None if no planner needs it."""
     measure: Callable[[Sequence[int]], int] = len
     prefetch: EnvironmentSource | None = None
+    experts: bool = False
 
     async def run(self, state: TrajectoryState) -> Trajectory:
         """Run the episode. Raises `TrajectoryAborted`; a failed or stalled environment is an infrastructure fault."""
+        if self.experts and state.purpose is _TRAIN:
+            state.experts = ExpertHistory()
         if state.domain.harness is not None:
             return await self._harnessed(state, state.domain.harness)
         ahead = None if self.prefetch is None else self.prefetch.take(state.domain.name, state.id)
@@ -433,6 +464,7 @@ class TrajectoryRunner:
         last: bool,
         on_chunk: Callable[[CompletionChunk], None] | None = None,
     ) -> Completion:
+        known = None if state.experts is None else state.experts.known(token_ids)
         try:
             completion = await self.gateway.generate(
                 state.id,
@@ -445,6 +477,7 @@ class TrajectoryRunner:
                 prompt=str(state.seed),
                 last=last,
                 on_chunk=on_chunk,
+                experts_from=None if known is None else len(known),
             )
         except LeaseExpired as error:
             raise TrajectoryAborted(AbortReason.INFRA_FAULT, error.cause) from None
@@ -455,6 +488,8 @@ class TrajectoryRunner:
             raise TrajectoryAborted(state.abort or AbortReason.INFRA_FAULT, "the engine ended the generation")
         if state.v0 is None:
             state.v0 = completion.spans[0].version
+        if state.experts is not None and known is not None:
+            state.experts.add(token_ids + completion.token_ids, known + completion.experts)
         return completion
 
     async def _harnessed(self, state: TrajectoryState, begin: HarnessFactory) -> Trajectory:
@@ -549,6 +584,9 @@ class TrajectoryRunner:
             metadata=step.metadata,
             engine_seconds=state.engine_seconds,
             truncated=state.truncated,
+            experts=()
+            if state.experts is None
+            else state.experts.known(tuple(t for s in state.segments for t in s.token_ids)),
         )
 
     async def _reset(

@@ -35,8 +35,10 @@ from placement.types import ROLLOUT_ROLES, Role
 from rollart.adapters.env_hosts.checks import MODULE, WARM_START_ARGUMENT, EnvironmentProblem, check_environments
 from rollart.adapters.text import HubTokenizer
 from rollart.architecture import (
+    ATTENTION_LINEAR,
     LINEAR,
     architecture_of,
+    may_have_experts,
     read_architecture,
     refuse_longer_context,
     refuse_truncated,
@@ -187,28 +189,28 @@ def model_problems(specs: Specs, *, launch: bool = True) -> Iterator[RuleViolati
     except SpecError as error:
         yield RuleViolation(("run", "model"), error.message, error.remedy)
     vocabulary: int | None = None
+    linear: Sequence[str] = LINEAR
     elsewhere = runs_remotely(specs) and model.tokenizer is not None and hub_model(model, specs.base) is None
     if model.path is not None and not elsewhere:
         found = list(_directory_problems(specs, model.path))
         yield from found
         if found:
             return
+        if may_have_experts(model_directory(model, specs.base)):
+            linear = ATTENTION_LINEAR
     if model.init is not None:
         try:
             init = initial_config(model.init, specs.base)
             if specs.cluster.engines.kind != "vllm":
-                refuse_longer_context(architecture_of(init, "model.init"), model.context)
+                architecture = architecture_of(init, "model.init")
+                refuse_longer_context(architecture, model.context)
+                linear = LINEAR if architecture.experts is None else ATTENTION_LINEAR
             vocabulary = init.get("vocab_size")
         except (SpecError, UsageError) as error:
             yield RuleViolation(("run", "model", "init"), error.message, _remedy_with_vllm(error))
     yield from _tokenizer_problems(specs, vocabulary)
     yield from _reference_problems(specs)
-    lora = specs.run.training.lora
-    if lora is not None and specs.cluster.engines.kind != "vllm" and lora.targets != ["all-linear"]:
-        for name in lora.targets:
-            if name.rpartition(".")[2] not in LINEAR:
-                why = f"training.lora.targets has '{name}' (rule: all-linear, or linear modules: {', '.join(LINEAR)})"
-                yield RuleViolation(("run", "training", "lora", "targets"), why)
+    yield from _training_problems(specs, linear)
 
 
 def environment_problems(specs: Specs) -> list[RuleViolation]:
@@ -394,6 +396,22 @@ def _tokenizer_problems(specs: Specs, vocabulary: int | None) -> Iterator[RuleVi
     if vocabulary is not None and tokenizer.vocabulary_size > vocabulary:
         why = f"model.init has vocab_size {vocabulary}, and the tokenizer {tokenizer.vocabulary_size} tokens"
         yield RuleViolation(("run", "model", "init"), f"{why} (rule: an embedding for each)")
+
+
+def _training_problems(specs: Specs, linear: Sequence[str]) -> Iterator[RuleViolation]:
+    """Settings of `training` that depend on the model, whose `linear` modules take adapters, and on the engines."""
+    if specs.run.training.routing_replay and specs.cluster.engines.kind == "vllm":
+        yield RuleViolation(
+            ("run", "training", "routing_replay"),
+            "training.routing_replay is true (rule: with embedded engines; those of kind vllm report no experts)",
+            "leave it out",
+        )
+    lora = specs.run.training.lora
+    if lora is not None and specs.cluster.engines.kind != "vllm" and lora.targets != ["all-linear"]:
+        for name in lora.targets:
+            if name.rpartition(".")[2] not in linear:
+                why = f"training.lora.targets has '{name}' (rule: all-linear, or linear modules: {', '.join(linear)})"
+                yield RuleViolation(("run", "training", "lora", "targets"), why)
 
 
 def _directory_problems(specs: Specs, name: str) -> Iterator[RuleViolation]:

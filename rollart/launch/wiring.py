@@ -21,7 +21,7 @@ from rollart.adapters.rewards.offload import OffloadRewarder, RewardCalls
 from rollart.adapters.rewards.order_check import LIMIT_S, OrderCheckedOffload
 from rollart.adapters.text import HubTokenizer
 from rollart.adapters.weights.directory import DirectoryWeightStore
-from rollart.architecture import stamp_of, vocab_of
+from rollart.architecture import may_have_experts, stamp_of, vocab_of
 from rollart.control.admission import SchedulerSettings
 from rollart.control.buffer import BatchDeadline, SampleColumn
 from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
@@ -103,6 +103,7 @@ SHOWN_METRICS = (
     "staleness_mean",
     "mismatch_gap",
     "stale_gap",
+    "replayed_share",
 )
 
 
@@ -204,6 +205,7 @@ class RunContext:
             self.resolved,
             self.roles,
             vocab_of(self.weights.path(weights.version)),
+            experts=may_have_experts(self.weights.path(weights.version)),
             reshard=launch_reshard_settings(self.resolved),
         )
         if (metric := settings.checkpoints.best_by) is not None:
@@ -434,11 +436,12 @@ def control_settings(
     roles: Mapping[str, EngineRole] | None = None,
     vocab: int | None = None,
     *,
+    experts: bool = False,
     reshard: ReshardSettings | None,
     measure: Callable[[Sequence[int]], int] = len,
 ) -> ControlSettings:
     """The run spec as control plane settings. `roles`: see `engine_placements`; `vocab`: see `GatewayLimits`;
-    `measure`: see `ControlSettings`."""
+    `experts`: the model may have some; `measure`: see `ControlSettings`."""
     run, leases, updates = resolved.run, resolved.run.leases, update_policy(resolved)
     batch, due, loss = run.batch, None, run.training.loss
     if batch.deadline_s is not None:
@@ -489,6 +492,7 @@ def control_settings(
         options=strategy_settings(resolved, reshard),
         colocation=not run.rollout.replication,
         measure=measure,
+        experts=experts and run.training.routing_replay is not False and resolved.cluster.engines.kind != "vllm",
     )
 
 

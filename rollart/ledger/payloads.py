@@ -127,7 +127,7 @@ class PayloadFiles:
 
 
 def encode_sample(sample: TrainSample) -> bytes:
-    """All fields of a sample; floats keep all their bits."""
+    """All fields of a sample; floats keep all their bits. `truncated` and experts come last, where either is given."""
     packed: bytes = msgpack.packb(
         (
             FORMAT,
@@ -144,7 +144,7 @@ def encode_sample(sample: TrainSample) -> bytes:
             sample.score,
             sample.success,
             sample.allowed,
-            *((True,) if sample.truncated else ()),
+            *((sample.truncated, b"".join(sample.experts)) if sample.truncated or sample.experts else ()),
         )
     )
     return _SAMPLE_HEAD.pack(_CHECKED, zlib.crc32(packed)) + packed
@@ -157,13 +157,15 @@ def decode_sample(data: bytes) -> TrainSample:
         if head != _SAMPLE_HEAD.pack(_CHECKED, zlib.crc32(data)):
             raise ValueError("a sample is damaged: its checksum is not the one that was written")
     try:
-        form, id_, group, domain, v0, tokens, mask, logprobs, versions, turn, rewards, score, success, allowed, *cut = (
+        form, id_, group, domain, v0, tokens, mask, logprobs, versions, turn, rewards, score, success, allowed, *end = (
             msgpack.unpackb(data, use_list=False)
         )
     except (ValueError, TypeError, msgpack.UnpackException) as error:
         raise ValueError(f"not a sample: {error}") from None
     if form != FORMAT:
         raise ValueError(f"sample format {form} (rule: {FORMAT})")
+    truncated, experts = end or (False, b"")
+    width = max(1, len(experts) // max(1, len(tokens) // 8))
     return TrainSample(
         id=TrajectoryId(id_),
         group=GroupId(group),
@@ -178,7 +180,8 @@ def decode_sample(data: bytes) -> TrainSample:
         score=score,
         success=success,
         allowed=allowed,
-        truncated=bool(cut),
+        truncated=truncated,
+        experts=tuple(experts[i : i + width] for i in range(0, len(experts), width)),
     )
 
 

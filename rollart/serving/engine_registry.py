@@ -96,6 +96,8 @@ class TurnRequest:
     avoided: set[str] = field(default_factory=set)
     """Engines that answered it wrongly: not used for it while another engine serves."""
     vocab: int | None = None
+    experts_from: int | None = None
+    """See `GenerateRequest`."""
 
     def begins(self, version: int) -> None:
         """Report the version of its first token, unless older tokens are kept. Each version is reported once: all

@@ -404,6 +404,7 @@ class TurnExecutor(TurnRouter):
             turn.sampling,
             cache_salt=f"v{version}",
             on_chunk=on_chunk,
+            experts_from=turn.experts_from,
         )
 
     def _handoff_failed(

@@ -214,6 +214,9 @@ class TrainingSpec(SpecEntry):
     `minibatches` 1, no advantage with `baseline: domain`, and one trainer rank in float32."""
     lora: LoraSpec | None = None
     """Train low-rank adapters and leave the model's own weights as they are."""
+    routing_replay: bool | None = None
+    """Train each token of a mixture of experts on the experts that its engine chose. Unless false, embedded engines
+    report them; those of kind vllm report none here."""
     columns: list[Literal["ref_logprobs", "advantage"]] = Field(default_factory=list)
     """Columns that are computed as samples and groups end, while the rest of the batch is rolled out, instead of in the
     step; the step is the same. ref_logprobs: of the KL penalty; advantage: without `baseline: domain`."""

@@ -62,4 +62,5 @@ class BatchTruncation:
             allowed=sample.allowed[:end],
             reference=sample.reference[:end],
             advantage=sample.advantage[:end],
+            experts=sample.experts[:end],
         )

@@ -96,6 +96,7 @@ class SimulatedRun:
     lending: LendingSettings | None = None
     colocation: bool = False
     concurrency: ConcurrencySettings | None = None
+    experts: bool = False
     hosts: ModelledHosts | None = None
     """Environment hosts; None: environments run in the controller."""
     borrow: Callable[[Sequence[EngineId]], None] | None = None
@@ -200,6 +201,7 @@ class SimulatedRun:
             ),
             colocation=self.colocation,
             concurrency=self.concurrency,
+            experts=self.experts,
         )
 
     async def _populate(self, site: SimulatedSite) -> list[EnginePart]:

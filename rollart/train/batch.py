@@ -13,6 +13,8 @@ S samples, T tokens in total:
     reference, advantage  float64[T]   columns that were filled before; each may be missing
     weight    float64[S]        factors of the samples' tokens in the loss; all 1 if missing
     truncated uint8[S]          1 for samples that were cut at a length limit; none if missing
+    experts   uint8[T x n]      experts of each token (`architecture.ExpertLayers.token_bytes`); the model's choice if
+                                missing
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from rollart.architecture import ExpertLayers
+
 IntArray: TypeAlias = NDArray[np.int64]
 FloatArray: TypeAlias = NDArray[np.float64]
 BoolArray: TypeAlias = NDArray[np.bool_]
 
 
-TOKEN_COLUMNS = ("tokens", "mask", "logprobs", "versions", "turn", "rewards", "reference", "advantage")
+TOKEN_COLUMNS = ("tokens", "mask", "logprobs", "versions", "turn", "rewards", "reference", "advantage", "experts")
 """Columns [T] of a batch besides `legal`, whose values index the batch's own sets."""
 
 SAMPLE_COLUMNS = ("domain", "group", "score", "weight", "truncated")
@@ -95,6 +99,8 @@ class TrainingBatch:
     """Factor of each sample's tokens in the loss [S]; None: all 1."""
     truncated: BoolArray | None = None
     """True for samples that were cut at a length limit [S]; None: none was."""
+    experts: NDArray[np.int16] | None = None
+    """Numbers of each token's experts [T, layers, active], -1 where unknown; None: the model chooses."""
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -114,14 +120,14 @@ class TrainingBatch:
         return last
 
 
-def decode_batch(wire: Mapping[str, Any], vocab_size: int) -> TrainingBatch:
-    """Check and unpack the wire form. `InvalidSamples` for samples that violate a rule, `ValueError` for an unreadable
-    message."""
+def decode_batch(wire: Mapping[str, Any], vocab_size: int, layers: ExpertLayers | None = None) -> TrainingBatch:
+    """Check and unpack the wire form; the experts of tokens for a model with `layers` alone. `InvalidSamples` for
+    samples that violate a rule, `ValueError` for an unreadable message."""
     try:
-        batch = _unpack(wire)
+        batch = _unpack(wire, layers)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"malformed samples: {error!r}") from error
-    _check(batch, vocab_size)
+    _check(batch, vocab_size, layers)
     return batch
 
 
@@ -151,7 +157,7 @@ def select_samples(batch: TrainingBatch, samples: IntArray) -> TrainingBatch:
     )
 
 
-def _unpack(wire: Mapping[str, Any]) -> TrainingBatch:
+def _unpack(wire: Mapping[str, Any], layers: ExpertLayers | None) -> TrainingBatch:
     def ints(name: str) -> IntArray:
         return np.frombuffer(wire[name], "<i4").astype(np.int64)
 
@@ -174,6 +180,11 @@ def _unpack(wire: Mapping[str, Any]) -> TrainingBatch:
         "group": ints("group"),
         "score": np.frombuffer(wire["score"], "<f8"),
     }
+    if layers is not None and "experts" in wire:
+        numbers = np.frombuffer(wire["experts"], np.uint8 if layers.id_bytes == 1 else "<i2").astype(np.int16)
+        if layers.id_bytes == 1:
+            numbers[numbers == 255] = -1
+        arrays["experts"] = numbers.reshape(-1, len(layers.layers), layers.active)
     if "weight" in wire:
         per_sample["weight"] = np.frombuffer(wire["weight"], "<f8")
     if "truncated" in wire:
@@ -222,7 +233,7 @@ def _loss_tokens(mask: BoolArray, offsets: IntArray, tokens: IntArray, legal: In
     return LossTokens(position, sample, first, slot)
 
 
-def _check(batch: TrainingBatch, vocab_size: int) -> None:
+def _check(batch: TrainingBatch, vocab_size: int, layers: ExpertLayers | None) -> None:
     loss = batch.loss
     broken: dict[str, str] = {}
 
@@ -233,6 +244,10 @@ def _check(batch: TrainingBatch, vocab_size: int) -> None:
     owner = np.repeat(np.arange(len(batch)), batch.lengths)
     outside = (batch.tokens < 0) | (batch.tokens >= vocab_size)
     refuse(outside, owner, f"a token id is outside the {vocab_size} of the model")
+    if layers is not None and batch.experts is not None:
+        unknown = (batch.experts < -1) | (batch.experts >= layers.experts)
+        rule = f"an expert is none of the {layers.experts} of the model"
+        refuse(np.logical_or.reduce(unknown, axis=(1, 2)), owner, rule)
     if ((batch.sets.ids < 0) | (batch.sets.ids >= vocab_size)).any():
         raise ValueError(f"a legal set holds a token id outside the {vocab_size} of the model")
     refuse(loss.slot < 0, loss.sample, "a sampled token is not in its own legal set")

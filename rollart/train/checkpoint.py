@@ -122,7 +122,7 @@ def take_snapshot(learner: Learner) -> LearnerSnapshot:
             whole = {
                 part: tensor
                 for name, m in model.items()
-                for part, tensor in expert_parts(name, m.merge([local_rows(one) for one in m.parts], m.scale))
+                for part, tensor in _in_files(learner, name, m.merge([local_rows(one) for one in m.parts], m.scale))
             }
         files = {MODEL: _copied(_published(whole, learner)), OPTIMIZER: _copied(state)}
     else:
@@ -351,17 +351,22 @@ def _sharded_files(learner: Learner, model: Mapping[str, AdaptedTensor]) -> tupl
             parts = [ranks.assemble(local_rows(p), of=p.shape[0], owner=bucket.owner) for p in model[name].parts]
             if bucket.owner == ranks.rank:
                 merged = AdaptedTensor.merge([p for p in parts if p is not None], model[name].scale)
-                mine.update(expert_parts(name, merged.detach()))
+                mine.update(_in_files(learner, name, merged.detach()))
         if mine:
             files[file] = _published(mine, learner)
-    names = {part: place[name] for name, m in model.items() for part, _ in _parts(name, m.base.shape)}
+    names = {part: place[name] for name, m in model.items() for part, _ in _shapes(learner, name, m.base.shape)}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": names}
     return files, json.dumps(index)
 
 
-def _parts(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The tensors of a version's files for one of the model, with their shapes: several for a layer's experts."""
-    for part, tensor in expert_parts(name, torch.empty(shape, device="meta")):
+def _in_files(learner: Learner, name: str, tensor: Tensor, first: int = 0) -> Iterator[tuple[str, Tensor]]:
+    """A tensor of the model by its names in a version's files: experts have their own there. Families whose experts the
+    embedded engine does not compute keep the form that transformers has in memory."""
+    return iter([(name, tensor)]) if learner.policy.experts is None else expert_parts(name, tensor, first)
+
+
+def _shapes(learner: Learner, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for part, tensor in _in_files(learner, name, torch.empty(shape, device="meta")):
         yield part, tuple(tensor.shape)
 
 
@@ -486,7 +491,7 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
             *(float(counts.get(name, 0.0)) for name in ("kl", "entropy", "last_entropy")),  # not in older versions
         )
         wanted = {f"{ADAPTER}/{name}/weight": p for name, p in adapters.items()}
-        if dict(part for n, m in own.items() for part in _parts(n, m.base.shape)) != model.shapes:
+        if dict(one for n, m in own.items() for one in _shapes(learner, n, m.base.shape)) != model.shapes:
             raise another
         if {n for n in state.shapes if n.startswith(f"{ADAPTER}/")} != wanted.keys():
             raise another
@@ -539,7 +544,7 @@ def _weights(learner: Learner, pieces: TensorFiles, name: str, parameter: Tensor
     own, first = local_rows(parameter).detach(), 0
     if local_rows(parameter) is not parameter:
         first, _ = row_range(parameter.shape[0], rank=learner.ranks.rank, ranks=learner.ranks.size)
-    return [(part, pieces.read(one)) for one, part in expert_parts(name, own, first)]
+    return [(part, pieces.read(one)) for one, part in _in_files(learner, name, own, first)]
 
 
 def _rows(learner: Learner, pieces: TensorFiles, name: str, parameter: Tensor) -> Tensor:

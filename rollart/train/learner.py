@@ -113,7 +113,8 @@ class Learner:
         unchanged), `TrainerError` if the loss diverges.
 
         In the metrics, `behaviour_gap` is the mean |log π − log μ| at the first mini-batch, before any update;
-        `mismatch_gap` and `stale_gap` are its parts (see `gap_shares`).
+        `mismatch_gap` and `stale_gap` are its parts (see `gap_shares`). `replayed_share` is the share of trained tokens
+        that were drawn from known experts in all layers; missing if samples have none.
         """
         if self.config.stream:
             self.begin(version)

@@ -342,6 +342,8 @@ class TrainingMeter:
         self.tokens += len(micro.pick)
         for name, value in statistics.items():
             self._sum(name, value.sum())
+        if micro.experts is not None:
+            self._sum("replayed_share", (micro.experts[micro.at] >= 0).flatten(1).all(1).sum())
         if loss is not None:
             self._sum("loss", loss)
 

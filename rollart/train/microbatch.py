@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rollart.shares import balanced_portions
-from rollart.train.batch import IntArray, TrainingBatch
+from rollart.train.batch import BoolArray, IntArray, TrainingBatch
 
 OVERHEAD_TOKENS = 128
 """Fixed cost of a micro-batch, in tokens: 1.2 ms at 11 µs per token (1 × 64) and 2.7 ms at 36 µs (2 × 96), one CPU
@@ -36,6 +37,8 @@ class MicroBatch:
     """Each loss token's index among the batch's loss tokens [M]."""
     free: int
     real_tokens: int
+    experts: Tensor | None = None
+    """Numbers of each token's experts [rows × longest, layers, active], -1 where unknown; None: the model chooses."""
 
     @property
     def padded_tokens(self) -> int:
@@ -86,9 +89,9 @@ def build_microbatch(batch: TrainingBatch, samples: IntArray, used: IntArray, de
     loss."""
     if not len(samples):
         none = torch.zeros(0, dtype=torch.int64, device=device)
-        return MicroBatch(
-            ids=torch.zeros((1, 1), dtype=torch.int64, device=device), at=none, pick=none, free=0, real_tokens=0
-        )
+        chosen = None if batch.experts is None else torch.full((1, *batch.experts.shape[1:]), -1, device=device)
+        one = torch.zeros((1, 1), dtype=torch.int64, device=device)
+        return MicroBatch(ids=one, at=none, pick=none, free=0, real_tokens=0, experts=chosen)
     lengths = used[samples]
     longest = int(lengths.max())
     column = np.arange(longest)
@@ -110,4 +113,11 @@ def build_microbatch(batch: TrainingBatch, samples: IntArray, used: IntArray, de
         pick=torch.from_numpy(pick).to(device),
         free=len(order) - int(restricted.sum()),
         real_tokens=int(lengths.sum()),
+        experts=None if batch.experts is None else _experts(batch.experts, source, inside).to(device),
     )
+
+
+def _experts(experts: NDArray[np.int16], source: IntArray, inside: BoolArray) -> Tensor:
+    chosen = experts[source].astype(np.int64)
+    chosen[~inside] = -1
+    return torch.from_numpy(chosen).flatten(0, 1)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rollart.architecture import MARKER, version_path
+from rollart.architecture import ATTENTION_LINEAR, MARKER, version_path
 from rollart.errors import TrainerError, UsageError, first_line
 from rollart.settings.training import LoraSpec, ParallelConfig, PolicyConfig, TrainerConfig
 from rollart.train.batch import FloatArray, TrainingBatch, select_samples
 from rollart.train.microbatch import MicroBatch, build_microbatch
 from rollart.train.ranks import Ranks
+from rollart.train.routing import RouterReplay, expert_layers
 
 ILLEGAL_LOGIT = -1e30
 """Logit of an illegal action. Its probability is exactly 0 and, unlike with −inf, 0 × log 0 is 0 in the entropy."""
@@ -77,6 +78,8 @@ def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) ->
                 model = AutoModelForCausalLM.from_config(shape, dtype=dtype, attn_implementation=attention)
         except Exception as error:
             raise UsageError(f"model.init does not describe a model: {first_line(error)}") from error
+    if dtype == torch.float64:  # grouped products of experts have no such type
+        model.set_experts_implementation("eager")
     module: nn.Module = model.to(where).eval()
     return module
 
@@ -105,6 +108,9 @@ class TrainedPolicy:
         self.device: torch.device = first.device
         self.dtype = torch.promote_types(dtype or first.dtype, torch.float32)
         self.scorer = Scorer(model)
+        self.experts, routers = expert_layers(model)
+        """The layers with experts whose choices can be replayed; None for a model without."""
+        self._replay = RouterReplay(routers) if routers else None
         self.vocab_size = int(self.scorer.head.weight.shape[0])
         with torch.no_grad():
             ids = torch.arange(min(4, self.vocab_size), device=self.device)[None]
@@ -132,7 +138,11 @@ class TrainedPolicy:
 
     def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [M] of a micro-batch's loss tokens, in the order of `micro.pick`."""
+        if self._replay is not None:
+            self._replay.chosen = micro.experts
         logits = self.scorer(micro.ids, micro.at).to(self.dtype)
+        if self._replay is not None and not torch.is_grad_enabled():
+            self._replay.chosen = None
         if self.temperature != 1.0:
             logits = logits / self.temperature
         free, total = micro.free, len(micro.pick)
@@ -278,6 +288,7 @@ class ReferencePolicy:
         """Log-probability of every token [T] in a step that trains `version`, 0.0 for tokens without loss.
         `TrainerError` if the reference does not exist."""
         out = np.zeros(len(batch.tokens), np.float64)
+        batch = replace(batch, experts=None)  # the experts are the policy's: the reference chooses its own
         with self._lock, torch.no_grad():
             policy = self._loaded(version)
             for s in np.flatnonzero(batch.used_lengths > 0):
@@ -359,6 +370,12 @@ def inject_adapters(model: nn.Module, config: LoraSpec, seed: int) -> None:
     except ImportError as error:
         raise UsageError("training.lora needs peft", remedy="pip install 'rollart[lora]'") from error
     targets: Any = "all-linear" if config.targets == ["all-linear"] else config.targets
+    if expert_layers(model)[0] is not None:
+        targets = ATTENTION_LINEAR if targets == "all-linear" else targets
+        if other := [name for name in targets if name.rpartition(".")[2] not in ATTENTION_LINEAR]:
+            rule = f"in a model with experts: {', '.join(ATTENTION_LINEAR)}"
+            raise UsageError(f"training.lora.targets has '{other[0]}' (rule: {rule})")
+        targets = list(targets)
     setup = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     try:
         with torch.random.fork_rng(devices=[]):

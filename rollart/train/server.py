@@ -61,8 +61,9 @@ MEMORY_REMEDY = (
     "lower training.max_tokens_per_microbatch, set trainer.activation_checkpointing, or give the trainer more GPUs"
 )
 
-MAX_BODY = 1 << 30
-"""Maximum bytes of a request: a token takes 29 bytes, so 256 samples of 128 k tokens fit."""
+MAX_BODY = 1 << 32
+"""Maximum bytes of a request, and of a column in msgpack: a token takes 29 bytes, and those of its experts, of which a
+large model has some hundreds (384 in Qwen3-30B-A3B). 256 samples of 40 k tokens fit in any case."""
 
 WATCH_INTERVAL_S = 5.0
 """Longest wait for the name of a lost rank. Its process is reaped within milliseconds, unless it is on another host,
@@ -243,7 +244,8 @@ class TrainerService:
         return take_snapshot(self.learner)
 
     def _batch(self, body: CommandMessage) -> TrainingBatch:
-        return decode_batch(body["samples"], self.learner.policy.vocab_size)
+        policy = self.learner.policy
+        return decode_batch(body["samples"], policy.vocab_size, policy.experts)
 
     def _report(self, report: TrainReport) -> CommandMessage:
         self._totals["steps"] += 1

@@ -313,6 +313,15 @@ QWEN = {
 }
 
 
+MOE = QWEN | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+}
+
+
 def weights() -> bytes:
     """The bytes of a safetensors file with one tensor."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
@@ -326,6 +335,7 @@ def weights() -> bytes:
         ({"model": {"path": "no/such/model"}}, "path", "or the id OWNER/NAME of a model of the Hugging Face Hub"),
         ({"model": {"path": "gpt"}}, "path", "architecture GPT2LMHeadModel is not supported"),
         ({"model": {"path": "gpt"}}, "path", r"or engines: \{kind: vllm\}"),
+        ({"model": {"path": "shared"}}, "path", "Qwen2MoeForCausalLM, which has shared experts, is not supported"),
         ({"model": {"path": "bare"}}, "path", "model.safetensors is missing"),
         ({"model": {"path": "cut"}}, "path", r"model.safetensors ends after \d+ of \d+ bytes"),
         ({"model": {"path": "whole", "tokenizer": "bare"}}, "tokenizer", "there is no tokenizer.json"),
@@ -356,7 +366,9 @@ def weights() -> bytes:
 def test_no_command_accepts_a_run_that_no_launch_could_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], place: str, message: str
 ) -> None:
-    for name, config in (("gpt", {"architectures": ["GPT2LMHeadModel"]}), ("bare", QWEN), ("whole", QWEN)):
+    shared = {"architectures": ["Qwen2MoeForCausalLM"], "shared_expert_intermediate_size": 16}
+    gpt = {"architectures": ["GPT2LMHeadModel"]}
+    for name, config in (("gpt", gpt), ("shared", shared), ("bare", QWEN), ("whole", QWEN)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
     (tmp_path / "whole" / "model.safetensors").write_bytes(weights())
@@ -414,6 +426,12 @@ FILES = {
         ({"model__init__vocab_size": 8}, {}, "vocab_size 8, and the tokenizer"),
         ({"domains__0__stop": ["no-such-token"]}, {}, "'no-such-token' is"),
         pytest.param({"training__lora": {"rank": 2, "targets": ["no_proj"]}}, {}, "targets has 'no_proj'", marks=EXTRA),
+        pytest.param(
+            {"model__init": MOE, "training__lora": {"rank": 2, "targets": ["up_proj"]}},
+            {},
+            "targets has 'up_proj' (rule: all-linear, or linear modules: q_proj, k_proj, v_proj, o_proj)",
+            marks=EXTRA,
+        ),
         ({"functions__0__requirements": ["nosuchpackage==1.0"]}, {}, "requires nosuchpackage==1.0, which is not"),
         ({"functions__0__preload": ["no_such_module"]}, {}, "preloads no_such_module"),
         ({"functions__0__source": "lazy.py"}, {}, "imports no_such_module, which is neither packed nor installed"),
@@ -428,6 +446,7 @@ FILES = {
         ({}, {"engines": {"max_slots": 16}}, "no plan: no pool can serve"),
         ({}, {"pools__0__device": "NoSuchGPU"}, "'NoSuchGPU' has no price"),
         ({}, {"pools__0__device": "L4"}, "engine-0 on pool 'here' computes on a GPU, and the torch"),
+        ({"training__routing_replay": True}, {"engines__kind": "vllm"}, "training.routing_replay is true"),
         ({"training__stream": True}, {"trainer__ranks": 1, "trainer__dtype": "bfloat16"}, "training.stream is true"),
         pytest.param(
             {"rollout": {"parallelism": {}}},

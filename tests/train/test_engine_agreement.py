@@ -99,7 +99,7 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
 
 
 def generated(path: Path, dtype: torch.dtype, temperature: float) -> list[TrainSample]:
-    """Twenty answers of an engine of this version, half of them over legal sets."""
+    """Twenty answers of an engine of this version, half of them over legal sets, with the experts of their tokens."""
     network = Network(read_architecture(path), context=64, device=torch.device("cpu"), dtype=dtype)
     network.load(read_tensors(path))
     runner = Runner(network, slots=8, context=64, version=8)
@@ -112,7 +112,8 @@ def generated(path: Path, dtype: torch.dtype, temperature: float) -> list[TrainS
             allowed_token_ids=tuple(rng.sample(range(VOCAB), 4)) if i % 2 else None,
         )
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))
-        runner.add(EngineJob(GenerateRequest(str(i), str(i), prompt, sampling), ignore_eos=True))
+        request = GenerateRequest(str(i), str(i), prompt, sampling, experts_from=0)
+        runner.add(EngineJob(request, ignore_eos=True))
     samples = []
     while runner.busy:
         for over in runner.step():
@@ -134,6 +135,7 @@ def generated(path: Path, dtype: torch.dtype, temperature: float) -> list[TrainS
                     score=0.0,
                     success=None,
                     allowed=(*([None] * shown), *([request.sampling.allowed_token_ids] * said)),
+                    experts=drawn.experts and (*drawn.experts, b"\xff" * len(drawn.experts[0])),
                 )
             )
     assert len(samples) == 20

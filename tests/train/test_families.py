@@ -28,7 +28,8 @@ def test_trains_and_is_published(name: str, tmp_path: Path) -> None:
     changed = [key for key, value in learner.policy.model.state_dict().items() if not torch.equal(value, before[key])]
     assert len(changed) == len(before)
     path = publish_version(learner, tmp_path, 3)
-    made = batch(generated(path, torch.float32, 1.0), VOCAB)
+    made = batch(generated(path, torch.float32, 1.0), VOCAB, learner.policy.experts)
+    assert (made.experts is not None) == ("moe" in name)
     assert learner.logprobs(made) == pytest.approx(made.logprobs, abs=1e-4)
     ids = torch.arange(40)[None] % VOCAB
     with torch.no_grad():

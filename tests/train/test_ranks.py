@@ -418,3 +418,33 @@ def test_a_rank_that_the_config_does_not_have_is_refused_in_a_line(tmp_path: Pat
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr == "rollart.train: rank 2: --rank 2: the config has parallel.ranks 2\n"
+
+
+def test_two_ranks_replay_experts_and_write_each_experts_tensors(tmp_path: Path) -> None:
+    """Five experts, which two ranks cannot halve; then the version on one rank."""
+    layers = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 7, "mlp_only_layers": [0]}
+    model = {"init": INIT | layers | {"model_type": "qwen3_moe"}, "seed": 3, "dtype": "float64"}
+    chosen = [replace(one, experts=tuple(bytes((n % 5, (n + 2) % 5)) for n in one.token_ids)) for one in SAMPLES]
+    one, ranks = alone(tmp_path, model=model), Ranks(tmp_path / "ranks", model=model)
+    made = batch(chosen, 24, one.policy.experts)
+
+    async def work(trainer: HttpTrainer) -> None:
+        report, expected = await trainer.train(chosen, 0), one.train(made, 0)
+        assert report.metrics["replayed_share"] == expected.metrics["replayed_share"] == 1.0
+        published = Path((await trainer.publish(1)).path)
+        files = read_tensors(published)
+        assert close(files, read_tensors(publish_version(one, tmp_path, 1)), CLOSE)
+        assert "model.layers.1.mlp.experts.4.gate_proj.weight" in files
+        other = alone(tmp_path, model=model)
+        checkpoint.restore_version(other, published, 1)
+        assert close(weights(other), weights(one), CLOSE)
+        await trainer.restore(WeightsRef(1, str(published)))
+        await trainer.train(chosen, 1)
+        other.train(made, 1)
+        last = read_tensors((await trainer.publish(2)).path)
+        assert close(last, read_tensors(publish_version(other, tmp_path, 2)), CLOSE)
+
+    try:
+        ranks.use(work)
+    finally:
+        ranks.close()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rollart.adapters.trainers.http import encode_samples
+from rollart.architecture import ExpertLayers
 from rollart.model import GroupId, TrainSample, TrajectoryId
 from rollart.train.batch import TrainingBatch, decode_batch
 from rollart.train.checkpoint import take_snapshot, write_version
@@ -90,9 +91,9 @@ def sample(
     )
 
 
-def batch(samples: Sequence[TrainSample], vocab: int = VOCAB) -> TrainingBatch:
+def batch(samples: Sequence[TrainSample], vocab: int = VOCAB, experts: ExpertLayers | None = None) -> TrainingBatch:
     """Samples as the trainer decodes them from the wire."""
-    return decode_batch(encode_samples(samples), vocab)
+    return decode_batch(encode_samples(samples), vocab, experts)
 
 
 def publish_version(learner: Learner, root: Path, version: int, tokenizer: tuple[Path, ...] = ()) -> Path:

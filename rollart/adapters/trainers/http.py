@@ -156,6 +156,7 @@ def encode_samples(samples: Sequence[TrainSample]) -> dict[str, object]:
     groups: dict[str, int] = {}
     legal_sets: dict[tuple[int, ...], int] = {}
     # The trainer computes an optional column that any sample lacks.
+    width = max((len(s.experts[0]) for s in samples if s.experts), default=0)
     complete = [n for n in ("reference", "advantage") if all(getattr(s, n) or not s.token_ids for s in samples)]
     return {
         "ids": [s.id for s in samples],
@@ -175,6 +176,7 @@ def encode_samples(samples: Sequence[TrainSample]) -> dict[str, object]:
         **({"weight": _pack("d", [s.weight for s in samples])} if any(s.weight != 1.0 for s in samples) else {}),
         **({"truncated": bytes(s.truncated for s in samples)} if any(s.truncated for s in samples) else {}),
         **{name: _pack("d", _flat(getattr(s, name) for s in samples)) for name in complete},
+        **({"experts": b"".join(_experts(s, width) for s in samples)} if width else {}),
     }
 
 
@@ -183,6 +185,11 @@ def _legal(sample: TrainSample, known: dict[tuple[int, ...], int]) -> bytes:
     if not sample.allowed:
         return bytes(4 * len(sample.token_ids))
     return _pack("i", [0 if a is None else known.setdefault(a, len(known)) + 1 for a in sample.allowed])
+
+
+def _experts(sample: TrainSample, width: int) -> bytes:
+    """All bits are set for unknown experts."""
+    return b"".join(sample.experts) or b"\xff" * (width * len(sample.token_ids))
 
 
 def _flat(parts: Iterable[tuple[Any, ...]]) -> list[Any]:
