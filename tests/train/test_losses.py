@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.settings.training import LossSpec
-from rollart.train.losses import kl_estimate, policy_loss, token_weights
+from rollart.train.losses import kl_estimate, loss_weights, policy_loss, token_weights
+from tests.train.trainkit import batch, sample
 
-KINDS = ["pg", "ppo", "decoupled", "tis"]
+KINDS = ["pg", "ppo", "decoupled", "tis", "topr"]
 
 
 def gradient(kind: str, now: list[float], behaviour: list[float], advantage: list[float], **rest: float) -> list[float]:
@@ -93,6 +95,40 @@ def test_weights_sum_to_one_and_balance_divides_by_domain_counts(domain: list[in
     present = sorted(set(domain))
     for d in present:
         assert balanced[at == d].sum() == pytest.approx(omega[d] / omega[present].sum())
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 6), st.booleans()), min_size=1, max_size=8),
+    st.sampled_from(["token", "sample", "constant"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_every_counted_sample_has_its_share_of_the_loss(
+    drawn: list[tuple[str, int, bool]], aggregation: str, balance: bool, mask: bool
+) -> None:
+    """Samples that are left out have no weight. Others have, of their domain's share, one for each (sample), or for
+    each token (token, constant); a sample as long as `length` weighs the same by `constant` as by `sample`."""
+    made = batch(
+        [
+            dataclasses.replace(sample(str(i), domain=d, turns=[(2, n)], rewards=[0.0]), truncated=cut)
+            for i, (d, n, cut) in enumerate(drawn)
+        ]
+    )
+    omega = np.array([1.0, 3.0])[: len(made.domains)]
+    config = LossSpec(aggregation=aggregation, length=6 if aggregation == "constant" else None, mask_truncated=mask)  # type: ignore[arg-type]
+    weights = loss_weights(config, made, np.arange(len(made)), omega, balance=balance)
+    size = np.diff(made.loss.first)
+    by_sample = np.bincount(made.loss.sample, weights, minlength=len(made))
+    counted = np.array([n > 0 and not (mask and cut) for _, n, cut in drawn])
+    assert (by_sample[~counted] == 0).all()
+    if not counted.any():
+        return
+    units = np.where(counted, size if aggregation == "token" else 1, 0).astype(float)
+    of_domain = np.bincount(made.domain, units, minlength=len(omega))
+    share = units * (omega / np.maximum(of_domain, 1.0) if balance else omega)[made.domain]
+    share /= share.sum()
+    assert by_sample == pytest.approx(share * size / 6 if aggregation == "constant" else share)
 
 
 def test_without_balance_equal_weights_are_the_token_mean() -> None:
