@@ -35,6 +35,7 @@ FIXED_SETTINGS: Mapping[str, str] = {
     "domains.*.chat": "recorded trajectories are rendered so",
     "training.lora": "the optimizer's state is of those parameters",
     "training.algorithm": "its switches are recorded; set them one by one",
+    "training.optimizer": "the optimizer's state is of that kind",
 }
 """Settings that recorded samples, groups or versions depend on, with the reason."""
 
@@ -126,6 +127,11 @@ def fork_problems(specs: Specs) -> Iterator[RuleViolation]:
             why = f"{key} is {abbreviated(new)}, and {abbreviated(old)} in the run that it forks (rule: the same; "
             why += "a version has adapters apart from the weights below them)"
             yield RuleViolation(("run", *key.split(".")), why)
+    kind = _value(before, "training.optimizer") or "adamw"  # runs of older releases had no other
+    if fork.optimizer and specs.run.training.optimizer != kind:
+        why = f"training.optimizer is {specs.run.training.optimizer}, and the state of v{fork.version} is {kind}'s"
+        remedy = "leave out fork.optimizer (--optimizer), or take the same optimizer"
+        yield RuleViolation(("run", "training", "optimizer"), why, remedy)
 
 
 def tokenizer_difference(specs: Specs, tokenizer: Path) -> str:

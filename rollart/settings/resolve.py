@@ -179,6 +179,12 @@ def resolve_specs(specs: Specs) -> Resolved:
             "training.stream is true, and the trainer has several ranks or bfloat16 (rule: one rank in float32)",
             remedy="set training.stream to false, or trainer.ranks to 1 and trainer.dtype to float32",
         )
+    if run.training.optimizer == "muon" and cluster.trainer.sharded:
+        raise SpecError(
+            "training.optimizer is muon, and the trainer has several ranks or bfloat16 (rule: one rank in float32, "
+            "which has whole matrices)",
+            remedy="set training.optimizer to adamw, or trainer.ranks to 1 and trainer.dtype to float32",
+        )
     return Resolved(
         run,
         cluster,
@@ -290,11 +296,13 @@ def vllm_dtype(resolved: Resolved) -> str:
 
 
 def trainer_dtype(resolved: Resolved, device: str) -> Literal["float32", "bfloat16"]:
-    """The format of the trainer's forward and backward passes. A streamed step sums gradients exactly, in float32."""
+    """The format of the trainer's forward and backward passes. A streamed step sums gradients exactly, in float32; Muon
+    needs whole matrices, which are sharded otherwise."""
     dtype = resolved.cluster.trainer.dtype
     if dtype != "auto":
         return dtype
-    return "float32" if device == "cpu" or resolved.run.training.stream else "bfloat16"
+    training = resolved.run.training
+    return "float32" if device == "cpu" or training.stream or training.optimizer == "muon" else "bfloat16"
 
 
 def probe_tolerance(resolved: Resolved, trainer_device: str) -> float:

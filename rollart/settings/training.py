@@ -188,7 +188,10 @@ class TrainingSpec(SpecEntry):
     """Published algorithm: sets those switches of `loss` and of the domains' `advantage` that are not given
     (docs/training.md)."""
     lr: float = Field(default=1e-5, gt=0)
-    """Learning rate (AdamW)."""
+    """Learning rate."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """muon: Muon for the matrices of the blocks, and AdamW for embeddings, output head, norms and biases; with one
+    trainer rank in float32. `warm_start` uses AdamW."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """linear, cosine: falls to a tenth of `lr` by the last step, in a line or along half a cosine wave."""
     warmup: int = Field(default=0, ge=0, le=1_000_000)
@@ -359,6 +362,16 @@ class TrainerConfig(TrainingSpec):
     def _known_length(self) -> TrainerConfig:
         if self.loss.aggregation == "constant" and self.loss.length is None:
             raise ValueError("loss.aggregation 'constant' divides by loss.length: give it")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_matrices(self) -> TrainerConfig:
+        """Muon needs whole matrices: a rank has rows of them alone."""
+        if self.optimizer == "muon" and self.parallel.sharded:
+            raise ValueError(
+                "optimizer muon orthogonalizes whole matrices, which FSDP2 cuts by rows: set parallel.ranks to 1 and "
+                "parallel.dtype to float32, or optimizer to adamw"
+            )
         return self
 
     @model_validator(mode="after")

@@ -37,6 +37,7 @@ from rollart.train.losses import (
     uses_proximal,
 )
 from rollart.train.microbatch import build_microbatch, rank_microbatches
+from rollart.train.muon import MuonWithAdamW, muon_matrices
 from rollart.train.policy import (
     ActionTensors,
     ReferencePolicy,
@@ -103,7 +104,7 @@ class Learner:
             model, temperature=config.temperature, parallel=config.parallel, ranks=self.ranks, dtype=dtype
         )
         self.counters = LearnerCounters()
-        self.optimizers: dict[str, torch.optim.AdamW] = {}
+        self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
         self.reference = ReferencePolicy(config)
         self._open: GradientAccumulation | None = None
@@ -274,16 +275,25 @@ class Learner:
         Reads no mutable state."""
         return group_advantages(batch, self.config.domains, by_id=self.config.stream)
 
-    def optimizer(self, name: str) -> torch.optim.AdamW:
+    def optimizer(self, name: str) -> torch.optim.Optimizer:
         """The optimizer named "policy" or "imitation", created on first use."""
         if name not in self.optimizers:
             config = self.config
+            muon = name == "policy" and config.optimizer == "muon"
+            matrices = muon_matrices(self.policy.model, self._parameters) if muon else []
+            apart = set(matrices)
+            others = [p for p in self._parameters if p not in apart]
             groups = [
-                {"params": [p for p in self._parameters if p.ndim > 1], "weight_decay": config.weight_decay},
-                {"params": [p for p in self._parameters if p.ndim <= 1], "weight_decay": 0.0},
+                {"params": [p for p in others if p.ndim > 1], "weight_decay": config.weight_decay},
+                {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
             ]
             lr = config.lr if name == "policy" else config.imitation.lr
-            self.optimizers[name] = torch.optim.AdamW(groups, lr=lr, betas=config.betas, eps=config.eps, fused=True)
+            betas, eps = config.betas, config.eps
+            self.optimizers[name] = (
+                MuonWithAdamW(matrices, groups, lr=lr, weight_decay=config.weight_decay, betas=betas, eps=eps)
+                if muon
+                else torch.optim.AdamW(groups, lr=lr, betas=betas, eps=eps, fused=True)
+            )
         return self.optimizers[name]
 
     def _factors(self) -> LossFactors:
@@ -323,7 +333,7 @@ class Learner:
         assert logprobs is not None, "else all ranks agreed that there is none"
         return logprobs
 
-    def _update(self, optimizer: torch.optim.AdamW, job: _LearnerJob, part: IntArray) -> Tensor:
+    def _update(self, optimizer: torch.optim.Optimizer, job: _LearnerJob, part: IntArray) -> Tensor:
         """One optimizer update on the samples `part`, with the gradient accumulated over micro-batches; the loss before
         the update."""
         policy = self.policy
@@ -343,7 +353,7 @@ class Learner:
         job.meter.update(self._step(optimizer))
         return self.ranks.total(total)
 
-    def _step(self, optimizer: torch.optim.AdamW) -> Tensor:
+    def _step(self, optimizer: torch.optim.Optimizer) -> Tensor:
         """Clip the gradient and apply it; its norm before clipping. `TrainerError`, without an update, if it is not
         finite."""
         limit = self.config.grad_clip or float("inf")
@@ -361,7 +371,7 @@ class Learner:
             raise TrainerError("no step was begun", remedy="begin it again and accumulate all of its groups")
         return self._open
 
-    def _set_rate(self, optimizer: torch.optim.AdamW, version: int) -> None:
+    def _set_rate(self, optimizer: torch.optim.Optimizer, version: int) -> None:
         warmup = self.config.warmup
         scale = min(1.0, (self.counters.updates + 1) / warmup) if warmup else 1.0
         if self.config.lr_schedule != "constant" and self.config.steps:

@@ -55,6 +55,7 @@ def test_a_fork_is_recorded_in_the_new_run(
         (["--from", "old@newest"], "version 'newest' (rule: best, latest or a number, as v40)"),
         (["--from", "none@v1"], "no run 'none' in runs"),
         (["--optimizer"], "--optimizer without --from"),
+        (["--from", "old", "--optimizer", "training.optimizer=muon"], "is muon, and the state of v2 is adamw's"),
         (["--from", "old", "model.init.hidden_size=64"], "model.init differs from v000002"),
         (["--from", "old", "model.init.hidden_size=64"], "hidden 64 for 32"),
         pytest.param(

@@ -33,9 +33,9 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[n], b[n]) for n in a)
 
 
-@pytest.mark.parametrize("published", [None, "bfloat16"])
-def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path, published: str | None) -> None:
-    setup = config(tmp_path, epochs=2, minibatches=2, warmup=20, published_dtype=published)
+@pytest.mark.parametrize(("published", "optimizer"), [(None, "adamw"), ("bfloat16", "adamw"), (None, "muon")])
+def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path, published: str | None, optimizer: str) -> None:
+    setup = config(tmp_path, epochs=2, minibatches=2, warmup=20, published_dtype=published, optimizer=optimizer)
     straight = Learner(setup)
     straight.imitate(batch(SAMPLES), 2)
     step(straight, 0)
