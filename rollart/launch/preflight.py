@@ -70,6 +70,7 @@ from rollart.launch.requirements import CPU_INDEX, refuse_missing, refuse_withou
 from rollart.launch.resume import fork_problems, tokenizer_difference
 from rollart.launch.rewards import check_function, function_packages, packages_and_stateful, release_provider
 from rollart.launch.strategies import refuse_lending
+from rollart.settings.algorithms import changed_switches
 from rollart.settings.base import host_and_port
 from rollart.settings.cluster import UNLESS_QUICK
 from rollart.settings.load import SpecSources, raise_findings
@@ -261,6 +262,9 @@ def launch_warnings(specs: Specs) -> Iterator[str]:
             f"of {specs.run.steps} versions the last {kept.keep} are kept: a policy that collapses in between has no "
             "earlier version to return to. Set checkpoints.every or checkpoints.best_by"
         )
+    training = specs.run.training
+    for key, value, own in changed_switches(training, specs.run.domains):
+        yield f"{key} is {value!r}, given beside training.algorithm '{training.algorithm}', whose own is {own!r}"
     yield from _chat_warnings(specs)
     cores = all(pool.device == "cpu" for pool in cluster.pools)
     if cores and cluster.runtime.backend == "local" and torch_build() == "cuda":

@@ -6,7 +6,7 @@ What a spec gives itself stays. Formulas, papers and the differences from other 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -102,6 +102,19 @@ def with_advantage_defaults(training: Any, domain: Any) -> Any:
         return domain
     advantage = domain.get("advantage", {})
     return {**domain, "advantage": {**preset.advantage, **advantage}} if isinstance(advantage, Mapping) else domain
+
+
+def changed_switches(training: Any, domains: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Key, value and the algorithm's own value of each switch that a run sets otherwise than its algorithm."""
+    preset = _preset(training)
+    if preset is None:
+        return
+    parts = [("training.loss", training.loss, preset.loss)]
+    parts += [(f"domains.{i}.advantage", one.advantage, preset.advantage) for i, one in enumerate(domains)]
+    for where, given, own in parts:
+        for key, value in own.items():
+            if (found := getattr(given, key)) != value:
+                yield f"{where}.{key}", found, value
 
 
 def _preset(training: Any) -> AlgorithmPreset | None:

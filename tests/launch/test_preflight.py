@@ -725,3 +725,11 @@ def test_a_template_that_drops_thoughts_is_warned_of(tmp_path: Path) -> None:
         found.append([one for one in launch_warnings(read_specs(run)) if "leaves thoughts" in one])
     assert [len(one) for one in found] == [0, 1]
     assert "domain 'coin'" in found[1][0]
+
+
+def test_switches_that_differ_from_those_of_the_algorithm_are_warned_of(tmp_path: Path) -> None:
+    run = tmp_path / "run.yaml"
+    loss = {"clip_low": 0.2, "clip_high": 4e-4}
+    run.write_text(yaml.safe_dump(tiny(domains__0__group_size=2, training={"algorithm": "gspo", "loss": loss})))
+    found = [one for one in launch_warnings(read_specs(run)) if "training.algorithm" in one]
+    assert found == ["training.loss.clip_low is 0.2, given beside training.algorithm 'gspo', whose own is 0.0003"]
