@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from rollart.architecture import ExpertLayers, architecture_of, read_architectur
 from rollart.engine.handoff import decode_block, encode_block
 from rollart.engine.jobs import EngineJob, FinishedJob
 from rollart.engine.network import Network
+from rollart.engine.runner import Runner
 from rollart.engine.slots import ExpertTable
 from rollart.engine.weights import read_tensors
 from rollart.errors import UsageError
@@ -35,7 +37,8 @@ from rollart.generation import (
     request_message,
 )
 from rollart.model import Completion, CompletionChunk, FinishReason
-from tests.engine.models import MOE, job, publish, run_one, runner
+from tests.engine.models import MOE, finish, job, publish, run_one, runner
+from tests.engine.test_decoding import decoding
 
 UNKNOWN = 255
 
@@ -81,6 +84,20 @@ def test_the_turns_of_a_session_together_give_every_token(tmp_path: Path) -> Non
         assert len(experts) == len(ids) - 1
     same(numbers(experts), whole(directory, ids[:-1]))
     assert (numbers(experts)[drawn] != UNKNOWN).all(), "a drawn token's logits came from known experts"
+
+
+@pytest.mark.parametrize("make", [runner, decoding])
+def test_requests_of_one_step_get_their_own(tmp_path: Path, make: Callable[..., Runner]) -> None:
+    """In a packed step, and in a decode step of a GPU: five rows, which are padded to six, beside a prefill."""
+    directory, rng = publish(tmp_path, 0, MOE), random.Random(2)
+    engine = make(directory, step_tokens=12)
+    for n in (7, 1, 4, 2, 3, 12):
+        engine.add(asking(job(str(n), [rng.randrange(61) for _ in range(n)], max_tokens=3)))
+    for done in finish(engine).values():
+        prompt, drawn = done.job.request.token_ids, done.completion
+        found, expected = numbers(drawn.experts), whole(directory, prompt + drawn.token_ids[:-1])
+        same(found, expected)
+        assert (found[len(prompt) - 1 :] != UNKNOWN).all()
 
 
 def test_experts_that_nobody_asked_for_are_not_reported(tmp_path: Path) -> None:
