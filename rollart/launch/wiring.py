@@ -103,6 +103,7 @@ SHOWN_METRICS = (
     "staleness_mean",
     "mismatch_gap",
     "stale_gap",
+    "effective_share",
     "replayed_share",
 )
 

@@ -51,7 +51,7 @@ from rollart.train.ranks import Ranks
 MAX_LOG_RATIO = 20.0
 """Log-ratios are clamped here: exp(20) is far outside every clip range, and an infinity would poison the gradient."""
 
-GAP_METRICS = ("behaviour_gap", "_fresh", "_fresh_gap")
+GAP_METRICS = ("behaviour_gap", "_fresh", "_fresh_gap", "_weight", "_squared_weight")
 """Statistics whose means `gap_shares` takes; names with `_` are not metrics themselves."""
 
 
@@ -186,7 +186,7 @@ class PolicyObjective:
             proximal=proximal,
             sample=sample,
         )
-        gap, fresh = (detached - behaviour).abs(), self._fresh[pick]
+        gap, fresh, weight = (detached - behaviour).abs(), self._fresh[pick], _ratio(detached, behaviour, "token", None)
         values = {
             "entropy": entropy.detach(),
             "clip_fraction": token.clipped,
@@ -195,6 +195,8 @@ class PolicyObjective:
             "behaviour_gap": gap,
             "_fresh": fresh,
             "_fresh_gap": gap * fresh,
+            "_weight": weight,
+            "_squared_weight": weight.square(),
         }
         penalty = None
         if self._reference is not None:
@@ -260,12 +262,13 @@ def kl_estimate(logprobs: Tensor, reference: Tensor) -> Tensor:
     return difference.exp() - 1.0 - difference
 
 
-def gap_shares(gap: float, fresh: float, fresh_gap: float) -> dict[str, float]:
+def gap_shares(gap: float, fresh: float, fresh_gap: float, weight: float, squared_weight: float) -> dict[str, float]:
     """Splits the mean |log π − log μ| of all tokens, `behaviour_gap`: `mismatch_gap` over tokens of the trained
     version, for which engine and trainer should agree to rounding, and `stale_gap` over tokens of earlier versions.
-    Each is omitted if the batch has no such token. Arguments are means over all tokens: `fresh` is the share of fresh
-    tokens, `fresh_gap` the gap with 0 for the others."""
-    found = {"behaviour_gap": gap}
+    Each is omitted if the batch has no such token. `effective_share` is the effective sample size of the tokens under
+    importance weights w = π/μ, as a share of their number: E[w]²/E[w²] (Kong 1992). Arguments are means over all
+    tokens: `fresh` is the share of fresh tokens, `fresh_gap` the gap with 0 for the others."""
+    found = {"behaviour_gap": gap, "effective_share": weight * weight / squared_weight if squared_weight else 1.0}
     if fresh > 0.0:
         found["mismatch_gap"] = fresh_gap / fresh
     if fresh < 1.0:
