@@ -74,7 +74,7 @@ from rollart.ledger.events import EVALUATION_SAMPLED, FUNCTION_VERSION
 from rollart.ledger.intervals import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
-from rollart.policy.collapse import CollapseAlarm
+from rollart.policy.collapse import CollapseAlarm, StalenessAlarm
 from rollart.policy.schedules import resolve as schedule
 from rollart.ports import RunEvent, Runtime
 from rollart.report.checkpoints import best_version
@@ -177,6 +177,7 @@ class RunContext:
     current: WeightsRef | None = None
     emitted: int = 0
     collapse: CollapseAlarm = field(default_factory=CollapseAlarm)
+    staleness: StalenessAlarm = field(default_factory=StalenessAlarm)
     control: ControlPlane = field(init=False)
     supervisor: EngineSupervisor = field(init=False)
     fleet: EngineFleet = field(init=False)
@@ -387,6 +388,9 @@ class RunContext:
         """One training step: progress, speed, and results by domain (`success.lake`, `score.lake`)."""
         if why := self.collapse.step(done.report.metrics):
             self.emit("learning_stopped", "training", step=done.step + 1, why=why)
+        if (share := self.staleness.step(done.report.metrics)) is not None:
+            advice = "lower staleness, or training.loss.kind decoupled, learns more from as many samples"
+            self.emit("samples_too_stale", "training", step=done.step + 1, effective_share=round(share, 2), why=advice)
         fields: EventFields = {
             "step": done.step + 1,
             "steps": self.resolved.run.steps,

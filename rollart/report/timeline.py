@@ -41,6 +41,7 @@ FAULT_EVENTS = frozenset(
         "learning_stopped",
         "lease_expired",
         "rebalance_failed",
+        "samples_too_stale",
         "stalled",
         "trainer_restarted",
     }

@@ -13,7 +13,7 @@ from rollart.leases import Expiry, Leases
 from rollart.model import AbortReason
 from rollart.policy.admission import AdmissionWindow, DomainQuota
 from rollart.policy.batching import ReadyGroup, select_batch
-from rollart.policy.collapse import CollapseAlarm
+from rollart.policy.collapse import CollapseAlarm, StalenessAlarm
 from rollart.policy.release import SlotLedger
 from rollart.policy.routing import EngineView, choose_engine
 from rollart.policy.staleness import StalenessBound
@@ -177,3 +177,11 @@ def test_a_policy_that_no_longer_learns_is_an_alarm_once() -> None:
     assert "gradient was exactly 0" in told[6]
     assert [bool(alarm.step({"grad_norm": 1.0, "entropy": 0.0})) for _ in range(4)] == [False, False, True, False]
     assert not any(CollapseAlarm().step({}) for _ in range(5)), "a trainer that reports neither"
+
+
+def test_samples_that_are_too_stale_are_warned_of_once() -> None:
+    alarm = StalenessAlarm()
+    shares = [0.95, 0.1] * 5 + [0.7] * 12 + [0.9] * 10 + [0.5] * 10
+    found = [alarm.step({"effective_share": share}) for share in shares]
+    assert {n: median for n, median in enumerate(found) if median is not None} == {9: 0.525, 36: pytest.approx(0.7)}
+    assert all(StalenessAlarm().step({}) is None for _ in range(20)), "an outside trainer"
