@@ -53,6 +53,8 @@ class HubTokenizer:
 
     def _token_id(self, text: str) -> int:
         ids = self._encode(text)
+        if len(ids) == 2 and self.decode(ids[1:]) == text:
+            ids = ids[1:]  # SentencePiece puts a space before a text, and digits do not join it: "▁", "5"
         if len(ids) != 1:
             raise ValueError(f"{text!r} is {len(ids)} tokens of this vocabulary, a legal action must be exactly one")
         if self._unknown is not None and text != self._unknown == self._token(ids[0]):
