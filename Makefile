@@ -2,6 +2,7 @@
 # make fleet-demo  the same on a Ray cluster of three kinds of hosts, faked here; a node is killed half-way
 # make test     install, lint, types, layers, fast tests (no network but the package registry, no GPU)
 # make test-slow  tests with real processes
+# make families   the README's own-model example with a model of each family; test-slow runs two of them
 # make vllm-test  the same contract and runs against real vLLM, on CPU cores, in an environment of its own (2 GB)
 # make openenv    an environment of its own with OpenEnv's server (75 MB), which the slow tests run the client against
 # make test-fuzz  property tests with other random examples at every call; the others draw the same ones each time
@@ -19,7 +20,7 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 # Hypothesis draws its examples from the test itself, the same on every machine.
 test-fast test-slow vllm-test: export CI ?= true
 
-.PHONY: demo fleet-demo install lint types layers test test-fast test-slow test-fuzz vllm-test openenv docs benchmarks clean
+.PHONY: demo fleet-demo install lint types layers test test-fast test-slow families test-fuzz vllm-test openenv docs benchmarks clean
 
 demo: install
 	$(BIN)/rollart launch --cluster configs/clusters/local.yaml
@@ -51,7 +52,11 @@ test-fast: install
 
 test-slow:
 	$(ALONE) $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.ray $(VENV)/.verifiers $(OPENENV)/.installed $(VENV)/.triton
-	$(PYTEST) -m slow
+	$(PYTEST) -m 'slow and not matrix'
+
+# One after the other, so that the seconds of each mean something.
+families: install
+	$(BIN)/python -m pytest -m slow --durations=0 tests/readme/test_families.py
 
 test-fuzz: install
 	env -u CI $(BIN)/python -m pytest tests/properties tests/policy tests/control tests/serving tests/strategies tests/supervise tests/serverless

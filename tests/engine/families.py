@@ -82,21 +82,21 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 """By name, the `model_type` and what differs from `COMMON`."""
 
 
-def config(name: str) -> Any:
-    """transformers' configuration of a model of `MODELS`."""
+def config(name: str, **others: Any) -> Any:
+    """transformers' configuration of a model of `MODELS`, with other values."""
     from transformers import AutoConfig
 
     kind, changes = MODELS[name]
-    return AutoConfig.for_model(kind, **COMMON | changes)
+    return AutoConfig.for_model(kind, **COMMON | changes | others)
 
 
-def make(name: str, directory: Path, *, seed: int = 0, scale: float = 0.25) -> Any:
+def make(name: str, directory: Path, *, seed: int = 0, scale: float = 0.25, **others: Any) -> Any:
     """A random model in eval mode, saved to the directory in several files. The weights of its norms vary, as those of
-    trained models do."""
+    trained models do. `others`: values of its configuration."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config(name), attn_implementation="eager").float().eval()
+    model = AutoModelForCausalLM.from_config(config(name, **others), attn_implementation="eager").float().eval()
     gemma = name.startswith("gemma")
     with torch.no_grad():
         for parameter in model.parameters():
