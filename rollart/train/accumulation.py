@@ -72,6 +72,10 @@ class GradientAccumulation:
         self._reference = reference
         self._factors = factors
         self.meter = TrainingMeter()
+        targets = {"reference_kl": config.loss.kl_target, "entropy": config.loss.entropy_target}
+        self._adapting = [name for name, target in targets.items() if target is not None]
+        """Statistics that determine the factors of later steps."""
+        self._statistics = ExactSum(len(self._adapting))
         self.seconds = self.cpu_seconds = 0.0
         self.samples = 0
         self._policy = policy
@@ -141,7 +145,11 @@ class GradientAccumulation:
             "samples": float(self.samples),
             "advantage_abs": sum(d.advantage_abs / spreads[n] for n, d in self._domains.items()) / tokens,
         }
-        return means | {f"reward/{n}": d.score / d.samples for n, d in self._domains.items() if d.samples}
+        means |= {f"reward/{n}": d.score / d.samples for n, d in self._domains.items() if d.samples}
+        for i, name in enumerate(self._adapting):  # in place of the meter's means, which depend on the order
+            total = self._statistics.total(i)
+            means[name] = 0.0 if total is None else float(total) / tokens
+        return means
 
     def _prepare(self, group: TrainingBatch) -> _GroupAdvantages:
         name = group.domains[int(group.domain[0])]
@@ -194,6 +202,7 @@ class GradientAccumulation:
             if separate:
                 domain.bonus.add([*self._grad(bonus, keep=False), bonus])
             self.meter.add(micro, values)
+            self._statistics.add([values[name].sum() for name in self._adapting])
 
     def _token_shares(self, batch: TrainingBatch) -> Tensor | None:
         """The factor of each loss token [N] that its sample determines; None: 1 for all."""

@@ -254,6 +254,22 @@ def test_factors_are_adapted_to_their_targets_and_go_on_in_the_next_life(tmp_pat
     assert [low.train(samples, version).metrics["entropy_factor"] for version in (0, 1)] == [0.01, 0.0]
 
 
+def test_the_factors_of_a_streamed_step_do_not_depend_on_the_order_of_its_groups(tmp_path: Path) -> None:
+    targets = {"kl_target": 6e-3, "entropy_target": 1.0}
+    found = []
+    for order in (1, -1):
+        made = learner(tmp_path, stream=True, loss=targets)
+        for version in (0, 1):
+            made.begin(version)
+            for group in groups(5, 6)[::order]:
+                made.accumulate(batch(group))
+            made.finish()
+        found.append((made.counters, state(made)))
+    assert 0.3 * 0.98 < found[0][0].kl < 0.3 * 0.98 * 1.02, "no bound of the controller hides the difference"
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+
+
 def test_without_a_first_version_the_reference_says_so(tmp_path: Path) -> None:
     made = Learner(config(tmp_path, loss={"kl": 0.1}))
     with pytest.raises(TrainerError, match="reference policy is version 0, which is not at"):
