@@ -390,8 +390,10 @@ class ControlPlane:
 
     def _versions_in_use(self) -> Iterable[int]:
         reference, version = self._settings.reference, self.gateway.version
-        kept = () if reference is None else (version - version % reference if reference else 0,)
-        return [*self._hooks.versions_in_use(), *self.gateway.updates.loading(), *kept]
+        kept: set[int] = set()
+        if reference is not None:  # also that of the version before, which a resume uses if this one is damaged
+            kept = {v - v % reference if reference else 0 for v in (max(0, version - 1), version)}
+        return [*self._hooks.versions_in_use(), *self.gateway.updates.loading(), *sorted(kept)]
 
     def _published(self, version: int, consumed: Sequence[Group]) -> None:
         self.scheduler.published(version, consumed)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +18,7 @@ from rollart.policy.checkpoints import CheckpointPolicy, metric_value
 from rollart.sim import loop
 from rollart.sim.run import MemoryWeights
 from rollart.testing.ledger import MemoryRecorder
+from rollart.testing.run import make_simulated_run
 
 
 class Versions(MemoryWeights):
@@ -67,6 +70,21 @@ def test_the_versions_on_disk_are_those_of_the_policy(
                 keeper.evaluated(version, {"a": float(score)})
 
     loop.run(run(), seed=None)
+
+
+@pytest.mark.parametrize("reset", [0, 3])
+def test_both_versions_that_a_run_may_go_on_from_have_their_reference(
+    reset: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the newest version is damaged, a resume trains the one before it again, with the reference of that one."""
+    kept: list[set[int]] = []
+    monkeypatch.setattr(MemoryWeights, "prune", lambda self, keep, checkpoints=(): kept.append({*keep}))
+    world = make_simulated_run(steps=7)
+    settings = dataclasses.replace(world.settings(), reference=reset)
+    monkeypatch.setattr(world, "settings", lambda: settings)
+    loop.run(world.run(), seed=1)
+    first = [(v, v - v % reset if reset else 0) for v in range(8)]
+    assert kept == [{*first[version - 1], *first[version]} for version in range(1, 8)]
 
 
 def test_by_default_the_last_two_stay_and_nothing_is_recorded() -> None:
