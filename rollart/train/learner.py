@@ -106,7 +106,7 @@ class Learner:
         self.counters = LearnerCounters()
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
-        self.reference = ReferencePolicy(config)
+        self.reference = ReferencePolicy(config, self.policy.vocab_size)
         self._open: GradientAccumulation | None = None
 
     def train(self, batch: TrainingBatch, version: int) -> TrainReport:

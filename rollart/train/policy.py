@@ -278,15 +278,16 @@ class ReferencePolicy:
     and are bit for bit the same when computed on arrival or in the training step.
     """
 
-    def __init__(self, config: TrainerConfig) -> None:
-        self._config = config
+    def __init__(self, config: TrainerConfig, vocab_size: int) -> None:
+        """`vocab_size`: the policy's, which a reference must have as well."""
+        self._config, self._vocab_size = config, vocab_size
         self._policy: TrainedPolicy | None = None
         self._number = 0
         self._lock = threading.Lock()
 
     def logprobs(self, batch: TrainingBatch, version: int = 0) -> FloatArray:
         """Log-probability of every token [T] in a step that trains `version`, 0.0 for tokens without loss.
-        `TrainerError` if the reference does not exist."""
+        `TrainerError` if the reference does not exist, or has another vocabulary."""
         out = np.zeros(len(batch.tokens), np.float64)
         batch = replace(batch, experts=None)  # the experts are the policy's: the reference chooses its own
         with self._lock, torch.no_grad():
@@ -317,7 +318,14 @@ class ReferencePolicy:
                 )
             self._policy, self._number = None, number  # frees the old model before the new one is loaded
             setup = self._config.model.model_copy(update={"path": str(path), "init": None})
-            self._policy = TrainedPolicy(load_model(setup, self._config.device), temperature=self._config.temperature)
+            loaded = TrainedPolicy(load_model(setup, self._config.device), temperature=self._config.temperature)
+            if loaded.vocab_size != self._vocab_size:  # log-probabilities of other tokens
+                raise TrainerError(
+                    f"the reference policy at {path} has a vocabulary of {loaded.vocab_size} (rule: "
+                    f"{self._vocab_size}, the policy's)",
+                    remedy="give training.loss.reference a model with the policy's tokenizer",
+                )
+            self._policy = loaded
             if self._config.parallel.dtype == "bfloat16":
                 # The policy's compute type, so that equal models give equal log-probabilities. Parameters only: rounded
                 # rotary frequencies would be useless.

@@ -276,6 +276,15 @@ def test_without_a_first_version_the_reference_says_so(tmp_path: Path) -> None:
         made.train(batch([sample("s")]), 0)
 
 
+@pytest.mark.parametrize("vocab", [16, 32])
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path, vocab: int) -> None:
+    """A larger one would give numbers, of other tokens."""
+    teacher = publish_version(Learner(config(tmp_path, vocab=vocab)), tmp_path, 0)
+    made = Learner(config(tmp_path / "run", algorithm="opd", loss={"reference": str(teacher)}))
+    with pytest.raises(TrainerError, match=f"has a vocabulary of {vocab} .rule: 24, the policy's"):
+        made.train(batch([sample("s")]), 0)
+
+
 def test_advantages_of_the_whole_batch_are_no_column(tmp_path: Path) -> None:
     made = Learner(config(tmp_path, domains={"a": {"advantage": {"baseline": "domain"}}}))
     with pytest.raises(ValueError, match="domain 'a' are known only with the whole batch"):
