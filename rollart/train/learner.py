@@ -9,6 +9,7 @@ time.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -316,7 +317,7 @@ class Learner:
         if loss.entropy_target is not None:
             used["entropy_factor"] = factors.entropy
             before = seen.entropy if seen.last_entropy else loss.entropy
-            seen.last_entropy = metrics["entropy"]
+            seen.last_entropy = max(metrics["entropy"], sys.float_info.min)  # 0 would be "before the first step"
             step = loss.entropy_step if seen.last_entropy <= loss.entropy_target else -loss.entropy_step
             seen.entropy = max(0.0, before + step)
         return used

@@ -254,6 +254,18 @@ def test_factors_are_adapted_to_their_targets_and_go_on_in_the_next_life(tmp_pat
     assert [low.train(samples, version).metrics["entropy_factor"] for version in (0, 1)] == [0.01, 0.0]
 
 
+def test_the_entropy_factor_rises_where_no_entropy_is_left(tmp_path: Path) -> None:
+    """Of actions with one legal token it is exactly 0."""
+    made = learner(tmp_path, kl=0.0, loss={"entropy_target": 0.5, "entropy_step": 0.002})
+    one = sample("s")
+    forced = dataclasses.replace(
+        one, allowed=tuple((t,) if m else None for t, m in zip(one.token_ids, one.loss_mask, strict=True))
+    )
+    reports = [made.train(batch([forced]), version).metrics for version in range(3)]
+    assert [m["entropy"] for m in reports] == [0.0, 0.0, 0.0]
+    assert [m["entropy_factor"] for m in reports] == pytest.approx([0.01, 0.012, 0.014])
+
+
 def test_the_factors_of_a_streamed_step_do_not_depend_on_the_order_of_its_groups(tmp_path: Path) -> None:
     targets = {"kl_target": 6e-3, "entropy_target": 1.0}
     found = []
