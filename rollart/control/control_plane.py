@@ -24,7 +24,7 @@ from rollart.fleet import EnginePlacement
 from rollart.leases import Leases
 from rollart.ledger.intervals import ResourceClock
 from rollart.model import EngineId, Group, GroupId, PauseMode, TrainSample
-from rollart.policy.checkpoints import CheckpointPolicy
+from rollart.policy.checkpoints import CheckpointPolicy, references
 from rollart.policy.early_stop import BatchStatistics, EarlyStopMonitor, StopCondition, mean_and_parts
 from rollart.policy.routing import RoutingPolicy
 from rollart.policy.schedules import InFlightHandling, TurnSynchrony
@@ -113,7 +113,8 @@ class ControlSettings:
     columns: Sequence[SampleColumn] = ()
     """Columns that are filled once samples are complete, before training takes them."""
     reference: int | None = None
-    """The latest version whose number is a multiple of it is kept, since the loss refers to it; 0: the first one."""
+    """The latest version whose number is a multiple of it is kept, and the one before while a resume may go back to it,
+    since the loss refers to it; 0: the first one."""
     waits: WaitLimits = field(default_factory=WaitLimits)
     gateway: GatewayLimits = field(default_factory=GatewayLimits)
     train_s: float = 600.0
@@ -390,10 +391,8 @@ class ControlPlane:
 
     def _versions_in_use(self) -> Iterable[int]:
         reference, version = self._settings.reference, self.gateway.version
-        kept: set[int] = set()
-        if reference is not None:  # also that of the version before, which a resume uses if this one is damaged
-            kept = {v - v % reference if reference else 0 for v in (max(0, version - 1), version)}
-        return [*self._hooks.versions_in_use(), *self.gateway.updates.loading(), *sorted(kept)]
+        kept = () if reference is None else references(version, reference)
+        return [*self._hooks.versions_in_use(), *self.gateway.updates.loading(), *kept]
 
     def _published(self, version: int, consumed: Sequence[Group]) -> None:
         self.scheduler.published(version, consumed)

@@ -211,7 +211,7 @@ class RunContext:
             reshard=launch_reshard_settings(self.resolved),
         )
         if (metric := settings.checkpoints.best_by) is not None:
-            settings = replace(settings, best=best_version(self.directory, metric))
+            settings = replace(settings, best=best_version(self.directory, metric, weights.version))
         self.control = ControlPlane(
             self.domains,
             tokenizer=self.tokenizer,

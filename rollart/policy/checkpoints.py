@@ -27,6 +27,12 @@ def metric_value(metric: str, of: str, by_domain: Mapping[str, float | None]) ->
     return sum(known.values()) / len(known) if known else None
 
 
+def references(version: int, reset: int) -> set[int]:
+    """The reference policies of `version` and of the version before, which a resume goes back to if `version` is
+    damaged: the latest multiples of `reset`, or version 0 if that is 0."""
+    return {v - v % reset if reset else 0 for v in (max(0, version - 1), version)}
+
+
 @dataclass(slots=True)
 class CheckpointPolicy:
     """Versions to keep. `best`: score and number of the best version so far; of equal scores the later version's."""

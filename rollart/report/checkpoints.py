@@ -81,9 +81,10 @@ def version_scores(reader: LedgerReader, metric: str) -> dict[int, float]:
     return {version: value for version, value in values.items() if value is not None}
 
 
-def best_version(directory: Path, metric: str) -> tuple[float, int] | None:
-    """Score and number of the best version on disk; None for a new run."""
-    on_disk = DirectoryWeightStore(directory / "weights").versions()
+def best_version(directory: Path, metric: str, newest: int) -> tuple[float, int] | None:
+    """Score and number of the best version on disk; None for a new run. Versions after `newest` are those that a resume
+    has given up: their numbers will name other weights."""
+    on_disk = [v for v in DirectoryWeightStore(directory / "weights").versions() if v <= newest]
     with LedgerReader(directory) as reader:
         scores = version_scores(reader, metric)
     return max(((scores[version], version) for version in on_disk if version in scores), default=None)

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.control.publish import CheckpointKeeper
 from rollart.model import Group, GroupId, TrainSample
-from rollart.policy.checkpoints import CheckpointPolicy, metric_value
+from rollart.policy.checkpoints import CheckpointPolicy, metric_value, references
+from rollart.report.checkpoints import best_version
 from rollart.sim import loop
 from rollart.sim.run import MemoryWeights
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.run import make_simulated_run
+from tests.tools.test_export import record, write_files
 
 
 class Versions(MemoryWeights):
@@ -125,3 +127,24 @@ def test_a_metric_is_a_mean_over_the_domains_or_of_one() -> None:
     assert metric_value("success.c", "success", values) is None
     assert metric_value("reward", "success", values) is None
     assert metric_value("success", "success", {"c": None}) is None
+
+
+@given(reset=st.integers(0, 9), newest=st.integers(0, 40))
+def test_a_resume_from_either_of_the_last_two_versions_has_its_reference(reset: int, newest: int) -> None:
+    """At each publish all but the last two versions and the references go."""
+    held = set[int]()
+    for version in range(newest + 1):
+        held.add(version)
+        held &= {version - 1, version} | references(version, reset)
+    assert len(held) <= 4
+    for version in {max(0, newest - 1), newest}:
+        assert (version - version % reset if reset else 0) in held
+
+
+def test_the_best_version_is_none_that_a_resume_gave_up(tmp_path: Path) -> None:
+    """The event of the rollback may not be in the ledger yet when the scores are read."""
+    record(tmp_path, 6, {2: 0.5, 5: 0.9})
+    for version in (2, 4, 5):
+        write_files(tmp_path, version)
+    assert best_version(tmp_path, "success", 5) == (0.9, 5)
+    assert best_version(tmp_path, "success", 4) == (0.5, 2)
