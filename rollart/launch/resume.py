@@ -21,7 +21,7 @@ from rollart.model import WeightsRef
 from rollart.report.checkpoints import kept_versions, listed
 from rollart.settings.cluster import UNLESS_QUICK, ClusterSpec
 from rollart.settings.load import abbreviated
-from rollart.settings.planning import Specs, initial_config
+from rollart.settings.planning import Specs, initial_config, model_directory, pinned
 from rollart.settings.resolve import Resolved
 from rollart.settings.rules import RuleViolation
 from rollart.settings.run import RunSpec
@@ -109,7 +109,7 @@ def fork_problems(specs: Specs) -> Iterator[RuleViolation]:
     source = Path(specs.base) / fork.run
     try:
         with LedgerReader(source) as reader:
-            kept, before = kept_versions(source, reader), reader.config().get("run", {})
+            kept, config = kept_versions(source, reader), reader.config()
     except UsageError:
         yield RuleViolation(("run", "fork", "run"), f"fork.run is '{fork.run}', and {source} is no run with a ledger")
         return
@@ -118,11 +118,17 @@ def fork_problems(specs: Specs) -> Iterator[RuleViolation]:
         there = f"there are {listed(kept)}" if kept else "none is on disk"
         yield RuleViolation(("run", "fork", "version"), f"fork.version is {fork.version}, which was not kept ({there})")
         return
+    try:
+        specs = pinned(specs)  # as the recorded run
+    except SpecError:  # a problem of the model, which is reported as such
+        return
     yield from _model_problems(specs, found.path)
-    after = specs.run.model_dump(mode="json")
-    keys = ["training.lora"] if specs.run.training.lora is None else ["training.lora", "model", "seed"]
-    for key in keys:
+    before, after = config.get("run", {}), specs.run.model_dump(mode="json")
+    below = ["model.path", "model.revision"] if specs.run.model.init is None else ["model.path", "model.init", "seed"]
+    for key in ["training.lora", *(below if specs.run.training.lora is not None else ())]:
         old, new = _value(before, key), _value(after, key)
+        if key == "model.path":
+            old, new = _located(old, config.get("base", "")), _located(new, specs.base)
         if old != new:
             why = f"{key} is {abbreviated(new)}, and {abbreviated(old)} in the run that it forks (rule: the same; "
             why += "a version has adapters apart from the weights below them)"
@@ -172,7 +178,7 @@ def _model_problems(specs: Specs, version: Path) -> Iterator[RuleViolation]:
     theirs = json.loads((version / "config.json").read_text())
     try:
         if model.path is not None:
-            ours = json.loads((Path(specs.base) / model.path / "config.json").read_text())
+            ours = json.loads((model_directory(model, specs.base) / "config.json").read_text())
         else:
             ours = initial_config(model.init or {}, specs.base)
     except (OSError, ValueError, SpecError):  # a problem of the model, which is reported as such
@@ -194,6 +200,12 @@ def _shape(config: Mapping[str, Any]) -> dict[str, Any]:
         return {name: config.get(name) for name in ("model_type", *SIZES)}
     del found["eos"]  # a version may have no generation settings
     return found
+
+
+def _located(path: str | None, base: str) -> str | None:
+    """The directory of a `model.path`, if it is one: two runs may name it relative to different directories."""
+    directory = Path(base) / (path or "")
+    return str(directory.resolve()) if path is not None and directory.is_dir() else path
 
 
 def _value(config: Mapping[str, Any], key: str) -> Any:

@@ -21,13 +21,16 @@ from rollart.errors import ProviderError, StorageFailed
 from rollart.hub import HubModel
 from rollart.infra.needs import spec_files
 from rollart.launch.prepare import fetch_model, prepare_tokenizer, run_model
+from rollart.launch.resume import fork_problems
 from rollart.quickstart.spelling import EOS
 from rollart.quickstart.tokenizer import write_tokenizer
 from rollart.settings.planning import pinned
 from rollart.settings.resolve import read_specs
+from rollart.settings.training import LoraSpec
 from tests.e2e.harness import CLUSTER, Home, ledger, tiny
 from tests.hub import HubServer, commit_of, serving, use
 from tests.launch.test_preflight import QWEN, weights
+from tests.tools.test_export import FILES, record, write_files
 
 ID = "Owner/tiny-0.5B"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -239,6 +242,42 @@ def test_a_dry_run_pins_the_commit_and_fetches_no_weights(
     assert resolved["run"]["model"]["revision"] == commit_of(hub.branches["main"])
     assert rollart(["plan", *arguments]) == 0
     assert not {*SHARDS} & hub.asked.keys()
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"), [({}, ""), ({"hidden_size": 64}, "model.path differs from v000001"), (None, "revision")]
+)
+def test_a_fork_by_id_is_compared_with_the_commit(
+    hub: HubServer, tmp_path: Path, config: dict[str, int] | None, problem: str
+) -> None:
+    """With adapters, whose base weights are those of the recorded commit."""
+    run, theirs = tmp_path / "old", QWEN | (config or {})
+    lora = LoraSpec().model_dump(mode="json")
+    commit = commit_of(hub.branches["main"]) if config is not None else "0" * 40
+    record(run, 2, {}, model={"path": ID, "revision": commit}, training={"lora": lora}, seed=7)
+    write_files(run, 1, FILES | {"config.json": json.dumps(theirs)})
+    arguments = written(tmp_path, fork={"run": "old", "version": 1}, training={"lora": lora})
+    found = [f"{one}" for one in fork_problems(read_specs(arguments[0], arguments[2]))]
+    assert (problem in "".join(found), len(found)) == (True, 1 if problem else 0), found
+
+
+def test_adapters_belong_to_the_directory_and_not_to_its_name(tmp_path: Path) -> None:
+    """Two runs whose files lie in different directories, each with a `policy` beside it."""
+    lora = LoraSpec().model_dump(mode="json")
+    for name in ("one", "two"):
+        (tmp_path / name / "policy").mkdir(parents=True)
+        (tmp_path / name / "policy" / "config.json").write_text(json.dumps(QWEN))
+    run = tmp_path / "one"
+    record(run, 2, {}, model={"path": "policy"}, training={"lora": lora})
+    write_files(run, 1, FILES | {"config.json": json.dumps(QWEN)})
+    for base, count in (("one", 0), ("two", 1)):
+        spec = tiny(model={"path": "policy", "context": 16}, fork={"run": str(run), "version": 1})
+        (tmp_path / base / "run.yaml").write_text(yaml.safe_dump(spec | {"training": {"lora": lora}}))
+        (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
+        specs = read_specs(str(tmp_path / base / "run.yaml"), str(tmp_path / "cluster.yaml"))
+        found = [f"{one}" for one in fork_problems(specs)]
+        assert len(found) == count, found
+        assert all("model.path is" in one for one in found)
 
 
 def test_a_directory_wins_over_an_id(hub: HubServer, tmp_path: Path) -> None:
