@@ -81,7 +81,7 @@ def model_card(run: str, reader: LedgerReader, kept: KeptVersion) -> str:
     config, rows = reader.config(), collect(reader, run)
     spec = config.get("run", {})
     model, training = spec.get("model", {}), spec.get("training", {})
-    base = _base_model(model, config.get("base", ""))
+    base, fork = _base_model(model), spec.get("fork")
     head: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
@@ -92,6 +92,7 @@ def model_card(run: str, reader: LedgerReader, kept: KeptVersion) -> str:
     usd = sum(line.usd for line in cost_lines(rows))
     facts = [
         ("Base model", base.text),
+        *([("Started from", f"v{fork['version']} of run `{Path(fork['run']).name}`")] if fork else []),
         ("Version", f"v{kept.version} of run `{run}`"),
         ("Training steps", f"{kept.step:,} of {spec.get('steps', 0):,}"),
         ("Trained samples", f"{sum(v.samples for v in rows.versions if v.version <= kept.version):,}"),
@@ -131,15 +132,15 @@ class _BaseModel:
     hub: str | None = None
 
 
-def _base_model(model: Mapping[str, Any], base: str) -> _BaseModel:
-    """`hub`: the name on the Hugging Face Hub, if the model was named by one."""
+def _base_model(model: Mapping[str, Any]) -> _BaseModel:
+    """`hub`: the id on the Hugging Face Hub, if the model is one of the Hub: a run records its commit."""
     path = model.get("path")
     if path is None:
         init = model.get("init")
         family = init.get("model_type", "") if isinstance(init, dict) else init
         return _BaseModel(f"none: random weights ({family})")
-    if path.count("/") == 1 and not path.startswith((".", "/", "~")) and not (Path(base) / path).exists():
-        return _BaseModel(path, hub=path)
+    if (commit := model.get("revision")) is not None:
+        return _BaseModel(f"{path} at {commit}", hub=path)
     return _BaseModel(f"`{path}`")
 
 
@@ -174,14 +175,15 @@ def _refuse_target(target: Path, force: bool) -> None:
 
 
 def _copy(kept: KeptVersion, staging: Path) -> None:
-    """Copy the files of a version, except the trainer's. A version that a running run removes meanwhile is a
-    `UsageError`."""
+    """Copy the files of a version, all that were published, except the trainer's. A version that a running run removes
+    meanwhile is a `UsageError`."""
     try:
         text = (kept.path / MARKER).read_text(encoding="utf-8")
         digests = json.loads(text)["files"] if text else {}  # an outside trainer's marker may be empty
-        for source in sorted(kept.path.rglob("*")):
-            name = source.relative_to(kept.path)
-            if source.is_dir() or name.parts[0] in (TRAINER, MARKER):
+        there = {path.relative_to(kept.path) for path in kept.path.rglob("*") if not path.is_dir()}
+        for name in sorted({*there, *map(Path, digests)}):
+            source = kept.path / name
+            if name.parts[0] in (TRAINER, MARKER):
                 continue
             (staging / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(source, staging / name)
@@ -189,9 +191,9 @@ def _copy(kept: KeptVersion, staging: Path) -> None:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digests.get(str(name), digest) != digest:
                 raise StorageFailed(f"{source} is damaged: its sha256 differs from the published one")
-    except FileNotFoundError:
+    except FileNotFoundError as error:
         if kept.path.exists():
-            raise
+            raise StorageFailed(f"v{kept.version} is damaged: {error.filename} is not there") from None
         raise UsageError(
             f"v{kept.version} was removed by its run while it was copied",
             remedy="export `latest`, or keep more versions",

@@ -117,22 +117,41 @@ def test_a_damaged_version_is_not_exported(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_a_version_that_lacks_a_published_file_is_not_exported(run: Path, tmp_path: Path) -> None:
+    (run / "weights" / "v000005" / "model.safetensors").unlink()
+    with pytest.raises(StorageFailed, match=r"v5 is damaged: .*model\.safetensors is not there"):
+        export_version(run, "latest", tmp_path / "out", force=False)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_card_has_the_runs_facts(tmp_path: Path) -> None:
     domain = {"name": "lake", "environment": "worlds:Lake", "group_size": 8, "advantage": {"level": "turn"}}
     training = {"lr": 0.001, "loss": {"kind": "ppo", "kl": 0.0}, "lora": None}
-    model = {"path": "Qwen/Qwen2.5-0.5B-Instruct"}
-    record(tmp_path / "demo", 3, {2: 0.75}, domains=[domain], training=training, model=model, schedule="async")
+    model = {"path": "Qwen/Qwen2.5-0.5B-Instruct", "revision": "7ae5"}
+    more = {"model": model, "schedule": "async", "fork": {"run": "/runs/first", "version": 40, "optimizer": True}}
+    record(tmp_path / "demo", 3, {2: 0.75}, domains=[domain], training=training, **more)
     write_files(tmp_path / "demo", 2)
     export_version(tmp_path / "demo", "v2", tmp_path / "out", force=False)
     _, head, body = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
     assert yaml.safe_load(head)["base_model"] == "Qwen/Qwen2.5-0.5B-Instruct"
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in body.splitlines() if line.startswith("|")]
+    assert ["Base model", "Qwen/Qwen2.5-0.5B-Instruct at 7ae5"] in rows
+    assert ["Started from", "v40 of run `first`"] in rows
     assert ["lake", "75.0%", "50"] in rows
     assert ["lake", "`worlds:Lake`", "8", "level turn"] in rows
     assert ["`loss.kind`", "`ppo`"] in rows
     assert ["Training steps", "2 of 40"] in rows
     assert ["Cost of the whole run", "$12.00"] in rows
     assert ["Hours of the whole run", "1"] in rows
+
+
+def test_a_directory_that_looks_like_an_id_is_no_model_of_the_hub(tmp_path: Path) -> None:
+    record(tmp_path / "demo", 2, {}, model={"path": "models/mine", "revision": None})
+    write_files(tmp_path / "demo", 1)
+    export_version(tmp_path / "demo", "latest", tmp_path / "out", force=False)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| Base model | `models/mine` |" in card
+    assert "base_model:" not in card
 
 
 def test_generation_settings_of_the_base_model_are_exported(tmp_path: Path) -> None:
