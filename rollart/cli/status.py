@@ -39,12 +39,14 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         engines, hosts, workers = (_parts(reader, roles) if owner else [] for roles in every)
         starting = _starting(reader, engines)
         plan = _plan(reader, engines, config)
+        early = "" if owner else _stopped_early(reader)
     steps = config.get("run", {}).get("steps")
     done = steps is not None and rows.facts.step is not None and rows.facts.step >= steps
     state = "running" if owner else "finished" if done else "stopped"
     _print_status(
         rows.run,
         ("state", state),
+        *([("stopped_early", early)] if early else []),
         ("process", owner.pid if owner else None),
         ("host", (owner.host or None) if owner else None),
         ("directory", str(directory)),
@@ -80,6 +82,13 @@ def external_trainer_status(directory: Path) -> str | None:
         return f"{note['listen']}: {note['state']} since {note['since']}"
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _stopped_early(reader: LedgerReader) -> str:
+    """The condition of `stop_when` that ended the run's last life; '' for none."""
+    lives = [e for kind in ("starting", "stopped_early") for e in reader.events(kind)]
+    last = max(lives, key=lambda e: e.t, default=None)
+    return str(last.fields["why"]) if last is not None and last.kind == "stopped_early" else ""
 
 
 def _parts(reader: LedgerReader, roles: Collection[str]) -> list[str]:

@@ -26,6 +26,8 @@ from rollart.errors import (
     SpecError,
     StoppedEarly,
 )
+from rollart.ledger.store import Ledger
+from rollart.ports import RunEvent
 
 Call = Callable[..., Any]
 
@@ -244,6 +246,17 @@ class TestReports:
         rows = json.loads(rollart("status", "-o", "json").out)["tables"]["status"]
         found = {row["what"]: row["value"] for row in rows}
         assert (found["state"], found["step"], found["steps"], found["usd"]) == ("stopped", 1, 2, 2.0)
+
+    def test_status_of_a_run_that_stopped_early_until_it_goes_on(self, rollart: Call, run: None) -> None:
+        def found() -> dict[str, Any]:
+            rows = json.loads(rollart("status", "-o", "json").out)["tables"]["status"]
+            return {row["what"]: row["value"] for row in rows}
+
+        assert "stopped_early" not in found()
+        for t, kind, why in ((10.0, "stopped_early", "entropy was below 0.1"), (20.0, "starting", "")):
+            with Ledger(Path("runs/mine"), clock=lambda: 0.0, inline=True) as ledger:
+                ledger.event(RunEvent(t, kind, "run", {"why": why}))
+            assert found().get("stopped_early", "") == why
 
     @pytest.mark.parametrize("command", [["report", "cost"], ["status"], ["stop"]])
     def test_unknown_runs(self, rollart: Call, run: None, command: list[str]) -> None:
