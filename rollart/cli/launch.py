@@ -86,7 +86,7 @@ def launch(
             if source is not None:
                 specs = replace(specs, run=_fork(specs.run, source, optimizer, runs_dir))
             where = SpecSources.files(run_file, cluster, overrides)
-        resolved = launchable(specs, where, others=not dry_run, begun=resume is not None)
+        resolved = launchable(specs, where, others=not dry_run, begun=resume is not None and _begun(directory))
     if dry_run:
         _show(resolved)
         return
@@ -98,6 +98,13 @@ def launch(
         _detach(resolved, directory, overrides if resume is not None else [])
         return
     _run(resolved, directory, resume=resume is not None)
+
+
+def _begun(directory: Path) -> bool:
+    """True for a run with a version of its own, which no longer needs the one that it forked."""
+    with contextlib.suppress(UsageError), LedgerReader(directory) as reader:
+        return bool(reader.versions())
+    return False
 
 
 def _fork(run: RunSpec, source: str, optimizer: bool, runs: Path) -> RunSpec:

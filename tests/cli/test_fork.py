@@ -86,6 +86,18 @@ def test_a_resume_is_no_fork(rollart: Call, source: Path) -> None:
     assert (done.code, "--resume continues a run as it was started" in done.err) == (2, True)
 
 
+@pytest.mark.slow  # three launches up to their start: 1 s of CPU time
+def test_only_a_run_that_has_begun_no_longer_needs_the_version(rollart: Call, launch_calls: Any, source: Path) -> None:
+    """A launch that was interrupted at its start, and the other run going on meanwhile."""
+    assert rollart("launch", "run.yaml", "--from", "old@v1", "--name", "new").code == 0
+    (source / "weights" / "v000001" / "COMPLETE").unlink()
+    done = rollart("launch", "--resume", "new")
+    assert (done.code, "fork.version is 1, which was not kept (there are v2)" in done.err) == (2, True), done.err
+    record(Path("runs/new"), 1, {}, **yaml.safe_load(Path("runs/new/resolved.yaml").read_text())["run"])
+    done = rollart("launch", "--resume", "new", "--dry-run")
+    assert done.code == 0, done.err
+
+
 def test_validate_checks_a_fork_of_the_run_file(rollart: Call, source: Path) -> None:
     forked = SPEC | {"fork": {"run": "runs/old", "version": 7}}
     Path("fork.yaml").write_text(yaml.safe_dump(forked))
