@@ -35,6 +35,10 @@ class HubServer:
     down: bool = False
     sends: threading.Event = field(default_factory=threading.Event)
     """While it is cleared, safetensors are announced and not sent."""
+    announces: threading.Event = field(default_factory=threading.Event)
+    """While it is cleared, safetensors are not even announced."""
+    held: threading.Event = field(default_factory=threading.Event)
+    """An announcement was held up."""
     url: str = ""
     asked: Counter[str] = field(default_factory=Counter)
     """Requests of file contents by name, and of everything else as `api`."""
@@ -43,6 +47,7 @@ class HubServer:
 
     def __post_init__(self) -> None:
         self.sends.set()
+        self.announces.set()
 
     def files(self, revision: str) -> dict[str, bytes] | None:
         known = {**self.branches, **{commit_of(files): files for files in self.branches.values()}}
@@ -85,6 +90,10 @@ class HubRequest(BaseHTTPRequestHandler):
     def content(self, file: str, data: bytes, commit: str) -> None:
         headers = {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         start = int((self.headers.get("Range") or "bytes=0-")[len("bytes=") :].partition("-")[0])
+        if file.endswith(".safetensors"):
+            if not self.hub.announces.is_set():
+                self.hub.held.set()
+            self.hub.announces.wait()
         if self.command == "GET":
             self.hub.asked[file] += 1
             self.hub.sent[file] += len(data) - start

@@ -127,8 +127,8 @@ async def fetch_model(specs: Specs, run_dir: Path, progress: Callable[[RunEvent]
     source, loop = hub.snapshot(), asyncio.get_running_loop()
     hub = replace(hub, revision=source.name)
     missing = [name for name in weight_names(source) if not (source / name).exists()]
-    total = sum(hub.sizes(missing).values()) if missing else 0
-    arrived, error, stopped, over = 0, list[Exception](), threading.Event(), asyncio.Event()
+    total = arrived = 0
+    error, stopped, over = list[Exception](), threading.Event(), asyncio.Event()
 
     def count(n: int) -> None:
         nonlocal arrived
@@ -137,7 +137,9 @@ async def fetch_model(specs: Specs, run_dir: Path, progress: Callable[[RunEvent]
             raise RunFailed(f"the download of {hub.id} was stopped")
 
     def work() -> None:
+        nonlocal total
         try:
+            total = sum(hub.sizes(missing).values()) if missing else 0
             hub.fetch(missing, count)
             if runs_remotely(specs):
                 _copy_model(source, run_dir / MODEL_COPY)

@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +136,29 @@ def test_a_stopped_launch_does_not_wait_for_a_download(hub: HubServer, tmp_path:
 
     asyncio.run(main())
     hub.sends.set()
+
+
+def test_a_hub_that_holds_the_sizes_of_the_weights_does_not_hold_the_launch(
+    hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = written(tmp_path)
+    specs = pinned(read_specs(arguments[0], arguments[2]))
+    monkeypatch.setattr("rollart.hub.SMALL_FILES_S", 0.5)
+    hub.announces.clear()
+
+    async def main() -> None:
+        fetching = asyncio.get_running_loop().create_task(fetch_model(specs, tmp_path / "run", lambda event: None))
+        while not hub.held.is_set():
+            await asyncio.sleep(0.01)
+        fetching.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await fetching
+
+    asyncio.run(main())
+    hub.announces.set()
+    for thread in threading.enumerate():
+        if ID in thread.name:
+            thread.join(10)
 
 
 def gated(hub: HubServer, use: Callable[..., None]) -> None:
