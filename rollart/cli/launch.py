@@ -109,7 +109,9 @@ def _begun(directory: Path) -> bool:
 
 def _fork(run: RunSpec, source: str, optimizer: bool, runs: Path) -> RunSpec:
     """The run that starts from `RUN@VERSION`. UsageError if there is no such version."""
-    name, _, version = source.partition("@")
+    name, at, version = source.rpartition("@")
+    if not at or "/" in version:  # a directory may have an @ in its name
+        name, version = source, ""
     directory = find_run(name, runs)
     with LedgerReader(directory) as reader:
         chosen = choose_version(kept_versions(directory, reader), version or LATEST, directory.name)

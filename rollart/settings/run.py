@@ -299,7 +299,15 @@ class CheckpointsSpec(SpecEntry):
     domain alone."""
 
 
-TRAINER_METRICS = ("approx_kl", "reference_kl", "behaviour_gap", "entropy", "clip_fraction", "grad_norm")
+TRAINER_METRICS = (
+    "approx_kl",
+    "reference_kl",
+    "behaviour_gap",
+    "effective_share",
+    "entropy",
+    "clip_fraction",
+    "grad_norm",
+)
 """Metrics of `stop_when` that the embedded trainer reports of a step."""
 
 _STOP_METRICS = "|".join((*TRAINER_METRICS, "zero_variance", "length_drift", r"(success|held_out_success)(\..+)?"))
@@ -311,9 +319,9 @@ class StopSpec(SpecEntry):
 
     metric: str = Field(pattern=rf"^({_STOP_METRICS})$")
     """zero_variance: share of groups whose samples have equal rewards; length_drift: relative change of the mean number
-    of sampled tokens since the first 5 steps; approx_kl, reference_kl (with `loss.kl`), behaviour_gap, entropy,
-    clip_fraction, grad_norm: of the trainer (docs/training.md); success: mean over the domains of the batch's success;
-    held_out_success: of evaluations (`evaluation.every`); both also with `.DOMAIN`."""
+    of sampled tokens since the first 5 steps; approx_kl, reference_kl (with `loss.kl`), behaviour_gap, effective_share,
+    entropy, clip_fraction, grad_norm: of the trainer (docs/training.md); success: mean over the domains of the batch's
+    success; held_out_success: of evaluations (`evaluation.every`); both also with `.DOMAIN`."""
     above: float | None = None
     """The condition holds above this value, or `below` that one: one of them."""
     below: float | None = None

@@ -75,6 +75,13 @@ def test_a_fork_that_does_not_fit_is_refused_with_the_difference(
     assert not Path("runs/test-1").exists()
 
 
+def test_a_run_may_have_an_at_sign_in_its_name(rollart: Call, source: Path) -> None:
+    source.rename("runs/o@ld")
+    for named in ("o@ld@v0", "runs/o@ld@v0"):
+        done = rollart("launch", "run.yaml", "--from", named)
+        assert (done.code, "v0 of run 'o@ld' was not kept" in done.err) == (2, True), done.err
+
+
 def test_a_fork_with_another_tokenizer_is_refused(rollart: Call, source: Path) -> None:
     (source / "weights" / "v000002" / "tokenizer.json").write_text("{}")
     done = rollart("launch", "run.yaml", "--from", "old", "--dry-run")
