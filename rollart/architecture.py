@@ -21,6 +21,17 @@ SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_
 """Required keys of a configuration: transformers would default them to the sizes of a model of several billion
 parameters."""
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+"""Files that engines look for beside the weights."""
+
 MARKER = "COMPLETE"
 """File that the trainer writes last into a published directory: a directory without it is incomplete and is never read.
 It is empty, or JSON with the `version` and hashes of the files."""

@@ -15,23 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rollart.architecture import TOKENIZER_FILES
 from rollart.errors import ProviderError, RollartError, SpecError, StorageFailed, one_line
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
-SMALL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "model.safetensors.index.json",
-)
+SMALL_FILES = ("config.json", *TOKENIZER_FILES, "model.safetensors.index.json")
 """Files of a model that plans, checks, the tokenizer and the list of its weight files need: about 20 MB at most."""
 
 SMALL_FILES_S = 60.0

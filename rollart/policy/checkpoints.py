@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rollart.policy.early_stop import mean_and_parts
+
 SUCCESS, REWARD = "success", "reward"
 """Metrics of the best version: each is the mean over the domains, or one domain's with `.DOMAIN`."""
 
@@ -18,13 +20,7 @@ MIN_KEPT = 2
 def metric_value(metric: str, of: str, by_domain: Mapping[str, float | None]) -> float | None:
     """The value of `metric` in values of kind `of` (success or reward) by domain; None if it is not of that kind, or
     unknown."""
-    kind, _, domain = metric.partition(".")
-    if kind != of:
-        return None
-    known = {name: value for name, value in by_domain.items() if value is not None}
-    if domain:
-        return known.get(domain)
-    return sum(known.values()) / len(known) if known else None
+    return mean_and_parts(of, by_domain).get(metric)
 
 
 def references(version: int, reset: int) -> set[int]:

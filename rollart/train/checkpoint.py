@@ -37,7 +37,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rollart.architecture import MARKER, expert_parts, version_path
+from rollart.architecture import MARKER, TOKENIZER_FILES, expert_parts, version_path
 from rollart.errors import TrainerError, UsageError, VersionDamaged
 from rollart.shares import balanced_portions
 from rollart.train.learner import Learner, LearnerCounters
@@ -56,17 +56,6 @@ STATE, INDEX = "trainer/state.json", "model.safetensors.index.json"
 
 T = TypeVar("T")
 
-TOKENIZER_NAMES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-"""Files that engines look for beside the weights."""
-
 _Weights = list[tuple[Tensor, Tensor]]
 
 _Moments = list[tuple[str, str, str, Tensor]]
@@ -79,7 +68,7 @@ def tokenizer_files(source: str | None) -> tuple[Path, ...]:
     path = Path(source)
     if path.is_file():
         return (path,)
-    found = tuple(path / name for name in TOKENIZER_NAMES if (path / name).is_file())
+    found = tuple(path / name for name in TOKENIZER_FILES if (path / name).is_file())
     if not any(f.name == "tokenizer.json" for f in found):
         raise UsageError(f"tokenizer: there is no tokenizer.json at {source}")
     return found
@@ -401,7 +390,7 @@ def _write_rest(
     for name, text in texts.items():
         (temporary / name).write_text(text, encoding="utf-8")
     for source in tokenizer:
-        name = source.name if source.name in TOKENIZER_NAMES else "tokenizer.json"
+        name = source.name if source.name in TOKENIZER_FILES else "tokenizer.json"
         shutil.copyfile(source, temporary / name)
     files = sorted(f for f in temporary.rglob("*") if f.is_file())
     names = {str(file.relative_to(temporary)): file for file in files}
