@@ -389,7 +389,7 @@ class RunContext:
         if why := self.collapse.step(done.report.metrics):
             self.emit("learning_stopped", "training", step=done.step + 1, why=why)
         if (share := self.staleness.step(done.report.metrics)) is not None:
-            advice = "lower staleness, or training.loss.kind decoupled, learns more from as many samples"
+            advice = "a lower staleness learns more from as many samples"
             self.emit("samples_too_stale", "training", step=done.step + 1, effective_share=round(share, 2), why=advice)
         fields: EventFields = {
             "step": done.step + 1,
