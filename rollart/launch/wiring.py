@@ -501,6 +501,12 @@ def control_settings(
     )
 
 
+def _stop_recording_pauses() -> None:
+    """The ledger's last write may itself hold the loop."""
+    if isinstance(loop := asyncio.get_running_loop(), ControllerLoop):
+        loop.on_pause = lambda seconds: None
+
+
 @contextlib.asynccontextmanager
 async def open_run(
     start: RunStart, directory: Path, progress: Callable[[RunEvent], None], *, began: float
@@ -528,6 +534,7 @@ async def open_run(
                 kept_mb=0 if (keep := resolved.run.keep).items == "none" else keep.max_mb,
             )
         )
+        stack.callback(_stop_recording_pauses)
         devices_before = ledger.spent_usd - ledger.functions_usd
         leases = Leases(ledger)
         weights = weight_store(resolved, directory, leases, ledger)

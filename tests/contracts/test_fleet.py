@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from rollart import controller_loop
+from rollart.controller_loop import ControllerLoop
 from rollart.launch.plan import RunStart
 from rollart.launch.wiring import RunContext, open_run
 from rollart.leases import Leases
@@ -29,7 +31,7 @@ from rollart.supervise.fleet import EngineFleet
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedEngine, SimulatedSite
 from tests.contracts.fleet_contract import HERE, FleetContract, FleetSubject, Scenario, setting
-from tests.e2e.harness import CLUSTER, processes, tiny
+from tests.e2e.harness import CLUSTER, events, processes, tiny
 
 
 class Loading(SimulatedEngine):
@@ -120,6 +122,21 @@ def _wired(directory: Path) -> contextlib.AbstractAsyncContextManager[RunContext
     cluster.write_text(yaml.safe_dump(TWO_POOLS))
     began = asyncio.get_running_loop().time()
     return open_run(RunStart(resolve_files(run, cluster)), directory / "run", lambda _: None, began=began)
+
+
+@pytest.mark.slow  # makes a run's parts, without starting them
+def test_a_pause_that_the_ledgers_last_write_causes_ends_nothing(tmp_path: Path) -> None:
+    """A slow disk holds the loop when the ledger closes, and the pause is measured after that."""
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, ControllerLoop)
+        async with _wired(tmp_path):
+            loop.shift_timers(2000.0)
+        loop.shift_timers(3000.0)
+
+    controller_loop.run(main())
+    assert 2000.0 in [event["seconds"] for event in events(tmp_path / "run", "controller_paused")]
 
 
 @pytest.mark.slow  # starts up to three engines per test: about 4 s
