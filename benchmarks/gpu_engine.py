@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from placement.architecture import DecoderShape, shape_of
-from placement.calibrate import FREE, FREE_EFFECTIVE, Row, fit, predict
+from placement.calibrate import FREE_EFFECTIVE, FREE_LAUNCHED, Row, fit, predict
 from placement.hardware import device
 from placement.roofline import Constants, Roofline
 from placement.types import Device
@@ -312,7 +312,7 @@ def calibration(bench: Bench, out: Path | None) -> dict[str, Any]:
         bench.rows,
         shape,
         {known.name: known},
-        free=FREE if stated else FREE_EFFECTIVE,
+        free=FREE_LAUNCHED if stated else FREE_EFFECTIVE,
         start=start,
         engine="rollart.engine",
         date=time.strftime("%Y-%m-%d"),

@@ -26,6 +26,9 @@ FREE = ("mfu", "mfu_decode", "mbu", "layer_s", "row_s", "alpha_s")
 """The six constants of a GPU. One model cannot distinguish `step_s` from `layer_s`: all of it is attributed to the
 layers."""
 
+FREE_LAUNCHED = (*FREE, "launch_s")
+"""The same where operators of prefills are launched one by one, as by the embedded engine."""
+
 FREE_EFFECTIVE = ("effective_tflops", "effective_tb_per_s", "step_s", "row_s", "request_s")
 """For a device without datasheet figures, such as CPU cores."""
 
@@ -36,6 +39,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = {
     "row_s": (1e-8, 1.0),
     "alpha_s": (1e-8, 1e-2),
     "request_s": (1e-7, 10.0),
+    "launch_s": (1e-8, 0.1),
     "effective_tflops": (1e-7, 1e5),
     "effective_tb_per_s": (1e-7, 1e3),
 }
@@ -234,7 +238,7 @@ class _LeastSquares:
 
     def started(self, begin: Constants, rows: Sequence[Row]) -> Constants:
         """`begin` with a first value for each free constant: an effective rate that is not given starts at 1.5 times
-        the highest rate that the rows reached."""
+        the highest rate that the rows reached, and launches at half of the shortest prefill."""
         for name in ("effective_tflops", "effective_tb_per_s"):
             if name in self.free and getattr(begin, name) is None:
                 ideal = dict.fromkeys(("step_s", "layer_s", "row_s", "alpha_s", "request_s"), 0.0)
@@ -242,6 +246,9 @@ class _LeastSquares:
                 alone = self.predicted(rows, replace(begin, **ideal, **rates))
                 reached = 1.5 * max(t / r.seconds for t, r in zip(alone, rows, strict=True))
                 begin = replace(begin, **{name: _clipped(name, reached)})
+        if "launch_s" in self.free and not begin.launch_s:
+            shortest = min((row.seconds for row in rows if row.kind == "prefill"), default=0.0)
+            begin = replace(begin, launch_s=0.5 * shortest / self.shape.layers)
         return replace(begin, **{name: _clipped(name, getattr(begin, name)) for name in self.free})
 
     def solve(self, rows: Sequence[Row], begin: Constants) -> tuple[Constants, tuple[str, ...], tuple[str, ...]]:

@@ -32,7 +32,7 @@ ACTIVATION_BYTES = 2.0
 """Of one activation, on the wire and on its way to the experts: bf16 whatever the weights are in."""
 
 SHARES = ("mfu", "mfu_decode", "mbu")
-SECONDS = ("step_s", "layer_s", "row_s", "alpha_s", "request_s")
+SECONDS = ("step_s", "layer_s", "row_s", "alpha_s", "request_s", "launch_s")
 EFFECTIVE = ("effective_tflops", "effective_tb_per_s")
 
 
@@ -56,6 +56,9 @@ class Constants:
     """Latency of one all-reduce (two per layer and step) when an instance spans devices."""
     request_s: float = 0.0
     """Fixed cost of accepting one request."""
+    launch_s: float = 0.0
+    """Time in which the host launches a layer's operators for a prefill, where no CUDA graph does: a prefill computes
+    while it is launched, and takes no less."""
     expert_passes: float = 0.0
     """How often the hidden state of a prefilled token goes through memory per expert layer: sorting by expert, padding,
     weighting, summing. Nothing in a dense model."""
@@ -263,6 +266,7 @@ class Roofline:
         self.bytes_per_s = tp * 1e12 * (c.effective_tb_per_s or (device.memory_tb_per_s or 0.0) * c.mbu)
         self.fixed_s = c.step_s + shape.layers * (c.layer_s + (2 * c.alpha_s if tp > 1 else 0.0))
         """Of every step, however little it computes."""
+        self.launch_s = shape.layers * c.launch_s
         self._comm_s = 0.0
         if tp > 1:  # two ring all-reduces per layer and token: 2 (tp − 1) / tp of the activation passes each device
             one_way = (device.nvlink_gb_per_s or math.nan) * 1e9 / 2
@@ -295,7 +299,7 @@ class Roofline:
         memory = (shape.touched_weight_bytes(batch + new) + kv * self._copies) / self.bytes_per_s
         rows = batch + (1 if new > 0 else 0)
         own = (batch + new) * self._comm_s + new * self.expert_s + rows * self.constants.row_s
-        return self.fixed_s + max(compute, memory) + own
+        return self.fixed_s + max(compute, memory, self.launch_s if new > 0 else 0.0) + own
 
     def turn_s(self, batch: float, new: float, cached: float, output: float) -> float:
         """Instance-seconds one turn takes of an aggregated instance that serves `batch` turns at a time.
@@ -325,12 +329,13 @@ class Roofline:
         return prefill + step + (batch - 1) * self.constants.request_s + prefill * waiting
 
     def _prefill_row_s(self, batch: float, new: float, cached: float) -> float:
-        """A row's own share of prefills in steps that `batch` rows share: arithmetic or memory, the way to the experts
-        and back, and communication."""
+        """A row's own share of prefills in steps that `batch` rows share: arithmetic, memory or launches, the way to
+        the experts and back, and communication."""
         compute = self.shape.flops(new, cached, 1.0) / self.flops_per_s
         weights = self.shape.touched_weight_bytes(max(1.0, batch * new)) / batch
         kv = self.shape.kv_bytes(cached) * self._copies
-        return max(compute, (weights + kv) / self.bytes_per_s) + new * (self._comm_s + self.expert_s)
+        bound = max(compute, (weights + kv) / self.bytes_per_s, self.launch_s / batch)
+        return bound + new * (self._comm_s + self.expert_s)
 
     def _decode_row_s(self, batch: float, context: float) -> float:
         """A row's own share of a decode step."""

@@ -12,7 +12,7 @@ from random import Random
 import pytest
 
 from placement.architecture import shape_of
-from placement.calibrate import FREE_EFFECTIVE, Fit, Row, errors, fit, predict
+from placement.calibrate import FREE, FREE_EFFECTIVE, FREE_LAUNCHED, Fit, Row, errors, fit, predict
 from placement.hardware import device
 from placement.roofline import PRIORS, Calibration, Constants, Roofline, RooflinePerformance
 
@@ -45,6 +45,38 @@ TINY = shape_of(
     kv_bytes_per_element=4.0,
 )
 DEVICES = {name: device(name) for name in ("H100", "H200", "H20", "cpu")}
+QWEN_1_4B = {
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": True,
+}
+H200_DECODE_MS = [
+    (1, 269, 1.87),
+    (8, 269, 1.78),
+    (32, 269, 2.12),
+    (64, 270, 2.4),
+    (128, 270, 3.01),
+    (1, 1037, 1.92),
+    (8, 1037, 2.1),
+    (32, 1038, 2.79),
+    (64, 1040, 3.62),
+    (128, 1044, 5.05),
+    (1, 2061, 1.77),
+    (8, 2062, 2.3),
+    (32, 2064, 3.49),
+    (64, 2068, 5.2),
+    (128, 2076, 7.84),
+]
+"""(batch, context, milliseconds) of the embedded engine, bf16, by `benchmarks/gpu.py` (2026-11-28)."""
+H200_PREFILL_MS = [(128, 12.53), (512, 14.67), (1024, 13.3), (2048, 16.77)]
+"""(tokens, milliseconds), likewise."""
 TRUTH = Constants(mfu=0.48, mfu_decode=0.35, mbu=0.74, layer_s=90e-6, row_s=70e-6, alpha_s=9e-6)
 
 
@@ -95,6 +127,18 @@ def test_what_the_rows_do_not_say_stays_at_its_prior() -> None:
     assert found.calibration.constants.alpha_s == PRIORS["hopper"].alpha_s
     assert "mfu is not identified by these rows and stays at 0.56" in found.calibration.notes
     assert found.calibration.constants.mbu == pytest.approx(TRUTH.mbu, rel=0.1)  # nine rows with 3 % of noise
+
+
+def test_prefills_that_are_launched_one_by_one_on_a_real_h200() -> None:
+    """Prefills of 128 to 1,024 tokens take the same time there: arithmetic hides behind launches."""
+    shape = shape_of(QWEN_1_4B, weight_bytes_per_parameter=2.0, kv_bytes_per_element=2.0)
+    rows = [Row("decode", ms / 1e3, "H200", batch=batch, context=context) for batch, context, ms in H200_DECODE_MS]
+    rows += [Row("prefill", ms / 1e3, "H200", new=new) for new, ms in H200_PREFILL_MS]
+    found = fit(rows, shape, DEVICES, free=FREE_LAUNCHED)
+    assert found.calibration.error < 0.1
+    assert max(found.by_kind.values()) < 0.05
+    assert shape.layers * found.calibration.constants.launch_s == pytest.approx(12.5e-3, rel=0.1)
+    assert fit(rows, shape, DEVICES, free=FREE).calibration.error > 0.4
 
 
 def test_a_closed_loop_can_be_fitted_too() -> None:

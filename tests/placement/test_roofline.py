@@ -86,6 +86,17 @@ def test_prefill_on_one_h100_by_hand() -> None:
     assert found == pytest.approx(arithmetic + 1e-3 + 1.6e-3 + 20e-6, rel=1e-3)
 
 
+def test_a_prefill_takes_no_less_than_its_launches() -> None:
+    """32 layers × 1 ms, where 100 tokens compute for 3 ms and 2,000 for 58.6; a step of decoding rows has a graph."""
+    plain, launched = (Roofline(LLAMA_8B, H100, 1, replace(PLAIN, launch_s=s)) for s in (0.0, 1e-3))
+    fixed = 1e-3 + 1.6e-3 + 20e-6
+    assert launched.prefill_s(100, 0) == pytest.approx(32e-3 + fixed)
+    assert launched.prefill_s(2000, 0) == plain.prefill_s(2000, 0)
+    assert launched.mixed_step_s(16, 500, 100, 0) == pytest.approx(32e-3 + fixed + 16 * 20e-6)
+    assert launched.mixed_step_s(16, 500, 0, 0) == plain.mixed_step_s(16, 500, 0, 0)
+    assert launched.decode_step_s(16, 500) == plain.decode_step_s(16, 500)
+
+
 def test_decode_on_one_h100_by_hand() -> None:
     """16 sequences of 1,000 tokens: weights without the input embedding (8.03e9 − 0.525e9) × 2 = 15.0 GB, KV
     16 × 1,000 × 131,072 B = 2.1 GB, at 3.35 × 0.8 TB/s: 6.4 ms. Arithmetic would take 0.65 ms: memory binds."""
