@@ -4,6 +4,7 @@
 # make test-slow  tests with real processes
 # make families   the README's own-model example with a model of each family; test-slow runs two of them
 # make vllm-test  the same contract and runs against real vLLM, on CPU cores, in an environment of its own (2 GB)
+# make gpu-test   tests of the embedded engine and trainer on the first GPU, which the others do not need
 # make openenv    an environment of its own with OpenEnv's server (75 MB), which the slow tests run the client against
 # make test-fuzz  property tests with other random examples at every call; the others draw the same ones each time
 PYTHON ?= python3
@@ -17,10 +18,12 @@ export OMP_NUM_THREADS ?= 1
 # Processes that run tests side by side, a file at a time each.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+GPU_TESTS := $(addprefix tests/,engine/test_gpu.py engine/test_families.py engine/test_runner.py engine/test_experts.py \
+  engine/test_handoff.py train/test_families.py train/test_engine_agreement.py train/test_learner.py)
 # Hypothesis draws its examples from the test itself, the same on every machine.
 test-fast test-slow vllm-test: export CI ?= true
 
-.PHONY: demo fleet-demo install lint types layers test test-fast test-slow families test-fuzz vllm-test openenv docs benchmarks clean
+.PHONY: demo fleet-demo install lint types layers test test-fast test-slow families gpu-test test-fuzz vllm-test openenv docs benchmarks clean
 
 demo: install
 	$(BIN)/rollart launch --cluster configs/clusters/local.yaml
@@ -57,6 +60,9 @@ test-slow:
 # One after the other, so that the seconds of each mean something.
 families: install
 	$(BIN)/python -m pytest -m slow --durations=0 tests/readme/test_families.py
+
+gpu-test: install
+	ROLLART_TEST_DEVICE=cuda $(PYTEST) -m '' $(GPU_TESTS)
 
 test-fuzz: install
 	env -u CI $(BIN)/python -m pytest tests/properties tests/policy tests/control tests/serving tests/strategies tests/supervise tests/serverless

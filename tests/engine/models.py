@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from rollart.engine.weights import read_tensors
 from rollart.model import GenerateRequest, Sampling
 
 VOCAB = 61
+
+DEVICE = torch.device(os.environ.get("ROLLART_TEST_DEVICE", "cpu"))
+"""Where the tests' engines and trainers compute; `make gpu-test` sets it to `cuda`."""
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -83,9 +87,17 @@ def publish(directory: Path, seed: int, config: Mapping[str, Any] = QWEN, *, mar
     return directory
 
 
-def runner(directory: Path, *, slots: int = 8, context: int = 64, version: int = 0, step_tokens: int = 2048) -> Runner:
+def runner(
+    directory: Path,
+    *,
+    slots: int = 8,
+    context: int = 64,
+    version: int = 0,
+    step_tokens: int = 2048,
+    dtype: torch.dtype = torch.float32,
+) -> Runner:
     architecture = read_architecture(directory)
-    network = Network(architecture, context=context, device=torch.device("cpu"), dtype=torch.float32)
+    network = Network(architecture, context=context, device=DEVICE, dtype=dtype)
     network.load(read_tensors(directory))
     return Runner(network, slots=slots, context=context, version=version, step_tokens=step_tokens)
 

@@ -16,7 +16,7 @@ from rollart.engine.decoding import GraphDecoder
 from rollart.engine.jobs import FinishedJob
 from rollart.engine.weights import read_tensors
 from tests.engine.families import MODELS, VOCAB, make
-from tests.engine.models import job, run_one, runner
+from tests.engine.models import DEVICE, job, run_one, runner
 
 pytestmark = pytest.mark.slow  # imports transformers
 
@@ -65,9 +65,9 @@ def test_agrees_with_transformers_under_random_requests(name: str, tmp_path: Pat
 
 
 def decode_step_agrees(directory: Path) -> None:
-    """The decode step of GPUs operator by operator: without a GPU there is no graph."""
+    """The decode step of GPUs operator by operator, without a graph."""
     r, prompt = runner(directory), [*range(20)]
-    cache = KvCache(r.network.architecture, slots=4, context=64, device=torch.device("cpu"), dtype=torch.float32)
+    cache = KvCache(r.network.architecture, slots=4, context=64, device=DEVICE, dtype=torch.float32)
     decoder = GraphDecoder(r.network, cache, capture=False)
     for position, token in enumerate(prompt):
         logits = decoder.step(np.array([token]), np.array([position]), np.array([2]))

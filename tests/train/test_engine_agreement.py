@@ -23,6 +23,7 @@ from rollart.engine.runner import Runner
 from rollart.engine.weights import read_tensors, require_complete
 from rollart.model import GenerateRequest, GroupId, Sampling, TrainSample, TrajectoryId
 from rollart.train.learner import Learner
+from tests.engine.models import DEVICE
 from tests.train.trainkit import VOCAB, batch, config, publish_version, sample
 
 
@@ -67,9 +68,10 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
         "from rollart.train.batch import decode_batch\n"
         "from rollart.train.learner import Learner\n"
         "from rollart.train.ranks import join_ranks, rendezvous\n"
+        "from tests.engine.models import DEVICE\n"
         "from tests.train.trainkit import VOCAB, config, publish_version\n"
         "root = pathlib.Path(sys.argv[1])\n"
-        "ranks = join_ranks(rendezvous('127.0.0.1', 0, rank=0, size=1), torch.device('cpu'), rank=0, size=1)\n"
+        "ranks = join_ranks(rendezvous('127.0.0.1', 0, rank=0, size=1), DEVICE, rank=0, size=1)\n"
         "learner = Learner(config(root, hidden=32, layers=2, parallel={'dtype': 'bfloat16'}), ranks)\n"
         "checkpoint.restore_version(learner, root / 'v000008', 8)\n"
         "made = decode_batch(msgpack.unpackb((root / 'samples').read_bytes()), VOCAB)\n"
@@ -100,7 +102,7 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
 
 def generated(path: Path, dtype: torch.dtype, temperature: float) -> list[TrainSample]:
     """Twenty answers of an engine of this version, half of them over legal sets, with the experts of their tokens."""
-    network = Network(read_architecture(path), context=64, device=torch.device("cpu"), dtype=dtype)
+    network = Network(read_architecture(path), context=64, device=DEVICE, dtype=dtype)
     network.load(read_tensors(path))
     runner = Runner(network, slots=8, context=64, version=8)
     rng = random.Random(0)

@@ -9,6 +9,7 @@ import torch
 
 from rollart.train.learner import Learner
 from tests.engine.families import MODELS, VOCAB, make
+from tests.engine.models import DEVICE
 from tests.train.test_engine_agreement import generated
 from tests.train.trainkit import batch, config, publish_version, sample
 
@@ -31,8 +32,8 @@ def test_trains_and_is_published(name: str, tmp_path: Path) -> None:
     made = batch(generated(path, torch.float32, 1.0), VOCAB, learner.policy.experts)
     assert (made.experts is not None) == ("moe" in name)
     assert learner.logprobs(made) == pytest.approx(made.logprobs, abs=1e-4)
-    ids = torch.arange(40)[None] % VOCAB
+    ids = torch.arange(40, device=DEVICE)[None] % VOCAB
     with torch.no_grad():
         ours = learner.policy.model(input_ids=ids).logits
-        theirs = AutoModelForCausalLM.from_pretrained(path).eval()(input_ids=ids).logits
+        theirs = AutoModelForCausalLM.from_pretrained(path).to(DEVICE).eval()(input_ids=ids).logits
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)

@@ -14,6 +14,7 @@ from rollart.train.batch import TrainingBatch, decode_batch
 from rollart.train.checkpoint import take_snapshot, write_version
 from rollart.train.config import TrainerConfig, parse_config
 from rollart.train.learner import Learner
+from tests.engine.models import DEVICE
 
 VOCAB = 24
 
@@ -40,6 +41,7 @@ def config(root: Path | str = "/nonexistent", *, hidden: int = 16, layers: int =
         },
         "lr": 1e-3,
         "durable": False,
+        "device": DEVICE.type,
     }
     return parse_config(raw | changes)
 
