@@ -91,8 +91,8 @@ class _PendingPublish:
 
 
 def all_samples(groups: Sequence[Group], step: int) -> list[TrainSample]:
-    """All samples, unchanged."""
-    return [s for g in groups for s in g.samples]
+    """All samples, by id: groups are in the order in which they ended."""
+    return sorted((s for g in groups for s in g.samples), key=lambda s: s.id)
 
 
 @dataclass(eq=False)

@@ -77,6 +77,7 @@ def load(args: argparse.Namespace) -> Runner:
             version=version,
             stamp=stamp_of(args.model),
             step_tokens=args.max_step_tokens,
+            deterministic=args.deterministic,
         )
         if runner.decoder is not None:
             runner.decoder.prepare()
@@ -133,6 +134,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-slots", type=int, default=64, help="active requests and idle sessions")
     parser.add_argument("--max-context", type=int, default=256, help="tokens per slot")
     parser.add_argument("--max-step-tokens", type=int, default=STEP_TOKENS, help="new prompt tokens per step")
+    parser.add_argument("--deterministic", action="store_true", help="compute each sequence alone")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of an operator")
     parser.add_argument("--weight-version", type=int, help="version of --model (default: its marker's, or 0)")
     defaults = HandoffSettings()

@@ -49,7 +49,10 @@ class Runner:
         version: int = 0,
         stamp: str = "",
         step_tokens: int = STEP_TOKENS,
+        deterministic: bool = False,
     ) -> None:
+        """`deterministic`: sequences are computed one by one and keep no prefixes, since a product of one row rounds
+        differently than one of many: a completion then depends on its request and the weights alone."""
         self.network, self.version, self.stamp, self.context = network, version, stamp, context
         self.loads = 0
         """Number of weight updates: a version number may be loaded again with other content."""
@@ -63,7 +66,7 @@ class Runner:
         )
         self.decoder = GraphDecoder(network, self.cache) if decodes else None
         self.table = SlotTable(slots, context, network.architecture.experts)
-        self._step_tokens = step_tokens
+        self._step_tokens, self._deterministic = step_tokens, deterministic
         self._waiting: OrderedDict[str, EngineJob] = OrderedDict()
         self._running: dict[str, EngineJob] = {}
         self._by_slot: dict[int, EngineJob] = {}
@@ -181,7 +184,6 @@ class Runner:
     @torch.inference_mode()
     def step(self) -> list[FinishedJob]:
         """Admit requests that fit, compute one forward pass, sample. Returns the requests that ended."""
-        began = time.perf_counter()
         ended_jobs: list[FinishedJob] = []
         if complete := self._admit():
             # Their first token is drawn from the logits that came with the KV. They are exactly the prefill engine's; a
@@ -191,9 +193,14 @@ class Runner:
             logits = torch.stack(rows).to(self.network.device, torch.float32)
             ended_jobs += self._sample(logits, np.array([job.slot for job in complete], np.int64))
         slots = self._select_slots()
-        if not len(slots):
-            return ended_jobs
-        table = self.table
+        for part in np.split(slots, len(slots)) if self._deterministic else [slots]:
+            if len(part):
+                ended_jobs += self._advance(part)
+        return ended_jobs
+
+    def _advance(self, slots: Ints) -> list[FinishedJob]:
+        """One forward pass over these slots, and sampling. Returns the requests that ended."""
+        began, table = time.perf_counter(), self.table
         start = table.kv[slots]
         end = np.minimum(table.known[slots], start + self._step_tokens)
         logits, order = self._logits(slots, start, end)
@@ -202,8 +209,7 @@ class Runner:
         whole = table.kv[slots] == table.known[slots]
         if not whole.all():  # a chunk of a long prompt: nothing to sample yet
             logits, slots = logits.index_select(0, to_device(np.flatnonzero(whole), logits.device)), slots[whole]
-        if len(slots):
-            ended_jobs += self._sample(logits, slots)
+        ended_jobs = self._sample(logits, slots) if len(slots) else []
         new = end - start
         # The step's time is split between prefill and decode by tokens: they share one forward pass.
         seconds, decoded, total = time.perf_counter() - began, int((new == 1).sum()), int(new.sum())
@@ -254,7 +260,7 @@ class Runner:
         complete = []
         while self._waiting:
             name, job = next(iter(self._waiting.items()))
-            claim = self.table.acquire(job.request.session, job.request.cache_salt, job.prompt)
+            claim = self.table.acquire(self._session(job), job.request.cache_salt, job.prompt)
             if claim is None:
                 break
             del self._waiting[name]
@@ -278,6 +284,10 @@ class Runner:
                 arrival=self._arrivals,
             )
         return complete
+
+    def _session(self, job: EngineJob) -> str:
+        """Under which a prefix is kept; '': none is."""
+        return "" if self._deterministic else job.request.session
 
     def _import(self, job: EngineJob, block: KvBlock) -> bool:
         """Extend a claimed slot's prefix with another engine's KV, if the KV is contiguous with the prefix and reaches
@@ -381,7 +391,7 @@ class Runner:
         kv = self._export(job) if (job.export or job.returns) and reason is not FinishReason.ABORT else None
         del self._running[job.request.request_id]
         del self._by_slot[slot]
-        table.retire(slot, "" if job.ends else job.request.session, job.request.cache_salt)
+        table.retire(slot, "" if job.ends else self._session(job), job.request.cache_salt)
         return FinishedJob(job, completion, kv)
 
     def _export(self, job: EngineJob) -> KvBlock:

@@ -236,6 +236,8 @@ def engine_actor(resolved: Resolved, directory: Path, assignment: Assignment) ->
         "--dtype",
         engine_dtype(resolved, torch_device(resolved, assignment)),
     ]
+    if resolved.run.deterministic:
+        arguments.append("--deterministic")
     return _program(resolved, directory, assignment, "rollart.engine", arguments)
 
 

@@ -410,6 +410,9 @@ def _training_problems(specs: Specs, linear: Sequence[str]) -> Iterator[RuleViol
             "training.routing_replay is true (rule: with embedded engines; those of kind vllm report no experts)",
             "leave it out",
         )
+    if specs.run.deterministic and (specs.cluster.engines.kind == "vllm" or specs.cluster.trainer.external is not None):
+        why = "deterministic is true (rule: with embedded engines and the embedded trainer)"
+        yield RuleViolation(("run", "deterministic"), why, "leave it out")
     lora = specs.run.training.lora
     if lora is not None and specs.cluster.engines.kind != "vllm" and lora.targets != ["all-linear"]:
         for name in lora.targets:

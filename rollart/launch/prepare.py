@@ -228,6 +228,7 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
             compile=shape.compile,
             bucket_mb=shape.bucket_mb,
         ),
+        deterministic=run.deterministic,
         published_dtype=None if run.weights.dtype == "trained" else run.weights.dtype,
     )
     path = run_dir / "trainer.json"

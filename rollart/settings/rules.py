@@ -42,6 +42,7 @@ def run_problems(run: RunSpec) -> list[RuleViolation]:
     """Every broken rule of a run spec, in file order."""
     problems = located(
         _model(run),
+        _deterministic(run),
         _rollout(run),
         _chat(run),
         _filter(run),
@@ -181,6 +182,21 @@ def _model(run: RunSpec) -> Violations:
     lag = LAG.get(run.schedule, run.staleness)
     if run.staleness != lag:
         yield f"staleness is {run.staleness} (rule: {lag} under `schedule: {run.schedule}`: stages follow each other)"
+
+
+def _deterministic(run: RunSpec) -> Violations:
+    """Nothing that is trained depends on what ends first."""
+    rollout = run.rollout
+    for broken, setting, rule in (
+        (run.schedule not in LAG, f"schedule {run.schedule}", "sync, sync_plus or one_off: one version per batch"),
+        (max(rollout.redundancy.groups, rollout.redundancy.size) > 1, "rollout.redundancy", "none: it takes the first"),
+        (rollout.tail_batching is not None, "rollout.tail_batching", "none: it takes the first"),
+        (rollout.filter.zero_variance, "rollout.filter.zero_variance", "none: it draws replacements as groups end"),
+        (run.fair, "shares of the run (rollout.fairness, floor or cap)", "quotas: shares follow what ends first"),
+        (run.batch.sampler != "fifo" or run.batch.tokens is not None, "batch.sampler or batch.tokens", "whole batches"),
+    ):
+        if run.deterministic and broken:
+            yield f"deterministic is given with {setting} (rule: {rule})"
 
 
 def _rollout(run: RunSpec) -> Violations:

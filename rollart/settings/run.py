@@ -476,6 +476,10 @@ class RunSpec(SpecEntry):
     """Name of the run; its directory under the runs directory is called after it."""
     seed: int = Field(default=0, ge=0)
     """Seed of every random stream, each derived by (seed, id)."""
+    deterministic: bool = False
+    """Two runs of this spec, on parts of one kind, end with the same weights, bit for bit: engines compute each
+    sequence alone, and functions score each item alone. For schedules whose stages follow each other; costs speed
+    (docs/training.md)."""
     model: ModelSpec
     """The policy."""
     # Not `paced`: on the quickstart `sync_plus` reaches the same success in 20 s, `paced` in 29 s as `rollart` does
@@ -539,6 +543,15 @@ class RunSpec(SpecEntry):
         if isinstance(schedule, str) and schedule in LAG and "staleness" not in data:
             return {**data, "staleness": LAG[schedule]}
         return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _items_alone(cls, data: Any) -> Any:
+        """With `deterministic`, since a function's arithmetic may depend on the batch that an item is in."""
+        if not isinstance(data, dict) or not data.get("deterministic") or not isinstance(data.get("functions"), list):
+            return data
+        alone = [{**entry, "batch_items": 1} if isinstance(entry, dict) else entry for entry in data["functions"]]
+        return {**data, "functions": alone}
 
     @model_validator(mode="before")
     @classmethod

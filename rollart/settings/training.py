@@ -333,7 +333,7 @@ class TrainerConfig(TrainingSpec):
     a CPU 1,000 to 4,000 cost the same, 8,000 at once cost 20–50 % more (caches, page faults); a GPU wants as many as
     its memory holds. `stream` takes a step's gradient group by group (`stream.py`), in `train` as well. `durable`
     fsyncs a published version before it becomes visible. `published_dtype`: the type of published weights; None: that
-    in which they are trained.
+    in which they are trained. `deterministic`: torch takes algorithms that sum in a fixed order.
     """
 
     model: PolicyConfig
@@ -348,6 +348,7 @@ class TrainerConfig(TrainingSpec):
     threads: int = Field(default=1, ge=1)
     device: str = "cpu"
     durable: bool = True
+    deterministic: bool = False
     published_dtype: Literal["bfloat16"] | None = None
 
     @model_validator(mode="before")

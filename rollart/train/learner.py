@@ -9,6 +9,7 @@ time.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -93,6 +94,9 @@ class Learner:
 
     def __init__(self, config: TrainerConfig, ranks: Ranks | None = None) -> None:
         torch.set_num_threads(config.threads)
+        if config.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS is refused
+            torch.use_deterministic_algorithms(True)
         self.config = config
         self.ranks = ranks or Ranks()
         # Sharding converts and moves one block at a time: neither the device nor the host has to hold a whole model.

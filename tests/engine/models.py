@@ -95,11 +95,19 @@ def runner(
     version: int = 0,
     step_tokens: int = 2048,
     dtype: torch.dtype = torch.float32,
+    deterministic: bool = False,
 ) -> Runner:
     architecture = read_architecture(directory)
     network = Network(architecture, context=context, device=DEVICE, dtype=dtype)
     network.load(read_tensors(directory))
-    return Runner(network, slots=slots, context=context, version=version, step_tokens=step_tokens)
+    return Runner(
+        network,
+        slots=slots,
+        context=context,
+        version=version,
+        step_tokens=step_tokens,
+        deterministic=deterministic,
+    )
 
 
 def job(

@@ -41,6 +41,26 @@ def test_a_seeded_request_repeats_itself_in_any_company(qwen: Path) -> None:
     assert sampled(runner(qwen, slots=4, step_tokens=5), list(range(10))) == alone
 
 
+def test_a_deterministic_engine_computes_the_same_bits_in_any_company(qwen: Path) -> None:
+    """With sessions whose prefixes another engine would keep or evict."""
+
+    def sampled(r: Runner, together: int) -> dict[str, tuple[float, ...]]:
+        said: dict[str, tuple[float, ...]] = {}
+        for turn in range(2):
+            prompts = random_prompts(6, seed=turn)
+            for first in range(0, 6, together):
+                for i in range(first, first + together):
+                    whole = [*prompts[i], *range(turn * 9)]
+                    r.add(job(f"{turn}-{i}", whole, session=f"s{i % 4}", max_tokens=4, temperature=0.9, seed=i))
+                said |= {name: f.completion.logprobs for name, f in finish(r).items()}
+        return said
+
+    alone = sampled(runner(qwen, step_tokens=16, deterministic=True), 1)
+    for slots, together in ((6, 6), (2, 3)):
+        assert sampled(runner(qwen, slots=slots, step_tokens=16, deterministic=True), together) == alone
+    assert sampled(runner(qwen, slots=6), 6) != sampled(runner(qwen), 1), "else this test shows nothing"
+
+
 def test_unseeded_requests_differ(qwen: Path) -> None:
     r = runner(qwen)
     for i in range(4):

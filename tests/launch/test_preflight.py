@@ -447,6 +447,11 @@ FILES = {
         ({}, {"pools__0__device": "NoSuchGPU"}, "'NoSuchGPU' has no price"),
         ({}, {"pools__0__device": "L4"}, "engine-0 on pool 'here' computes on a GPU, and the torch"),
         ({"training__routing_replay": True}, {"engines__kind": "vllm"}, "training.routing_replay is true"),
+        (
+            {"deterministic": True, "schedule": "sync", "staleness": 0},
+            {"engines__kind": "vllm"},
+            "deterministic is true (rule: with embedded",
+        ),
         ({"training__stream": True}, {"trainer__ranks": 1, "trainer__dtype": "bfloat16"}, "training.stream is true"),
         pytest.param(
             {"rollout": {"parallelism": {}}},

@@ -194,6 +194,18 @@ class TestRules:
     def test_sync_without_staleness_is_on_policy(self, write: Write) -> None:
         assert load_run(write(), ["schedule=sync"]).staleness == 0
 
+    def test_a_deterministic_run_trains_nothing_because_it_ends_first(self, write: Write) -> None:
+        """And its functions score each item alone."""
+        for override, expected in (
+            ("seed=1", "deterministic is given with schedule async (rule: sync, sync_plus or one_off"),
+            ("rollout.redundancy.groups=1.5", "deterministic is given with rollout.redundancy (rule: none"),
+            ("batch.tokens=900", "deterministic is given with batch.sampler or batch.tokens (rule: whole batches)"),
+            ("domains.0.cap=0.9", "deterministic is given with shares of the run"),
+        ):
+            assert expected in "\n".join(problems(write(), "deterministic=true", override))
+        run = load_run(write(), ["deterministic=true", "schedule=one_off", "functions.0.batch_items=9"])
+        assert [one.batch_items for one in run.functions] == [1]
+
 
 def test_cluster_and_price_rules(write: Write) -> None:
     pools = "name: c\npools: [{name: a, device: H800, count: 1}, {name: a, count: 2}]\nengines: {device: H80}\n"
