@@ -73,9 +73,7 @@ class GraphDecoder:
         length, which has too many values."""
         if not self.operations.ragged:
             return
-        self._device.fill_(0)
         for rows in reversed(self._sizes):
-            step_inputs(self._device, rows)[2] = self._cache.slots - 1
             if not self._capture or self._captured(rows, self._cache.context) is None:
                 return
 
@@ -87,6 +85,7 @@ class GraphDecoder:
         # The longest row's length, rounded up to a power of two within [`MIN_CAPTURED_LENGTH`, `context`].
         padded = min(context, max(MIN_CAPTURED_LENGTH, 1 << int(positions.max()).bit_length()))
         length = context if self.operations.ragged else padded
+        found = (self.graphs.get((rows, length)) or self._captured(rows, length)) if self._capture else None
         if self._copied is not None:
             self._copied.synchronize()  # the last step's copy ended long ago: its tokens were waited for
         staged = step_inputs(self._host, rows).numpy()
@@ -96,14 +95,11 @@ class GraphDecoder:
         self._device[:used].copy_(self._host[:used], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
-        if not self._capture:
+        if found is None:
             logits = self._run(rows, length, chosen)[:n]
             if chosen is not None:
                 chosen[:] = [numbers[:n] for numbers in chosen]
             return logits
-        found = self.graphs.get((rows, length)) or self._captured(rows, length)
-        if found is None:
-            return self._run(rows, length)[:n]
         graph, logits = found
         graph.replay()
         return logits[:n]
@@ -113,13 +109,16 @@ class GraphDecoder:
         return self._network.decode(tokens, positions, slots, self._cache, self.operations, length, chosen)
 
     def _captured(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
-        """Capture the step as a graph. None, now and in future, if this device or driver cannot."""
+        """Capture the step as a graph. None, now and in future, if this device or driver cannot. All rows are padding:
+        what a capture runs before the step would move the states of linear attention on."""
+        self._device.fill_(0)
+        step_inputs(self._device, rows)[2] = self._cache.slots - 1
         current_stream = torch.cuda.current_stream()
         try:
             capture_stream = torch.cuda.Stream(self._network.device)  # type: ignore[no-untyped-call]
             capture_stream.wait_stream(current_stream)
             with torch.cuda.stream(capture_stream):
-                for _ in range(WARM_UPS):  # harmless: they write the same values as the step
+                for _ in range(WARM_UPS):
                     self._run(rows, length)
             current_stream.wait_stream(capture_stream)
             graph = torch.cuda.CUDAGraph()
