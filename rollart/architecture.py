@@ -40,8 +40,19 @@ ATTENTION_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Linear modules that adapters take in a model with experts: peft adapts the experts of a layer as one module, whose
 merged form is another."""
 
-LINEAR = (*ATTENTION_LINEAR, "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
-"""Linear modules of a supported decoder layer; the last two are Phi-3's."""
+DELTA_LINEAR = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
+"""Linear modules of a layer with linear attention."""
+
+LINEAR = (
+    *ATTENTION_LINEAR,
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "qkv_proj",
+    "gate_up_proj",
+    *DELTA_LINEAR,
+)
+"""Linear modules of a supported decoder layer; `qkv_proj` and `gate_up_proj` are Phi-3's."""
 
 ROTARY_PARAMETERS: Mapping[str, Sequence[str]] = {
     "default": (),
@@ -101,6 +112,41 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearAttention:
+    """Attention by a gated delta network (Yang et al., "Gated Delta Networks: Improving Mamba2 with Delta Rule",
+    arXiv:2412.06464), the same in each layer that has it. A sequence has no keys and values there, but a state whose
+    size does not depend on its length: a matrix per value head, and the last inputs of a causal convolution over the
+    tokens. The state is that of all tokens so far, and of no shorter prefix."""
+
+    key_heads: int
+    value_heads: int
+    """A multiple of `key_heads`: as many consecutive ones share a query and a key."""
+    key_dim: int
+    value_dim: int
+    kernel: int
+    """Tokens under the convolution, the current one included."""
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values of a token, which pass through the convolution."""
+        return 2 * self.key_heads * self.key_dim + self.value_width
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def convolved(self) -> int:
+        """Elements of the convolution's part of a state."""
+        return self.channels * (self.kernel - 1)
+
+    @property
+    def state_size(self) -> int:
+        """Elements of a sequence's state in one layer."""
+        return self.convolved + self.value_heads * self.key_dim * self.value_dim
+
+
+@dataclass(frozen=True, slots=True)
 class ExpertLayers:
     """The layers whose MLP is a mixture of experts: each token runs through the `active` experts that the layer's
     router gives the largest probabilities."""
@@ -139,8 +185,8 @@ class Architecture:
     vocab: int
     norm_eps: float
     tied: bool
-    attention: tuple[Attention, ...]
-    """By layer."""
+    attention: tuple[Attention | None, ...]
+    """By layer; None: linear attention."""
     attention_scale: float
     """Factor of the products of queries and keys."""
     qk_norm: Literal["none", "head", "projection"]
@@ -162,6 +208,10 @@ class Architecture:
     """True if the checkpoint has one matrix for queries, keys and values, and one for gate and up."""
     experts: ExpertLayers | None
     """None: every layer has a dense MLP."""
+    gated: bool
+    """True if the query projection has a gate beside each head's query; its sigmoid scales the head's result."""
+    linear: LinearAttention | None
+    """None: no layer has linear attention."""
     eos: tuple[int, ...] = field(compare=False)
     """End-of-sequence ids. Not compared: a trainer may publish weights without a generation config."""
 
@@ -175,12 +225,14 @@ class Architecture:
         """True for a decoder like Llama's and Qwen's: all that the fused kernels compute."""
         first = self.attention[0]
         return (
-            all(one == first for one in self.attention)
+            first is not None
+            and all(one == first for one in self.attention)
             and first.window is None
             and first.rotary is not None
             and first.rotary.dim == self.head_dim
             and self.attention_scale == self.head_dim**-0.5
             and self.attention_cap is None
+            and not self.gated
             and self.qk_norm != "projection"
             and self.norms == "before"
             and not self.norm_offset
@@ -258,6 +310,11 @@ class DecoderFamily:
     fused: bool = False
     experts: bool = False
     """True if layers are mixtures of experts, but for those of `mlp_only_layers` and `decoder_sparse_step`."""
+    hybrid: bool = False
+    """Linear attention by `layer_types`, else in all but every `full_attention_interval`-th layer; gated attention in
+    the others. Weights of norms are offsets from 1."""
+    rotated: float = 1.0
+    """Share of a head's elements that are rotated, where `partial_rotary_factor` is left out."""
 
 
 FAMILIES: Mapping[str, DecoderFamily] = {
@@ -293,11 +350,18 @@ FAMILIES: Mapping[str, DecoderFamily] = {
     "Qwen3MoeForCausalLM": DecoderFamily(
         "qwen3_moe", qk_norm="head", windows=_all_where_asked, window=4096, experts=True
     ),
+    "Qwen3_5ForCausalLM": DecoderFamily("qwen3_5_text", qk_norm="head", head_dim=256, hybrid=True, rotated=0.25),
     "SmolLM3ForCausalLM": DecoderFamily(
         "smollm3", mlp_bias=True, windows=_where_asked, no_rotary=4, theta=2_000_000.0, tied=True
     ),
 }
 """The decoders that the embedded engine computes, by the name of their architecture."""
+
+TEXT_PARTS: Mapping[str, str] = {"Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM"}
+"""By the architecture of a multimodal checkpoint, that of its text part, which alone is computed."""
+
+TEXT_PREFIX = "model.language_model."
+"""Prefix of the tensors of a multimodal checkpoint's text part, which has `model.` in a checkpoint of its own."""
 
 
 def read_architecture(directory: str | Path) -> Architecture:
@@ -315,6 +379,7 @@ def read_architecture(directory: str | Path) -> Architecture:
 def architecture_of(config: Mapping[str, Any], path: str | Path) -> Architecture:
     """The architecture of a parsed `config.json`; `path` is its origin. `UsageError` for settings that the embedded
     engine does not support, or would compute wrongly if it ignored them."""
+    config = _text_part(config)
     name, family = _family(config, path)
     _check_sizes(config, path)
     if config.get("quantization_config"):
@@ -326,6 +391,7 @@ def architecture_of(config: Mapping[str, Any], path: str | Path) -> Architecture
     bias = bool(config.get("attention_bias")) if family.qkv_bias is None else False
     eos = config.get("eos_token_id")
     scalar = float(config.get("query_pre_attn_scalar", 256)) if family.gemma else float(head_dim)
+    attention = _attention(config, path, family, head_dim)
     return Architecture(
         family=name,
         layers=int(config["num_hidden_layers"]),
@@ -337,11 +403,11 @@ def architecture_of(config: Mapping[str, Any], path: str | Path) -> Architecture
         vocab=int(config["vocab_size"]),
         norm_eps=float(config.get("rms_norm_eps", family.norm_eps)),
         tied=bool(config.get("tie_word_embeddings", family.tied)),
-        attention=_attention(config, path, family, head_dim),
+        attention=attention,
         attention_scale=scalar**-0.5,
         qk_norm=family.qk_norm,
         norms=family.norms,
-        norm_offset=1.0 if family.gemma else 0.0,
+        norm_offset=1.0 if family.gemma or family.hybrid else 0.0,
         qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
         out_bias=bias,
         mlp_bias=family.mlp_bias and bool(config.get("mlp_bias")),
@@ -351,6 +417,8 @@ def architecture_of(config: Mapping[str, Any], path: str | Path) -> Architecture
         logit_cap=config.get("final_logit_softcapping", family.logit_cap) if family.gemma else None,
         fused=family.fused,
         experts=_experts(config, path) if family.experts else None,
+        gated=family.hybrid,
+        linear=_linear(config, path) if None in attention else None,
         eos=tuple(int(token) for token in (eos if isinstance(eos, list) else [eos]) if token is not None),
     )
 
@@ -359,7 +427,7 @@ def refuse_longer_context(architecture: Architecture, context: int) -> None:
     """`UsageError` for a context that the rotary embeddings do not cover here. Beyond the original length, `longrope`
     has other frequencies, for all tokens of a sequence that becomes so long."""
     for one in architecture.attention:
-        if one.rotary is not None and one.rotary.kind == "longrope":
+        if one is not None and one.rotary is not None and one.rotary.kind == "longrope":
             most = int(one.rotary.scaling["original_max_position_embeddings"])
             if context > most:
                 raise UsageError(
@@ -478,6 +546,15 @@ def _family(config: Mapping[str, Any], path: str | Path) -> tuple[str, DecoderFa
     return name, FAMILIES[name]
 
 
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of a multimodal checkpoint's text part; any other is returned as it is."""
+    name, text = TEXT_PARTS.get(str((config.get("architectures") or [""])[0])), config.get("text_config")
+    if name is None or not isinstance(text, Mapping):
+        return config
+    shared = {key: config[key] for key in ("tie_word_embeddings", "eos_token_id") if config.get(key) is not None}
+    return {**shared, **text, "architectures": [name]}
+
+
 def _check_sizes(config: Mapping[str, Any], path: str | Path) -> None:
     for key in SIZES:
         if not isinstance(config.get(key), int) or config[key] < 1:
@@ -516,6 +593,29 @@ def _experts(config: Mapping[str, Any], path: str | Path) -> ExpertLayers | None
     return sparse if sparse.layers else None
 
 
+def _linear(config: Mapping[str, Any], path: str | Path) -> LinearAttention:
+    sizes = {
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    }
+    found = {key: config.get(key, default) for key, default in sizes.items()}
+    for key, value in found.items():
+        if not isinstance(value, int) or value < 1:
+            raise UsageError(f"{path}: {key} is {value!r} (rule: a size, 1 or more)")
+    linear = LinearAttention(*found.values())
+    if linear.value_heads % linear.key_heads:
+        raise UsageError(
+            f"{path}: linear_num_value_heads is {linear.value_heads} and linear_num_key_heads {linear.key_heads} "
+            "(rule: a multiple)"
+        )
+    if _activation(config, path) != "silu":
+        raise UsageError(f"{path}: activation {config['hidden_act']} is not supported in linear attention")
+    return linear
+
+
 def _activation(config: Mapping[str, Any], path: str | Path) -> Literal["silu", "gelu_tanh"]:
     name = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     match name:
@@ -528,11 +628,12 @@ def _activation(config: Mapping[str, Any], path: str | Path) -> Literal["silu", 
 
 def _attention(
     config: Mapping[str, Any], path: str | Path, family: DecoderFamily, head_dim: int
-) -> tuple[Attention, ...]:
+) -> tuple[Attention | None, ...]:
     window = config.get("sliding_window", family.window)
     layers = int(config["num_hidden_layers"])
     windows = family.windows({**config, "sliding_window": window})
-    if family.windows is _no_windows and set(config.get("layer_types") or ()) - {"full_attention"}:
+    linear = _linear_layers(config, path) if family.hybrid else [False] * layers
+    if family.windows is _no_windows and set(config.get("layer_types") or ()) - {"full_attention"} and not any(linear):
         raise UsageError(f"{path}: layer_types is {config['layer_types']}, which {family.model_type} does not have")
     if len(windows) != layers or (any(windows) and not (isinstance(window, int) and window > 0)):
         raise UsageError(
@@ -545,9 +646,22 @@ def _attention(
         interval = int(config.get("no_rope_layer_interval", family.no_rotary)) if family.no_rotary else layers + 1
         used = [(layer + 1) % interval != 0 for layer in range(layers)]
     return tuple(
-        Attention(int(window) if sliding else None, rotary[sliding] if used[layer] else None)
+        None if linear[layer] else Attention(int(window) if sliding else None, rotary[sliding] if used[layer] else None)
         for layer, sliding in enumerate(windows)
     )
+
+
+def _linear_layers(config: Mapping[str, Any], path: str | Path) -> list[bool]:
+    """By `layer_types`, else all but every `full_attention_interval`-th layer."""
+    layers, kinds = int(config["num_hidden_layers"]), config.get("layer_types")
+    if not kinds:
+        interval = int(config.get("full_attention_interval", 4))
+        kinds = ["linear_attention" if (n + 1) % max(interval, 1) else "full_attention" for n in range(layers)]
+    if len(kinds) != layers or set(kinds) - {"linear_attention", "full_attention"}:
+        raise UsageError(
+            f"{path}: layer_types is {kinds} (rule: linear_attention or full_attention for each of {layers} layers)"
+        )
+    return [kind == "linear_attention" for kind in kinds]
 
 
 def _rotary(
@@ -562,7 +676,7 @@ def _rotary(
     if sliding and family.window_theta is not None:
         theta = config.get("rope_local_base_freq") or family.window_theta
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    share = float(parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)))
+    share = float(parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", family.rotated)))
     dim = int(head_dim * share)
     if not 0 < dim <= head_dim or dim % 2:
         raise UsageError(

@@ -175,7 +175,7 @@ class KvHandoffs:
         def cut() -> list[memoryview]:
             block = decode_block(data, export.token)
             if before is not None:
-                return encode_block(replace(before, logits=block.logits), export.token)
+                return encode_block(replace(before, logits=block.logits, states=block.states), export.token)
             return encode_block(block.cut(min(start, len(block.token_ids))), export.token)
 
         return await _off_loop(export.size, cut)
@@ -477,7 +477,7 @@ def parse_kv_source(params: Mapping[str, object] | None, *, timeout_s: float) ->
 
 def encode_block(block: KvBlock, token: str = "") -> list[memoryview]:
     """Encode as: length of the header and CRC-32 of everything that follows (8 bytes each, little endian), JSON header,
-    then keys, values, logits and experts, which are not copied. The header holds the token required to pull the block.
+    then the block's tensors, which are not copied. The header holds the token required to pull the block.
     """
     payload = [_bytes(t) for t in block.parts]
     header = json.dumps(
@@ -491,6 +491,7 @@ def encode_block(block: KvBlock, token: str = "") -> list[memoryview]:
             "vocab": 0 if block.logits is None else len(block.logits),
         }
         | ({} if block.experts is None else {"experts": list(block.experts.shape)})
+        | ({} if block.states is None else {"states": list(block.states.shape)})
     ).encode()
     header += b" " * (-(BLOCK_PREFIX.size + len(header)) % BLOCK_ALIGN)
     crc = zlib.crc32(header)
@@ -515,7 +516,8 @@ def decode_block(data: bytes | bytearray | mmap.mmap, token: str = "") -> KvBloc
         shape, dtype, vocab = tuple(header["shape"]), DTYPES[header["dtype"]], int(header["vocab"])
         count = math.prod(shape)
         logits_at = begin + 2 * count * dtype.itemsize
-        experts, experts_at = tuple(header.get("experts", ())), logits_at + 4 * vocab
+        states, states_at = tuple(header.get("states", ())), logits_at + 4 * vocab
+        experts, experts_at = tuple(header.get("experts", ())), states_at + (4 * math.prod(states) if states else 0)
         expected = experts_at + (math.prod(experts) if experts else 0)
         if len(buffer) != expected:
             raise ValueError(f"it has {len(buffer)} bytes, its header says {expected}")
@@ -527,6 +529,7 @@ def decode_block(data: bytes | bytearray | mmap.mmap, token: str = "") -> KvBloc
             start=int(header["start"]),
             logits=_tensor(buffer, torch.float32, (vocab,), logits_at) if vocab else None,
             experts=_tensor(buffer, torch.uint8, experts, experts_at) if experts else None,
+            states=_tensor(buffer, torch.float32, states, states_at) if states else None,
         )
     except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise HandoffFailed(f"the pull brought no valid KV: {error}", remedy="prefill again") from error

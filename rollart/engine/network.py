@@ -8,7 +8,8 @@ Tokens of all rows are packed without padding, so that the linear layers, which 
 padding. Attention needs rectangles: rows are grouped by similar length (at most a factor of two apart), and only the
 queries are padded. A decoding row is simply a row with one new token.
 
-One decoder computes all families: `Architecture` says which norms, biases, positions, windows and soft caps it has.
+One decoder computes all families: `Architecture` says which norms, biases, positions, windows and soft caps it has,
+and which layers have linear attention.
 """
 
 from __future__ import annotations
@@ -22,9 +23,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rollart.architecture import Architecture, ExpertLayers, expert_parts, refuse_longer_context
-from rollart.engine.cache import KvCache
-from rollart.engine.operations import TorchOperations, causal_mask, gate, norm_heads, rms_norm, scaled_attention
+from rollart.architecture import Architecture, ExpertLayers, LinearAttention, expert_parts, refuse_longer_context
+from rollart.engine.cache import KvCache, LinearStates
+from rollart.engine.delta import convolve, delta_chunks, delta_step
+from rollart.engine.operations import (
+    TorchOperations,
+    causal_mask,
+    gate,
+    norm_heads,
+    rms_norm,
+    scaled_attention,
+    separate_gates,
+)
 from rollart.engine.rotary import Tables, rotary_tables, rotate
 from rollart.engine.sampling import to_device
 from rollart.errors import UsageError
@@ -51,16 +61,25 @@ class Network:
         def empty(*shape: int) -> Tensor:
             return torch.zeros(shape, device=device, dtype=dtype)
 
-        def layer(i: int) -> _Layer:
-            queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
+        def attention(i: int) -> SoftmaxAttention | DeltaAttention:
+            if a.attention[i] is None:
+                assert a.linear is not None
+                return DeltaAttention(a, a.linear, empty)
+            values, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
+            queries = 2 * values if a.gated else values
             qkv = linear(queries + 2 * keys, a.hidden, bias=a.qkv_bias)
-            return _Layer(
-                norm_in=norm(a.hidden) if a.norms != "after" else None,
+            return SoftmaxAttention(
                 qkv=qkv,
                 q=qkv.rows(0, queries),
                 kv=qkv.rows(queries, queries + 2 * keys),
                 qk_scale=norm(a.heads + a.kv_heads, a.head_dim) if a.qk_norm != "none" else None,
-                out=linear(a.hidden, queries, bias=a.out_bias),
+                out=linear(a.hidden, values, bias=a.out_bias),
+            )
+
+        def layer(i: int) -> _Layer:
+            return _Layer(
+                norm_in=norm(a.hidden) if a.norms != "after" else None,
+                attention=attention(i),
                 norm_out=norm(a.hidden) if a.norms != "before" else None,
                 norm_mid=norm(a.hidden) if a.norms != "after" else None,
                 mlp=SparseMlp(a, a.experts, empty)
@@ -85,13 +104,14 @@ class Network:
         self._layers = [layer(i) for i in range(a.layers)]
         self._embedding_scale = torch.tensor(a.embedding_scale, device=device, dtype=dtype)
         refuse_longer_context(a, context)
-        rotaries = list(dict.fromkeys(one.rotary for one in a.attention if one.rotary is not None))
+        used = [None if one is None else one.rotary for one in a.attention]
+        rotaries = list(dict.fromkeys(one for one in used if one is not None))
         self.tables = [rotary_tables(one, context, device, dtype) for one in rotaries]
         """The distinct rotary tables."""
-        self._table_of = [None if one.rotary is None else rotaries.index(one.rotary) for one in a.attention]
-        self.windows = list(dict.fromkeys(one.window for one in a.attention))
+        self._table_of = [None if one is None else rotaries.index(one) for one in used]
+        self.windows = list(dict.fromkeys(one.window for one in a.attention if one is not None))
         """The distinct attention windows, in keys; None: all keys."""
-        self._window_of = [self.windows.index(one.window) for one in a.attention]
+        self._window_of = [0 if one is None else self.windows.index(one.window) for one in a.attention]
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the tensors that a checkpoint of this architecture holds."""
@@ -121,15 +141,16 @@ class Network:
         self.check(tensors)
         for name, target in self.weight_targets():
             target.copy_(tensors[name])
-            if "norm" in name and self.architecture.norm_offset:
+            if "norm" in name and "linear_attn" not in name and self.architecture.norm_offset:
                 target.add_(self.architecture.norm_offset)
         self._head.pack()
         for layer in self._layers:
             dense = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, DenseMlp) else ()
-            for matrix in (layer.qkv, layer.out, *dense):
+            for matrix in (*layer.attention.matrices, *dense):
                 matrix.pack()
-        for matrix in (self._layers[-1].q, self._layers[-1].kv):
-            matrix.pack()
+        if isinstance(final := self._layers[-1].attention, SoftmaxAttention):
+            final.q.pack()
+            final.kv.pack()
 
     def forward(self, batch: PackedBatch, cache: KvCache, chosen: list[Tensor] | None = None) -> Tensor:
         """Write the batch's keys and values into the cache; return fp32 logits `[rows, vocab]` of the last tokens.
@@ -139,26 +160,16 @@ class Network:
         tables = [_select(one, batch.positions) for one in self.tables]
         final = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
-            table = None if (t := self._table_of[i]) is None else tables[t]
+            last = batch.last if i == final else None
             h = x if layer.norm_in is None else self._rms(x, layer.norm_in)
-            if i == final and (last := batch.last) is not None:  # keys and values of all, queries of each row's last
-                scale_q = scale_k = None
-                if layer.qk_scale is not None:
-                    scale_q, scale_k = layer.qk_scale[: a.heads], layer.qk_scale[a.heads :]
-                kv = layer.kv(h).view(x.shape[0], 2 * a.kv_heads, a.head_dim)
-                keys = self._positioned(norm_heads(a, kv[:, : a.kv_heads], scale_k, 0), table)
-                cache.write(i, batch.write, keys, kv[:, a.kv_heads :])
-                q = layer.q(h.index_select(0, last)).view(-1, a.heads, a.head_dim)
-                q = norm_heads(a, q, scale_q, a.heads)
-                q = self._positioned(q, None if table is None else _select(table, last))
-                x, attended = x.index_select(0, last), self._attention(i, q, batch, cache, tail=True)
+            if isinstance(layer.attention, DeltaAttention):
+                attended = layer.attention(h, batch.groups, cache.linear[i])
+                attended = attended if last is None else attended.index_select(0, last)
             else:
-                qkv = layer.qkv(h).view(x.shape[0], a.heads + 2 * a.kv_heads, a.head_dim)
-                qk = norm_heads(a, qkv[:, : a.heads + a.kv_heads], layer.qk_scale, a.heads)
-                qk = self._positioned(qk, table)
-                cache.write(i, batch.write, qk[:, a.heads :], qkv[:, a.heads + a.kv_heads :])
-                attended = self._attention(i, qk[:, : a.heads], batch, cache, tail=False)
-            x = x + self._out(layer.out(attended), layer.norm_out)
+                table = None if (t := self._table_of[i]) is None else tables[t]
+                attended = self._attended(i, layer.attention, h, table, batch, cache, last)
+            x = x if last is None else x.index_select(0, last)
+            x = x + self._out(layer.attention.out(attended), layer.norm_out)
             h = x if layer.norm_mid is None else self._rms(x, layer.norm_mid)
             mlp = layer.mlp
             h = mlp.down(gate(a, mlp.gate_up(h))) if isinstance(mlp, DenseMlp) else mlp(h, chosen)
@@ -177,19 +188,56 @@ class Network:
     ) -> Tensor:
         """`forward` of rows with one new token each `[R]`, in shapes that depend on `R` and `length` alone, where
         positions are below `length`: fp32 logits `[R, vocab]`."""
+        a = self.architecture
         x, delta = self._embedded(tokens), None
         for i, layer in enumerate(self._layers):
-            keys, values, window = cache.keys[i], cache.values[i], self.windows[self._window_of[i]]
             x, h = operations.add_norm(x, delta, layer.norm_in)
-            qkv, table = layer.qkv(h), self._table_of[i]
-            queries = operations.place(qkv, layer.qk_scale, slots, positions, keys, values, table)
-            attended = operations.attend(queries, keys, values, slots, positions, length, window)
-            x, h = operations.add_norm(x, self._out(layer.out(attended), layer.norm_out), layer.norm_mid)
+            attention = layer.attention
+            if isinstance(attention, DeltaAttention):
+                attended = attention.decode(h, slots, positions, cache.linear[i])
+            else:
+                (keys, values), window = cache.layers[i], self.windows[self._window_of[i]]
+                (qkv, gates), table = separate_gates(a, attention.qkv(h)), self._table_of[i]
+                queries = operations.place(qkv, attention.qk_scale, slots, positions, keys, values, table)
+                attended = operations.attend(queries, keys, values, slots, positions, length, window)
+                attended = attended if gates is None else attended * gates.sigmoid()
+            x, h = operations.add_norm(x, self._out(attention.out(attended), layer.norm_out), layer.norm_mid)
             mlp = layer.mlp
             h = mlp.down(operations.gate(mlp.gate_up(h))) if isinstance(mlp, DenseMlp) else mlp(h, chosen)
             delta = self._out(h, layer.norm_down)
         _, h = operations.add_norm(x, delta, self._norm)
         return self._logits(h)
+
+    def _attended(
+        self,
+        i: int,
+        attention: SoftmaxAttention,
+        h: Tensor,
+        table: Tables | None,
+        batch: PackedBatch,
+        cache: KvCache,
+        last: Tensor | None,
+    ) -> Tensor:
+        """The result of attention `[T, heads * head_dim]`, before the output projection. With `last` the keys and
+        values of all tokens, but the queries of each row's last alone: `[R, ...]`."""
+        a, scale = self.architecture, attention.qk_scale
+        if last is not None:
+            scale_q, scale_k = (None, None) if scale is None else (scale[: a.heads], scale[a.heads :])
+            kv = attention.kv(h).view(h.shape[0], 2 * a.kv_heads, a.head_dim)
+            keys = self._positioned(norm_heads(a, kv[:, : a.kv_heads], scale_k, 0), table)
+            cache.write(i, batch.write, keys, kv[:, a.kv_heads :])
+            q, gates = separate_gates(a, attention.q(h.index_select(0, last)))
+            q = norm_heads(a, q.view(-1, a.heads, a.head_dim), scale_q, a.heads)
+            q = self._positioned(q, None if table is None else _select(table, last))
+        else:
+            qkv, gates = separate_gates(a, attention.qkv(h))
+            qkv = qkv.view(h.shape[0], a.heads + 2 * a.kv_heads, a.head_dim)
+            qk = norm_heads(a, qkv[:, : a.heads + a.kv_heads], scale, a.heads)
+            qk = self._positioned(qk, table)
+            cache.write(i, batch.write, qk[:, a.heads :], qkv[:, a.heads + a.kv_heads :])
+            q = qk[:, : a.heads]
+        attended = self._attention(i, q, batch, cache, tail=last is not None)
+        return attended if gates is None else attended * gates.sigmoid()
 
     def _attention(self, i: int, q: Tensor, batch: PackedBatch, cache: KvCache, *, tail: bool) -> Tensor:
         """Attend group by group. `q`: `[T, heads, head_dim]`, or `[R, ...]` for the rows' last tokens (`tail`)."""
@@ -278,6 +326,103 @@ class BlockedLinear:
 
 
 @dataclass(frozen=True, slots=True)
+class SoftmaxAttention:
+    """The attention of one layer over keys and values. `q` and `kv` are parts of `qkv`; `qk_scale`
+    `[heads + kv_heads, head_dim]` is the q/k norm. In a gated decoder a head has two rows of `q`: its query's and its
+    gate's."""
+
+    qkv: BlockedLinear
+    q: BlockedLinear
+    kv: BlockedLinear
+    qk_scale: Tensor | None
+    out: BlockedLinear
+
+    @property
+    def matrices(self) -> Sequence[BlockedLinear]:
+        return self.qkv, self.out
+
+    def weight_targets(self, a: Architecture) -> Iterator[tuple[str, Tensor]]:
+        if self.qk_scale is not None:
+            for name, scale in (("q", self.qk_scale[: a.heads]), ("k", self.qk_scale[a.heads :])):
+                yield f"self_attn.{name}_norm.weight", scale.view(-1) if a.qk_norm == "projection" else scale
+        q, kv = self.q.weight.shape[0], a.kv_heads * a.head_dim
+        yield from _parts("self_attn", self.qkv, {"qkv": 0} if a.fused else {"q": q, "k": kv, "v": kv})
+        yield from _parts("self_attn", self.out, {"o": 0})
+
+
+class DeltaAttention:
+    """The linear attention of one layer, by a gated delta network. `weight_targets` are filled by the owner.
+
+    A row's states are read, and written after its tokens; a row that starts at position 0 starts with empty ones, so
+    that nothing need clear a slot. Convolution in the type of the weights, memory in fp32."""
+
+    def __init__(self, a: Architecture, linear: LinearAttention, empty: Callable[..., Tensor]) -> None:
+        self._linear, self._eps = linear, a.norm_eps
+        self._widths = [linear.channels, linear.value_width, linear.value_heads, linear.value_heads]
+        self._inputs = BlockedLinear(empty(sum(self._widths), a.hidden))
+        self._taps = empty(linear.channels, 1, linear.kernel)
+        self._norm = empty(linear.value_dim)
+        self._rates, self._offsets = (empty(linear.value_heads).float() for _ in range(2))
+        self.out = BlockedLinear(empty(a.hidden, linear.value_width))
+
+    @property
+    def matrices(self) -> Sequence[BlockedLinear]:
+        return self._inputs, self.out
+
+    def __call__(self, x: Tensor, groups: Sequence[AttentionGroup], states: LinearStates) -> Tensor:
+        """`x` `[T, hidden]` to `[T, value_heads * value_dim]`, before the output projection."""
+        projected, outputs = self._inputs(x), []
+        for g in groups:
+            assert g.resumed is not None
+            part, rows = projected[g.t0 : g.t1], g.r1 - g.r0
+            part = part if g.pad is None else part.index_select(0, g.pad)
+            lengths = None if g.pad is None else g.lengths
+            out = self._attend(part.view(rows, g.width, -1), g.slots, g.resumed, lengths, states)
+            out = out.view(rows * g.width, -1)
+            outputs.append(out if g.keep is None else out.index_select(0, g.keep))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def decode(self, x: Tensor, slots: Tensor, positions: Tensor, states: LinearStates) -> Tensor:
+        """The same for one token per row, `x` `[R, hidden]`, in shapes that depend on `R` alone."""
+        return self._attend(self._inputs(x)[:, None], slots, positions > 0, None, states)[:, 0]
+
+    def _attend(
+        self, projected: Tensor, slots: slice | Tensor, resumed: Tensor, lengths: Tensor | None, states: LinearStates
+    ) -> Tensor:
+        """`projected` `[rows, width, ...]` to `[rows, width, value_heads * value_dim]`. `resumed` `[rows]`: rows that
+        continue the states of their slots. `lengths` `[rows]`: tokens of each row, if some are padding."""
+        n, (rows, width, _) = self._linear, projected.shape
+        mixed, gates, strengths, decays = torch.split(projected, self._widths, -1)
+        convolved, memory = states.read(slots)
+        convolved = convolved.masked_fill(~resumed[:, None, None], 0.0)
+        memory = memory.masked_fill(~resumed[:, None, None, None], 0.0)
+        mixed, convolved = convolve(mixed, convolved, self._taps, lengths)
+        keys = n.key_heads * n.key_dim
+        q, k, v = torch.split(F.silu(mixed).float(), [keys, keys, n.value_width], -1)
+        q, k = (part.view(rows, width, n.key_heads, n.key_dim) for part in (q, k))
+        v = v.view(rows, width, n.value_heads, n.value_dim)
+        strength = strengths.float().sigmoid()
+        decay = -self._rates.exp() * F.softplus(decays.float() + self._offsets)
+        if lengths is not None:  # padding leaves the memory as it is
+            padding = torch.arange(width, device=lengths.device) >= lengths[:, None]
+            strength, decay = (part.masked_fill(padding[:, :, None], 0.0) for part in (strength, decay))
+        out, memory = (delta_step if width == 1 else delta_chunks)(q, k, v, decay, strength, memory)
+        states.write(slots, convolved, memory)
+        out = F.rms_norm(out, (n.value_dim,), self._norm.float(), self._eps).flatten(2)
+        return (out * F.silu(gates.float())).to(projected.dtype)
+
+    def weight_targets(self, a: Architecture) -> Iterator[tuple[str, Tensor]]:
+        parts = torch.split(self._inputs.weight, self._widths)
+        for name, part in zip(("qkv", "z", "b", "a"), parts, strict=True):
+            yield f"linear_attn.in_proj_{name}.weight", part
+        yield "linear_attn.conv1d.weight", self._taps
+        yield "linear_attn.A_log", self._rates
+        yield "linear_attn.dt_bias", self._offsets
+        yield "linear_attn.norm.weight", self._norm
+        yield from _parts("linear_attn", self.out, {"out": 0})
+
+
+@dataclass(frozen=True, slots=True)
 class DenseMlp:
     """The MLP of a layer without experts."""
 
@@ -347,6 +492,8 @@ class AttentionGroup:
     `pad` `[rows * width]` picks each padded query from the group's tokens and `keep` `[t1 - t0]` picks the real
     ones back (None where no row is shorter than `width`). `masks` are additive, a pair for each window of the network:
     of all tokens, `[rows, 1, width * heads per kv head or 1, length]`, and of each row's last, `[rows, 1, 1, length]`.
+    `lengths` `[rows]` counts each row's tokens, and `resumed` `[rows]` is true where they continue a slot's states
+    (None in a network without linear attention).
     """
 
     r0: int
@@ -359,6 +506,8 @@ class AttentionGroup:
     pad: Tensor | None
     keep: Tensor | None
     masks: tuple[tuple[Tensor, Tensor], ...]
+    lengths: Tensor | None
+    resumed: Tensor | None
 
 
 def pack_batch(network: Network, table: Ints, slots: Ints, start: Ints, end: Ints, *, context: int) -> PackedBatch:
@@ -393,14 +542,10 @@ def pack_batch(network: Network, table: Ints, slots: Ints, start: Ints, end: Int
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One decoder layer. `q` and `kv` are parts of `qkv`; `qk_scale` `[heads + kv_heads, head_dim]` is the q/k norm."""
+    """One decoder layer."""
 
     norm_in: Tensor | None
-    qkv: BlockedLinear
-    q: BlockedLinear
-    kv: BlockedLinear
-    qk_scale: Tensor | None
-    out: BlockedLinear
+    attention: SoftmaxAttention | DeltaAttention
     norm_out: Tensor | None
     norm_mid: Tensor | None
     mlp: DenseMlp | SparseMlp
@@ -412,12 +557,7 @@ class _Layer:
         for name, norm in zip(NORM_NAMES[a.norms], norms, strict=True):
             if norm is not None:
                 yield f"{name}_layernorm.weight", norm
-        if self.qk_scale is not None:
-            for name, scale in (("q", self.qk_scale[: a.heads]), ("k", self.qk_scale[a.heads :])):
-                yield f"self_attn.{name}_norm.weight", scale.view(-1) if a.qk_norm == "projection" else scale
-        q, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-        yield from _parts("self_attn", self.qkv, {"qkv": 0} if a.fused else {"q": q, "k": kv, "v": kv})
-        yield from _parts("self_attn", self.out, {"o": 0})
+        yield from self.attention.weight_targets(a)
         if isinstance(self.mlp, SparseMlp):
             yield from self.mlp.weight_targets()
             return
@@ -447,15 +587,16 @@ def _select(tables: Tables, at: Tensor) -> Tables:
 
 
 def _group(network: Network, a: int, b: int, slots: Ints, start: Ints, lengths: Ints, offsets: Ints) -> AttentionGroup:
-    """The rows [a, b). With one layer only, just each row's last query is ever computed: both masks are its."""
-    device, per_kv_head = network.device, network.architecture.group
+    """The rows [a, b). With one layer of attention only, just each row's last query is ever computed: both masks are
+    its."""
+    device, per_kv_head, linear = network.device, network.architecture.group, network.architecture.linear
     slots, start, lengths = slots[a:b], start[a:b], lengths[a:b]
     rows, width = b - a, int(lengths.max())
     final = start + lengths - 1
     length = int(final.max()) + 1
     keys = torch.arange(length, device=device)
     pad = keep = queries = None
-    if width > 1 and network.architecture.layers > 1:
+    if width > 1 and (network.architecture.layers > 1 or linear is not None):
         step = np.minimum(np.arange(width), lengths[:, None] - 1)
         if int(lengths.min()) < width:
             local = offsets[a:b] - offsets[a]
@@ -473,4 +614,17 @@ def _group(network: Network, a: int, b: int, slots: Ints, start: Ints, lengths: 
         masks.append((mask, tail_mask))
     run = int(slots[-1]) - int(slots[0]) + 1 == rows
     where = slice(int(slots[0]), int(slots[-1]) + 1) if run else to_device(slots, device)
-    return AttentionGroup(a, b, int(offsets[a]), int(offsets[b]), width, length, where, pad, keep, tuple(masks))
+    return AttentionGroup(
+        r0=a,
+        r1=b,
+        t0=int(offsets[a]),
+        t1=int(offsets[b]),
+        width=width,
+        length=length,
+        slots=where,
+        pad=pad,
+        keep=keep,
+        masks=tuple(masks),
+        lengths=None if linear is None else to_device(lengths, device),
+        resumed=None if linear is None else to_device(start, device) > 0,
+    )

@@ -50,6 +50,16 @@ def scaled_attention(a: Architecture, queries: Tensor, keys: Tensor, values: Ten
     return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
 
 
+def separate_gates(a: Architecture, projected: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Take the gates out of `projected` `[n, ...]`, which starts with the queries, each head's beside its gate if the
+    decoder is `gated`: what is left, and the gates `[n, heads * head_dim]`, if any."""
+    if not a.gated:
+        return projected, None
+    wide = 2 * a.heads * a.head_dim
+    queries, gates = projected[:, :wide].view(-1, a.heads, 2, a.head_dim).unbind(2)
+    return torch.cat((queries.flatten(1), projected[:, wide:]), 1), gates.flatten(1)
+
+
 def causal_mask(keys: Tensor, queries: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
     """Additive mask: a query sees keys up to its own position, the last `window` of them. Positions are broadcast."""
     hidden = keys > queries

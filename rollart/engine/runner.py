@@ -65,7 +65,8 @@ class Runner:
             dtype=network.dtype,
         )
         self.decoder = GraphDecoder(network, self.cache) if decodes else None
-        self.table = SlotTable(slots, context, network.architecture.experts)
+        a = network.architecture
+        self.table = SlotTable(slots, context, a.experts, whole_prefixes=a.linear is not None)
         self._step_tokens, self._deterministic = step_tokens, deterministic
         self._waiting: OrderedDict[str, EngineJob] = OrderedDict()
         self._running: dict[str, EngineJob] = {}
@@ -138,8 +139,8 @@ class Runner:
         return self.table.cached(job.request.session, job.request.cache_salt, job.prompt)
 
     def session_kv(self, session: str, token_ids: tuple[int, ...], version: int, start: int) -> KvBlock | None:
-        """A copy of a session's KV of these tokens from `start` on. None if the session does not hold all of them, or
-        the weights are no longer of that version."""
+        """A copy of a session's KV of these tokens from `start` on, without states. None if the session does not hold
+        all of them, or the weights are no longer of that version."""
         tokens = np.array(token_ids, np.int64)
         slot = self.table.holder(session, tokens)
         if slot is None:
@@ -299,7 +300,8 @@ class Runner:
             reach = min(reach, len(job.prompt) - 1)
         if reach <= job.cached:
             return False
-        if block.start > job.cached:  # the session was evicted during the transfer
+        # The session was evicted during the transfer, or the prompt leaves the block's sequence before its states.
+        if block.start > job.cached or (block.states is not None and reach < len(block.token_ids)):
             self.dropped_imports += 1
             return False
         self.cache.load(job.slot, block, job.cached, reach)
@@ -394,13 +396,18 @@ class Runner:
         table.retire(slot, "" if job.ends else self._session(job), job.request.cache_salt)
         return FinishedJob(job, completion, kv)
 
-    def _export(self, job: EngineJob) -> KvBlock:
+    def _export(self, job: EngineJob) -> KvBlock | None:
         """The KV that a finished request leaves for its peer, without the tokens that the peer already holds. Those
-        can still be requested from the session; a request without a session therefore exports everything."""
-        n = len(job.prompt) if job.export else int(self.table.kv[job.slot])
+        can still be requested from the session; a request without a session therefore exports everything. None if the
+        states of linear attention are past the prompt whose KV was asked for."""
+        kv = int(self.table.kv[job.slot])
+        n = len(job.prompt) if job.export else kv
+        states = self.cache.export_states(job.slot)
+        if states is not None and n != kv:
+            return None
         start = min(job.peer_holds, n) if job.request.session and not job.ends else 0
         tokens = tuple(self.table.tokens[job.slot, :n].tolist())
-        block = self._copied(job.slot, tokens, start)
+        block = dataclasses.replace(self._copied(job.slot, tokens, start), states=states)
         return dataclasses.replace(block, logits=job.logits) if job.export else block
 
     def _copied(self, slot: int, token_ids: tuple[int, ...], start: int) -> KvBlock:

@@ -2,6 +2,8 @@
 
 A slot is free, idle (the prefix KV of a session between turns) or active (a request). A session keeps its slot until it
 is released, the weights are replaced, or a request needs a slot: then the least recently used session is evicted.
+
+The states of linear attention are those of all tokens of a slot, and of no shorter prefix (`whole_prefixes`).
 """
 
 from __future__ import annotations
@@ -40,8 +42,13 @@ class SlotTable:
     Not thread safe: owned by the runner.
     """
 
-    def __init__(self, slots: int, context: int, experts: ExpertLayers | None = None) -> None:
+    def __init__(
+        self, slots: int, context: int, experts: ExpertLayers | None = None, *, whole_prefixes: bool = False
+    ) -> None:
+        """`whole_prefixes`: a session can be continued only after all of its tokens, since its state of linear
+        attention cannot be cut as its KV can."""
         self.slots, self.context = slots, context
+        self._whole_prefixes = whole_prefixes
         self.experts = None if experts is None else ExpertTable(slots, context, experts)
         """The experts of the tokens in the cache; None for a model without."""
         self.tokens = np.zeros((slots, context + 1), np.int64)
@@ -97,7 +104,8 @@ class SlotTable:
         if held is None or held.salt != salt:
             return 0
         self._idle.move_to_end(session)
-        return self._common(held.slot, prompt[: len(prompt) - 1])
+        common = self._common(held.slot, prompt[: len(prompt) - 1])
+        return 0 if self._whole_prefixes and common < self.kv[held.slot] else common
 
     def holder(self, session: str, tokens: npt.NDArray[np.int64]) -> int | None:
         """The slot of an idle session that holds the KV of all these tokens; None otherwise."""

@@ -13,7 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
-from rollart.architecture import MARKER, architecture_of, expert_parts, read_architecture, stamp_of, weight_files
+from rollart.architecture import (
+    MARKER,
+    TEXT_PREFIX,
+    architecture_of,
+    expert_parts,
+    read_architecture,
+    stamp_of,
+    weight_files,
+)
 from rollart.collective import BroadcastOrder, ReceivedWeights, WeightReceiver
 from rollart.engine.network import Network
 from rollart.errors import EngineError, UsageError
@@ -79,7 +87,8 @@ def published_version(directory: str | Path) -> int:
 
 
 def read_tensors(directory: str | Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, on the CPU, memory-mapped. One file or a sharded index."""
+    """All tensors of a checkpoint by name, on the CPU, memory-mapped. One file or a sharded index. Those of a
+    multimodal checkpoint's text part have the names that they have in a checkpoint of its own."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
@@ -89,7 +98,8 @@ def read_tensors(directory: str | Path) -> dict[str, Tensor]:
         except Exception as error:  # the library raises its own types for truncated and foreign files
             raise UsageError(f"{path}: not a readable safetensors file ({error})") from error
         for name, tensor in loaded.items():
-            tensors.update(expert_parts(name, tensor))
+            plain = f"model.{name.removeprefix(TEXT_PREFIX)}" if name.startswith(TEXT_PREFIX) else name
+            tensors.update(expert_parts(plain, tensor))
     return tensors
 
 

@@ -36,6 +36,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.publish(tmp_path_factory.mktemp("llama"), 2, models.LLAMA)
 
 
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen 3.5 checkpoint of three layers, two of which have linear attention."""
+    return models.publish(tmp_path_factory.mktemp("hybrid"), 3, models.HYBRID)
+
+
 @pytest.fixture(params=["shm", "socket"])
 def shm(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """Directory of the engines' shared memory for KV hand-off; empty for sockets."""

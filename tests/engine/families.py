@@ -45,6 +45,15 @@ GEMMA_ROPES = {
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+LINEAR = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2-windows": (
@@ -52,16 +61,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "tie_word_embeddings": True},
     ),
     "qwen2-yarn": ("qwen2", {"rope_parameters": YARN}),
-    "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3-tied": ("qwen3", {"head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-moe": (
         "qwen3_moe",
         EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
     ),
     "qwen3-moe-steps": ("qwen3_moe", EXPERTS | {"head_dim": 32, "num_hidden_layers": 4, "decoder_sparse_step": 2}),
+    "qwen3.5": ("qwen3_5_text", LINEAR),
+    "qwen3.5-linear-last": (
+        "qwen3_5_text",
+        LINEAR
+        | {"num_hidden_layers": 3, "layer_types": ["full_attention", "linear_attention", "linear_attention"]}
+        | {
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 2,
+        },
+    ),
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama-tied": ("llama", {"tie_word_embeddings": True}),
-    "llama3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "mistral": ("mistral", {"sliding_window": 6, "head_dim": 16}),
     "mistral-full": ("mistral", {"sliding_window": None}),
     "phi3": ("phi3", {"head_dim": 16, "sliding_window": 9}),
@@ -97,11 +116,12 @@ def make(name: str, directory: Path, *, seed: int = 0, scale: float = 0.25, **ot
 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config(name, **others), attn_implementation="eager").float().eval()
-    gemma = name.startswith("gemma")
+    centred = name.startswith(("gemma", "qwen3.5"))
     with torch.no_grad():
-        for parameter in model.parameters():
-            vector = parameter.dim() == 1 and not gemma
-            torch.nn.init.normal_(parameter, 1.0 if vector else 0.0, scale)
+        for key, parameter in model.named_parameters():
+            vector = parameter.dim() == 1 and not (centred and "linear_attn" not in key)
+            mean = -2.0 if key.endswith("A_log") else 1.0 if vector else 0.0  # memories of several tokens
+            torch.nn.init.normal_(parameter, mean, scale)
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, max_shard_size="40KB")
     return model

@@ -47,6 +47,18 @@ MOE: dict[str, Any] = {
     "norm_topk_prob": True,
     "mlp_only_layers": [1],
 }
+HYBRID: dict[str, Any] = {
+    **QWEN,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 3,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+"""The configuration of a text-only Qwen 3.5, whose last layer has linear attention."""
 LLAMA: dict[str, Any] = {
     **QWEN,
     "architectures": ["LlamaForCausalLM"],
@@ -141,7 +153,9 @@ def run_one(runner: Runner, job: EngineJob) -> FinishedJob:
 def reference(directory: Path, token_ids: Sequence[int]) -> Tensor:
     """Log-probabilities `[tokens, vocab]` of every next token, computed directly from the checkpoint."""
     a, w = read_architecture(directory), read_tensors(directory)
-    n, rotary = len(token_ids), a.attention[0].rotary
+    n, first = len(token_ids), a.attention[0]
+    assert first is not None
+    rotary = first.rotary
     assert rotary is not None
     inv = 1.0 / rotary.theta ** (torch.arange(0, a.head_dim, 2).double() / a.head_dim)
     if s := rotary.scaling:

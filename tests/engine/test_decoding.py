@@ -39,7 +39,7 @@ def decoding(directory: Path, *, slots: int = 8, context: int = 64, step_tokens:
 
 
 @pytest.mark.parametrize("slots", [3, 8])
-@pytest.mark.parametrize("model", ["qwen", "llama"])
+@pytest.mark.parametrize("model", ["qwen", "llama", "hybrid"])
 def test_it_generates_what_the_packed_step_generates(
     model: str, slots: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -94,15 +94,20 @@ def bf16(directory: Path) -> Network:
     return made
 
 
-@pytest.mark.parametrize("kind", [TorchOperations, Ragged])
+@pytest.mark.parametrize(("model", "kind"), [("qwen", TorchOperations), ("qwen", Ragged), ("hybrid", TorchOperations)])
 def test_a_replayed_graph_computes_with_the_weights_and_tokens_of_its_step(
-    kind: type[TorchOperations], qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str,
+    kind: type[TorchOperations],
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Captured before other weights are loaded, for other slots and positions, so that values wrongly captured as
-    constants would show."""
+    constants would show. States of linear attention move on once per step, also where it captures a graph."""
     graphs = play(monkeypatch)
-    other = read_tensors(publish(tmp_path / "other", 99, json.loads((qwen / "config.json").read_text())))
-    networks = [bf16(qwen), bf16(qwen)]
+    directory: Path = request.getfixturevalue(model)
+    other = read_tensors(publish(tmp_path / "other", 99, json.loads((directory / "config.json").read_text())))
+    networks = [bf16(directory), bf16(directory)]
     caches = [KvCache(n.architecture, slots=5, context=64, device=n.device, dtype=n.dtype) for n in networks]
     ours, theirs = (
         GraphDecoder(n, cache, operations=kind(n.architecture, n.tables), capture=capture)

@@ -52,12 +52,16 @@ def test_one_turn_equals_an_engine_alone_bit_by_bit(qwen: Path, shm: str, part: 
     with_engines(qwen, scenario, shm=shm, context=192, step_tokens=32)
 
 
-@pytest.mark.parametrize("family", ["qwen", "llama"])
-def test_turns_move_and_compute_only_what_is_new(family: str, shm: str, request: pytest.FixtureRequest) -> None:
-    """Five turns with observations of several lengths: each side fetches exactly the tokens that it lacks, and the
-    result is bit for bit that of a single engine which keeps the session."""
+@pytest.mark.parametrize(
+    ("family", "per_token", "states"),
+    [("qwen", TOKEN_BYTES, 0), ("llama", 2 * 2 * 8 * 4, 0), ("hybrid", 2 * 2 * 16 * 4, 2 * (3 * 80 + 4 * 8 * 12) * 4)],
+)
+def test_turns_move_and_compute_only_what_is_new(
+    family: str, per_token: int, states: int, shm: str, request: pytest.FixtureRequest
+) -> None:
+    """Five turns with observations of several lengths: each side fetches exactly the tokens that it lacks, with the
+    states of linear attention, and the result is bit for bit that of a single engine which keeps the session."""
     directory: Path = request.getfixturevalue(family)
-    per_token = TOKEN_BYTES if family == "qwen" else 2 * 2 * 8 * 4
     way = "shm" if shm else "socket"
 
     async def scenario(p: Side, d: Side, whole: Side) -> None:
@@ -72,10 +76,10 @@ def test_turns_move_and_compute_only_what_is_new(family: str, shm: str, request:
             same(two, await whole.client.generate(turn_request))
             n = len(prompt)
             assert p.counters["imported"] - before_p["imported"] == held_d - held_p
-            assert p.counters[way] - before_p[way] == (held_d - held_p) * per_token
+            assert p.counters[way] - before_p[way] == (held_d - held_p) * per_token + (states if turn else 0)
             assert p.counters["computed"] - before_p["computed"] == n - held_d
             assert d.counters["imported"] - before_d["imported"] == n - held_d
-            assert d.counters[way] - before_d[way] == (n - held_d) * per_token + LOGITS_BYTES
+            assert d.counters[way] - before_d[way] == (n - held_d) * per_token + states + LOGITS_BYTES
             assert d.counters["computed"] == 0
             returned = two.kv_transfer
             assert returned
@@ -130,7 +134,8 @@ def test_a_local_turn_returns_kv_when_asked(qwen: Path, shm: str) -> None:
     with_engines(qwen, scenario, shm=shm)
 
 
-def test_an_evicted_session_is_pulled_whole(qwen: Path, shm: str) -> None:
+@pytest.mark.parametrize("family", ["qwen", "hybrid"])
+def test_an_evicted_session_is_pulled_whole(family: str, shm: str, request: pytest.FixtureRequest) -> None:
     """Either side may lose the session between turns: it then requests more than was copied, and gets it from the other
     side's session."""
 
@@ -148,7 +153,7 @@ def test_an_evicted_session_is_pulled_whole(qwen: Path, shm: str) -> None:
         assert d.counters["imported"] == 20 + 28
         same(answer, await whole.client.generate(second))
 
-    with_engines(qwen, scenario, shm=shm)
+    with_engines(request.getfixturevalue(family), scenario, shm=shm)
 
 
 def test_what_neither_copied_nor_held_is_refused_and_the_turn_succeeds_at_home(qwen: Path, shm: str) -> None:

@@ -24,8 +24,10 @@ def random_prompts(n: int, seed: int = 0, longest: int = 20) -> list[list[int]]:
     return [[rng.randrange(61) for _ in range(rng.randint(1, longest))] for _ in range(n)]
 
 
-def test_a_seeded_request_repeats_itself_in_any_company(qwen: Path) -> None:
+@pytest.mark.parametrize("family", ["qwen", "hybrid"])
+def test_a_seeded_request_repeats_itself_in_any_company(family: str, request: pytest.FixtureRequest) -> None:
     """Alone, among requests that come and go, in chunks, and with more requests than slots."""
+    directory: Path = request.getfixturevalue(family)
     prompts = random_prompts(10)
 
     def sampled(r: Runner, names: list[int]) -> dict[str, tuple[int, ...]]:
@@ -35,10 +37,10 @@ def test_a_seeded_request_repeats_itself_in_any_company(qwen: Path) -> None:
 
     alone: dict[str, tuple[int, ...]] = {}
     for i in range(10):
-        alone |= sampled(runner(qwen), [i])
-    assert sampled(runner(qwen, slots=10), list(range(10))) == alone
-    assert sampled(runner(qwen, slots=3), list(range(9, -1, -1))) == alone
-    assert sampled(runner(qwen, slots=4, step_tokens=5), list(range(10))) == alone
+        alone |= sampled(runner(directory), [i])
+    assert sampled(runner(directory, slots=10), list(range(10))) == alone
+    assert sampled(runner(directory, slots=3), list(range(9, -1, -1))) == alone
+    assert sampled(runner(directory, slots=4, step_tokens=5), list(range(10))) == alone
 
 
 def test_a_deterministic_engine_computes_the_same_bits_in_any_company(qwen: Path) -> None:
@@ -201,7 +203,7 @@ def exported(r: Runner, prompt: list[int]) -> FinishedJob:
     return over
 
 
-@pytest.mark.parametrize("family", ["qwen", "llama"])
+@pytest.mark.parametrize("family", ["qwen", "llama", "hybrid"])
 def test_prefill_here_and_decode_there_equals_both_in_one(family: str, request: pytest.FixtureRequest) -> None:
     directory: Path = request.getfixturevalue(family)
     prefill, decode = runner(directory), runner(directory)

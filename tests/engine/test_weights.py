@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from rollart.architecture import Rotary, read_architecture, refuse_longer_context
 from rollart.engine.weights import published_version, read_tensors, require_complete
 from rollart.errors import UsageError
-from tests.engine.models import LLAMA, QWEN, publish, random_tensors
+from tests.engine.models import HYBRID, LLAMA, QWEN, publish, random_tensors
 
 
 def write(path: Path, **changes: Any) -> Path:
@@ -52,6 +52,13 @@ def test_generation_config_decides_the_end_ids(tmp_path: Path) -> None:
         ({"use_sliding_window": True, "layer_types": ["sliding_attention"]}, "layer_types and sliding_window"),
         ({"architectures": ["LlamaForCausalLM"], "layer_types": ["sliding_attention"] * 2}, "llama does not have"),
         ({"use_bidirectional_attention": True}, "bidirectional"),
+        (
+            {**HYBRID, "layer_types": ["linear_attention"] * 4},
+            "linear_attention or full_attention for each of 3 layers",
+        ),
+        ({**HYBRID, "linear_num_value_heads": 3}, "linear_num_value_heads is 3 and linear_num_key_heads 2"),
+        ({**HYBRID, "linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0"),
+        ({**HYBRID, "hidden_act": "gelu_pytorch_tanh"}, "is not supported in linear attention"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
     ],
@@ -113,6 +120,18 @@ def test_the_marker_may_name_the_version(tmp_path: Path) -> None:
     for text, version in (("", 0), ('{"version": 12, "files": {}}', 12), ("[]", 0)):
         (tmp_path / "COMPLETE").write_text(text)
         assert published_version(tmp_path) == version
+
+
+def test_a_multimodal_checkpoint_is_read_as_its_text_part(tmp_path: Path, hybrid: Path) -> None:
+    text = json.loads((hybrid / "config.json").read_text())
+    name = ["Qwen3_5ForConditionalGeneration"]
+    whole = {"architectures": name, "model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 1}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    assert read_architecture(tmp_path) == read_architecture(hybrid)
+    tensors = read_tensors(hybrid)
+    renamed = {key.replace("model.", "model.language_model.", 1): value for key, value in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    assert read_tensors(tmp_path).keys() == tensors.keys()
 
 
 def test_end_ids_do_not_make_another_architecture(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ FAMILIES = {
     "qwen2": QWEN,
     "qwen3-tied": QWEN,
     "qwen3-moe": QWEN,
+    "qwen3.5": QWEN,
     "llama3": BYTES,
     "mistral": WORDS,
     "phi3": WORDS,
@@ -37,8 +38,11 @@ FAMILIES = {
 SHARE = ("gemma3", "qwen3-moe")
 """Between them: SentencePiece's and byte-level tokenizers, windows, norms around blocks, experts that are replayed."""
 
-LAYERS = {"gemma3": {"layer_types": ["sliding_attention", "full_attention"]}}
-"""With two layers its configuration would have windows in both."""
+LAYERS = {
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3.5": {"layer_types": ["linear_attention", "full_attention"]},
+}
+"""With two layers a configuration would have windows, or linear attention, in both."""
 
 
 def write_tokenizer(kind: str, directory: Path) -> Any:
