@@ -101,6 +101,8 @@ class PublishPath:
     """Hosts pull while the rest is pushed."""
     load_assumed: bool = False
     """True if the engines' loading speed is not stated and `LOAD_GB_PER_S` is assumed."""
+    load_gb: float | None = None
+    """What an engine loads, if that is more than what moves."""
 
     @property
     def push_s(self) -> float:
@@ -112,7 +114,7 @@ class PublishPath:
 
     @property
     def load_s(self) -> float:
-        return self.gb / self.load_gb_per_s
+        return (self.load_gb or self.gb) / self.load_gb_per_s
 
     @property
     def seconds(self) -> float:
@@ -135,8 +137,9 @@ class PublishPath:
 
 @dataclass(frozen=True, slots=True)
 class Publishing:
-    """The publish settings of a run besides pools and their links: `gb` of weights, the transport, links that end in
-    `STORE`, and measured speeds. `ahead`: with a store, hosts pull before their engines stand still."""
+    """The publish settings of a run besides pools and their links: `gb` that move, the transport, links that end in
+    `STORE`, and measured speeds. `ahead`: with a store, hosts pull before their engines stand still. `load_gb`: what an
+    engine loads, where adapters move and whole weights are loaded; None: what moves."""
 
     gb: float
     transport: Transport = Transport.FILES
@@ -144,6 +147,7 @@ class Publishing:
     bucket_gb: float = 1.0
     ahead: bool = True
     speeds: PublishSpeeds = PublishSpeeds()
+    load_gb: float | None = None
 
     def __post_init__(self) -> None:
         if not (0 < self.gb < math.inf and 0 < self.bucket_gb < math.inf):
@@ -170,6 +174,7 @@ class Publishing:
             self.bucket_gb,
             overlaps=self.transport is Transport.STORE and self.ahead,
             load_assumed=speeds.load_gb_per_s is None,
+            load_gb=self.load_gb,
         )
 
     def slowest(

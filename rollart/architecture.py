@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rollart.errors import UsageError
+from rollart.lora import base_directory
 
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 """Required keys of a configuration: transformers would default them to the sizes of a model of several billion
@@ -460,8 +461,10 @@ def expert_parts(name: str, tensor: Any, first: int = 0) -> Iterator[tuple[str, 
 
 
 def weight_files(directory: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint. `UsageError` for a missing file."""
-    path, names = Path(directory), weight_names(directory)
+    """The safetensors files of a checkpoint, or of the one below a version's adapter. `UsageError` for a missing
+    file."""
+    path = base_directory(directory)
+    names = weight_names(path)
     for name in names:
         if not (path / name).exists():
             raise UsageError(f"{path}: {name} is missing", remedy="write the checkpoint as safetensors")

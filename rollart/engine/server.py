@@ -55,7 +55,7 @@ class EngineServer:
         self._driver, self._runner = driver, driver.runner
         self.model = model
         self.handoffs = KvHandoffs(driver, handoff or HandoffSettings())
-        self._staging = WeightStaging(self._runner.network)
+        self._staging = WeightStaging(self._runner.network, model)
         self._staged: tuple[str, dict[str, Tensor], str] | None = None
         self._updating = False
         self._ids = (f"request-{number}" for number in itertools.count(1))

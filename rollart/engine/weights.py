@@ -25,13 +25,19 @@ from rollart.architecture import (
 from rollart.collective import BroadcastOrder, ReceivedWeights, WeightReceiver
 from rollart.engine.network import Network
 from rollart.errors import EngineError, UsageError
+from rollart.lora import ADAPTER_KEY, Adapter, read_adapter
 
 
 class WeightStaging:
-    """The weight staging of one engine. Broadcasts are received in separate threads, concurrently with the steps."""
+    """The weight staging of one engine. Broadcasts are received in separate threads, concurrently with the steps. A
+    broadcast of an adapter alone is merged into the weights below it, which stay memory-mapped."""
 
-    def __init__(self, network: Network) -> None:
+    def __init__(self, network: Network, directory: str) -> None:
+        """`directory`: the checkpoint that the engine started with."""
         self._network = network
+        adapter = read_adapter(directory)
+        self._base = None if adapter is None else (adapter.revision, read_checkpoint(directory))
+        """Revision and tensors of the checkpoint below the last adapter that was read from files."""
         self.receiver = WeightReceiver(network.device, check=self._loadable)
 
     def take_part(self, info: object) -> bool:
@@ -51,9 +57,11 @@ class WeightStaging:
         if not isinstance(path, str):
             raise EngineError("update_info.path must name a published directory", retryable=False)
         received = self.receiver.take(stamp) if isinstance(stamp, str) else None
-        if received is not None:
-            return path, dict(received.tensors), received.stamp
-        return path, *await asyncio.get_running_loop().run_in_executor(None, self._read, path)
+        loop = asyncio.get_running_loop()
+        if received is None:
+            return path, *await loop.run_in_executor(None, self._read, path)
+        tensors = await loop.run_in_executor(None, self._merged, received)
+        return path, tensors, received.stamp
 
     def _read(self, path: str) -> tuple[dict[str, Tensor], str]:
         """Tensors and stamp of a directory; it must be complete and of the engine's architecture."""
@@ -62,18 +70,33 @@ class WeightStaging:
             stamp = stamp_of(path)
             if read_architecture(path) != self._network.architecture:
                 raise UsageError(f"{path} is another architecture than the engine's")
-            tensors = read_tensors(path)
+            tensors, adapter = read_version(path)
             self._network.check(tensors)
         except UsageError as error:
             raise EngineError(str(error), retryable=False) from error
-        return self._network.staged(tensors), stamp
+        if adapter is not None:
+            self._base = adapter.revision, tensors
+        return self._network.staged(_with_adapter(tensors, adapter)), stamp
+
+    def _merged(self, received: ReceivedWeights) -> dict[str, Tensor]:
+        adapter = _broadcast_adapter(received)
+        if adapter is None:
+            return dict(received.tensors)
+        assert self._base is not None, "else it was refused on receipt"
+        return self._network.staged(_with_adapter(self._base[1], adapter))
 
     def _loadable(self, received: ReceivedWeights) -> None:
         try:
             config: dict[str, Any] = json.loads(received.config)
             if architecture_of(config, Path("a broadcast")) != self._network.architecture:
                 raise UsageError("it is another architecture than the engine's")
-            self._network.check(received.tensors)
+            adapter = _broadcast_adapter(received)
+            if adapter is None:
+                self._network.check(received.tensors)
+            elif self._base is None or self._base[0] != adapter.revision:
+                raise ValueError("the engine lacks the weights below the adapter")
+            else:
+                adapter.check({name: tensor.shape for name, tensor in self._base[1].items()})
         except UsageError as error:
             raise ValueError(str(error)) from None
 
@@ -87,8 +110,26 @@ def published_version(directory: str | Path) -> int:
 
 
 def read_tensors(directory: str | Path) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by name, on the CPU, memory-mapped. One file or a sharded index. Those of a
-    multimodal checkpoint's text part have the names that they have in a checkpoint of its own."""
+    """All tensors of a checkpoint, or of a version with its adapter merged, by name, on the CPU."""
+    return _with_adapter(*read_version(directory))
+
+
+def read_version(directory: str | Path) -> tuple[dict[str, Tensor], Adapter | None]:
+    """The tensors of a checkpoint, or of the one below a version's adapter, and the adapter, which fits them."""
+    tensors = read_checkpoint(directory)
+    try:
+        adapter = read_adapter(directory)
+        if adapter is not None:
+            adapter.check({name: tensor.shape for name, tensor in tensors.items()})
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return tensors, adapter
+
+
+def read_checkpoint(directory: str | Path) -> dict[str, Tensor]:
+    """All tensors of a checkpoint, without the adapter of a version with one, by name, on the CPU, memory-mapped. One
+    file or a sharded index. Those of a multimodal checkpoint's text part have the names that they have in a checkpoint
+    of its own."""
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
@@ -110,3 +151,13 @@ def require_complete(directory: str | Path) -> None:
         raise UsageError(f"weights directory {path} does not exist")
     if not (path / MARKER).exists():
         raise UsageError(f"weights directory {path} has no {MARKER} marker", remedy="wait until it was published whole")
+
+
+def _with_adapter(tensors: dict[str, Tensor], adapter: Adapter | None) -> dict[str, Tensor]:
+    return tensors if adapter is None else {name: adapter.merged(name, base) for name, base in tensors.items()}
+
+
+def _broadcast_adapter(received: ReceivedWeights) -> Adapter | None:
+    """The adapter, if the broadcast has nothing else. ValueError if it is damaged."""
+    config = json.loads(received.config).get(ADAPTER_KEY)
+    return None if config is None else Adapter.parse(config, received.tensors)

@@ -74,7 +74,15 @@ from rollart.settings.algorithms import changed_switches
 from rollart.settings.base import host_and_port
 from rollart.settings.cluster import UNLESS_QUICK
 from rollart.settings.load import SpecSources, raise_findings
-from rollart.settings.planning import Specs, hub_model, initial_config, model_directory, pinned
+from rollart.settings.planning import (
+    Specs,
+    adapter_bytes,
+    hub_model,
+    initial_config,
+    model_directory,
+    pinned,
+    run_shape,
+)
 from rollart.settings.resolve import Resolved, engine_dtype, resolve_specs, trainer_dtype
 from rollart.settings.rules import RuleViolation
 from rollart.user_code import importable
@@ -312,6 +320,7 @@ def dry_run_lines(resolved: Resolved) -> Iterator[str]:
         if resolved.cluster.trainer.external is None:
             device = torch_device(resolved, assignment)
             yield from _dtype_line(assignment.name, device, trainer_dtype(resolved, device))
+    yield from _adapter_line(resolved)
     if resolved.run.weights.collective is not None:
         yield f"weights: broadcast over {collective_backend(resolved)}"
     for name in initial_function_hosts(resolved):
@@ -323,6 +332,17 @@ def dry_run_lines(resolved: Resolved) -> Iterator[str]:
     with translated_errors():
         for package in function_packages(resolved, {}):
             yield from build_lines(package, resolved.cluster.functions)
+
+
+def _adapter_line(resolved: Resolved) -> Iterator[str]:
+    if resolved.run.training.lora is None:
+        return
+    shape = run_shape(resolved)
+    whole, adapters = shape.weight_bytes / 1e6, adapter_bytes(resolved.run, shape)
+    if adapters is None:
+        yield f"weights: {whole:,.4g} MB a version, adapters merged"
+    else:
+        yield f"weights: {adapters / 1e6:,.4g} MB of adapters a version, and {whole:,.4g} MB below them once"
 
 
 def _refuse_programs(resolved: Resolved) -> None:

@@ -33,7 +33,7 @@ FIXED_SETTINGS: Mapping[str, str] = {
     "domains.*.environment": "recorded trajectories are of that environment",
     "fork": "version 0 has its weights",
     "domains.*.chat": "recorded trajectories are rendered so",
-    "training.lora": "the optimizer's state is of those parameters",
+    **{f"training.lora.{key}": "the optimizer's state is of those parameters" for key in ("rank", "alpha", "targets")},
     "training.algorithm": "its switches are recorded; set them one by one",
     "training.optimizer": "the optimizer's state is of that kind",
 }
@@ -129,6 +129,8 @@ def fork_problems(specs: Specs) -> Iterator[RuleViolation]:
         old, new = _value(before, key), _value(after, key)
         if key == "model.path":
             old, new = _located(old, config.get("base", "")), _located(new, specs.base)
+        if key == "training.lora":  # a trainer restores versions of either form
+            old, new = (one and {k: v for k, v in one.items() if k != "publish"} for one in (old, new))
         if old != new:
             why = f"{key} is {abbreviated(new)}, and {abbreviated(old)} in the run that it forks (rule: the same; "
             why += "a version has adapters apart from the weights below them)"

@@ -301,15 +301,25 @@ def publishing_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> Pu
     """Inputs of the publish time besides pools and links."""
     weights = run.weights
     buckets = weights.store or weights.collective
+    adapters, whole = adapter_bytes(run, shape), shape.weight_bytes / 1e9
     transport = Transport.FILES if buckets is None else Transport.COLLECTIVE
     return Publishing(
-        shape.weight_bytes / 1e9,
+        whole if adapters is None else adapters / 1e9,
         Transport.STORE if weights.store is not None else transport,
         _links(cluster, to_store=True),
         bucket_gb=1.0 if buckets is None else buckets.bucket_mb / 1000,
         ahead=weights.update != "on_divergence",
         speeds=_speeds(cluster),
+        load_gb=None if adapters is None else whole,
     )
+
+
+def adapter_bytes(run: RunSpec, shape: DecoderShape) -> float | None:
+    """Bytes of a version's adapters, in float32; None if versions have whole weights."""
+    lora = run.training.lora
+    if lora is None or lora.publish == "merged":
+        return None
+    return 4 * adapter_parameters(shape, lora.rank, tuple(lora.targets))
 
 
 def run_shape(specs: Specs) -> DecoderShape:

@@ -171,7 +171,7 @@ class LossSpec(SpecEntry):
 
 
 class LoraSpec(SpecEntry):
-    """Low-rank adapters (extra `lora`). Engines never see them: they are merged into every version."""
+    """Low-rank adapters (extra `lora`)."""
 
     rank: int = Field(default=16, ge=1, le=65536)
     """Rank of an adapter."""
@@ -179,6 +179,9 @@ class LoraSpec(SpecEntry):
     """An adapter adds alpha / rank times its product."""
     targets: list[str] = Field(default_factory=lambda: ["all-linear"], min_length=1)
     """Names of the linear modules with an adapter (`q_proj`); `all-linear`: all but the output head."""
+    publish: Literal["adapter", "merged"] = "adapter"
+    """What a version holds. adapter: the adapters, which engines merge into weights that they get once; merged: all
+    weights, as without adapters."""
 
 
 class TrainingSpec(SpecEntry):

@@ -48,7 +48,7 @@ from rollart.report.profile import profiles_of
 from rollart.report.rows import ENGINE_ROLES
 from rollart.report.utilization import engine_rows
 from rollart.settings.cluster import RuntimeSpec
-from rollart.settings.planning import planning_problem, pools_of, run_shape
+from rollart.settings.planning import planning_problem, pools_of, publishing_of, run_shape
 from rollart.settings.resolve import Resolved
 from rollart.tools.recording import seconds_within
 from rollart.tools.replay import CPU_ENGINE
@@ -380,7 +380,8 @@ def fit_training(resolved: Resolved, directory: Path) -> TrainingConstants | Non
 
 def fit_publish(resolved: Resolved, directory: Path) -> PublishSpeeds:
     """Medians over the versions of a run. A pull concurrent with its push is no faster than the push."""
-    gb = run_shape(resolved).weight_bytes / 1e9
+    publishing = publishing_of(resolved.run, resolved.cluster, run_shape(resolved))
+    gb, loaded = publishing.gb, publishing.load_gb or publishing.gb
     with LedgerReader(directory) as reader:
         events = {kind: reader.events(kind) for kind in ("weights_pushed", "weights_pulled", "weights_sent")}
         syncs = [i for i in reader.intervals() if i.state == ResourceState.SYNC]
@@ -396,7 +397,7 @@ def fit_publish(resolved: Resolved, directory: Path) -> PublishSpeeds:
     return PublishSpeeds(
         pushed,
         _median(_speeds(events["weights_pulled"], "received_bytes")),
-        None if sent else _median(gb * versions / seconds for seconds in loads.values() if seconds > 0),
+        None if sent else _median(loaded * versions / seconds for seconds in loads.values() if seconds > 0),
         _median(_speeds(events["weights_sent"], "bytes")),
     )
 

@@ -23,6 +23,7 @@ from rollart import __version__
 from rollart.architecture import MARKER
 from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.reader import LedgerReader
+from rollart.lora import ADAPTER_CONFIG, ADAPTER_MODEL, BASE, write_merged
 from rollart.report.checkpoints import KeptVersion, choose_version, kept_versions
 from rollart.report.cost import cost_lines
 from rollart.report.rows import collect
@@ -59,6 +60,7 @@ def export_version(run: Path, version: str, target: Path, *, force: bool) -> Exp
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as made:
             staging = Path(made)
             _copy(kept, staging)
+            _merge(kept, staging)
             _complete(config, staging)
             (staging / CARD).write_text(card, encoding="utf-8")
             files = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
@@ -198,6 +200,24 @@ def _copy(kept: KeptVersion, staging: Path) -> None:
             f"v{kept.version} was removed by its run while it was copied",
             remedy="export `latest`, or keep more versions",
         ) from None
+
+
+def _merge(kept: KeptVersion, staging: Path) -> None:
+    """Put the merged weights in the place of an adapter and the weights below it."""
+    if not (staging / ADAPTER_CONFIG).exists():
+        return
+    try:
+        write_merged(staging, staging)
+    except ImportError as error:
+        raise UsageError(
+            f"v{kept.version} has an adapter, and merging it needs {error.name}",
+            remedy="pip install 'rollart[local]', or set training.lora.publish to merged",
+        ) from None
+    except ValueError as error:
+        raise StorageFailed(f"v{kept.version} is damaged: {error}") from None
+    shutil.rmtree(staging / BASE)
+    for name in (ADAPTER_CONFIG, ADAPTER_MODEL):
+        (staging / name).unlink()
 
 
 def _complete(config: Mapping[str, Any], staging: Path) -> None:

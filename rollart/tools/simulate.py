@@ -242,10 +242,10 @@ class _ModelledCluster:
         self._made = 0
         store = resolved.run.weights.store
         self.transfer = WeightTransfer(
-            shape.weight_bytes / 1e9,
+            slowest.gb,
             push=SharedLink(LinkProfile(slowest.push.gb_per_s)),
             pull=self._pull_link,
-            load_gb_per_s=slowest.load_gb_per_s,
+            load_gb_per_s=slowest.load_gb_per_s * (slowest.gb / (slowest.load_gb or slowest.gb)),
             prefetch=slowest.overlaps,
             bucket_gb=slowest.bucket_gb,
             in_flight=1 if store is None else store.in_flight,

@@ -15,6 +15,9 @@ A version is written from a snapshot, a rank's share of the learner's state at o
 directory, the marker last, and then renamed: a reader sees the older version or the new one, never a partial one.
 Nothing is pickled. Weights that are published in bfloat16 (`published_dtype`) are kept as they are trained beside the
 optimizer's state.
+
+A version with an adapter (`lora.publish`) has `adapter_config.json`, `adapter_model.safetensors` and `base/` in place
+of the weights (`rollart.lora`). The files of `base/` are written once, beside the versions, which have links to them.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ from torch import Tensor
 
 from rollart.architecture import MARKER, TOKENIZER_FILES, expert_parts, version_path
 from rollart.errors import TrainerError, UsageError, VersionDamaged
+from rollart.lora import ADAPTER_CONFIG, ADAPTER_MODEL, BASE, PREFIX
+from rollart.settings.training import LoraSpec
 from rollart.shares import balanced_portions
 from rollart.train.learner import Learner, LearnerCounters
 from rollart.train.policy import AdaptedTensor, adapter_tensors, local_rows, published_tensors
@@ -78,7 +83,7 @@ def remove_partial_writes(root: Path) -> None:
     """Remove leftovers of interrupted publishes. `UsageError` if the root cannot be written."""
     try:
         root.mkdir(parents=True, exist_ok=True)
-        for leftover in (*root.glob(".tmp-v*"), *root.glob(".old-v*")):
+        for leftover in (*root.glob(".tmp-*"), *root.glob(".old-*")):
             shutil.rmtree(leftover, ignore_errors=True)
         if not os.access(root, os.W_OK):
             raise PermissionError(13, "Permission denied")
@@ -98,6 +103,10 @@ class LearnerSnapshot:
     config: str
     counters: LearnerCounters
     durable: bool
+    adapter: str | None = None
+    """The adapter_config.json of a version with an adapter."""
+    base: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The digests of the checkpoint below it, by file."""
 
 
 def take_snapshot(learner: Learner) -> LearnerSnapshot:
@@ -105,26 +114,40 @@ def take_snapshot(learner: Learner) -> LearnerSnapshot:
     learner continues."""
     learner.policy.reshard()
     (state, rows), model = _state_tensors(learner), published_tensors(learner.policy.model)
-    if learner.ranks.size == 1:
-        index: str | None = None
-        with torch.no_grad():
-            whole = {
-                part: tensor
-                for name, m in model.items()
-                for part, tensor in _in_files(learner, name, m.merge([local_rows(one) for one in m.parts], m.scale))
-            }
-        files = {MODEL: _copied(_published(whole, learner)), OPTIMIZER: _copied(state)}
+    rank, size, lora = learner.ranks.rank, learner.ranks.size, learner.config.lora
+    base: Mapping[str, str] = {}
+    adapter, index = None, None
+    if lora is not None and lora.publish == "adapter":
+        base = write_base(learner)
+        adapter = json.dumps(_adapter_config(learner, lora, model, base), indent=2)
+        files = _adapter_files(learner, model)
     else:
-        files, index = _sharded_files(learner, model)
-        rank, size = learner.ranks.rank, learner.ranks.size
-        files[f"trainer/optimizer-{rank + 1:05d}-of-{size:05d}.safetensors"] = _copied(state)
-    config = learner.policy.model.config
-    config.architectures = [type(learner.policy.model).__name__]
-    text = str(config.to_json_string())
-    if learner.config.published_dtype is not None:
-        text = json.dumps(json.loads(text) | {"dtype": learner.config.published_dtype}, indent=2)
+        files, index = _weight_files(learner, model)
+    shard = "" if size == 1 else f"-{rank + 1:05d}-of-{size:05d}"
+    files[f"trainer/optimizer{shard}.safetensors"] = _copied(state)
     counters = dataclasses.replace(learner.counters)
-    return LearnerSnapshot(files, rows, index, text, counters, learner.config.durable)
+    return LearnerSnapshot(files, rows, index, _config_text(learner), counters, learner.config.durable, adapter, base)
+
+
+def write_base(learner: Learner) -> Mapping[str, str]:
+    """The digests of the checkpoint below the learner's adapters, by file. It is written if the run's versions have
+    none, or another model's. All ranks must call it. `TrainerError`, on every rank, leaves no files behind."""
+    if learner.base_digests is None:
+        root, ranks = Path(learner.config.weights_root).absolute(), learner.ranks.torch
+        own = {name: AdaptedTensor(m.base) for name, m in published_tensors(learner.policy.model).items()}
+        found = ranks.exchange(_base_on_disk(learner, own, root / BASE))
+        if not all(found):
+            files, index = _weight_files(learner, own, lossless=True)
+
+            def seal(temporary: Path, digests: Mapping[str, str]) -> None:
+                texts = {"config.json": _config_text(learner)} | ({} if index is None else {INDEX: index})
+                _write_texts(temporary, texts, digests, {"schema": 1}, learner.config.durable)
+
+            cannot = f"cannot write the weights below the adapters under {root}"
+            _write_directory(files, {}, root / BASE, cannot, seal, durable=learner.config.durable, ranks=ranks)
+            found = ranks.exchange(_digests(root / BASE))
+        learner.base_digests = found[0]
+    return learner.base_digests
 
 
 def write_version(
@@ -140,38 +163,14 @@ def write_version(
     Each write uses a separate directory until it is complete, which then becomes the version's only if rank 0 still
     wants it."""
     final = version_path(root, version)
-    cannot = f"cannot publish version {version} under {root}"
-    temporary: Path | None = None
-
-    def begin() -> str:
-        nonlocal temporary
-        temporary = _temporary_directory(root / f".tmp-v{version:06d}")
-        (temporary / OPTIMIZER).parent.mkdir()
-        return str(temporary)
-
-    def share(temporary: Path) -> dict[str, str]:
-        for name, tensors in state_of.files.items():
-            save_tensors(temporary / name, tensors, state_of.rows)
-        return {name: _digest(temporary / name, state_of.durable) for name in state_of.files}
 
     def seal(temporary: Path, digests: Mapping[str, str]) -> None:
-        _write_rest(state_of, temporary, version, tokenizer, digests)
+        _write_rest(state_of, root, temporary, version, tokenizer, digests)
         if not wanted():
             raise TrainerError(f"version {version} was given up while it was written: the trainer was restored")
-        _swap(temporary, final)
-        if state_of.durable:
-            _fsync(root)
 
-    try:
-        own = _all_or_none(ranks, begin if ranks.leads else None, cannot)
-        where = Path(next(name for name in ranks.exchange(own) if name))
-        mine = _all_or_none(ranks, lambda: share(where), cannot)
-        digests = {name: digest for one in ranks.exchange(mine) for name, digest in one.items()}
-        _all_or_none(ranks, (lambda: seal(where, digests)) if ranks.leads else None, cannot)
-    except BaseException:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    cannot = f"cannot publish version {version} under {root}"
+    _write_directory(state_of.files, state_of.rows, final, cannot, seal, durable=state_of.durable, ranks=ranks)
     return final
 
 
@@ -312,17 +311,95 @@ def _state_tensors(learner: Learner) -> tuple[dict[str, Tensor], dict[str, tuple
     return tensors, rows
 
 
-def _published(tensors: Mapping[str, Tensor], learner: Learner) -> dict[str, Tensor]:
+def _config_text(learner: Learner) -> str:
+    config = learner.policy.model.config
+    config.architectures = [type(learner.policy.model).__name__]
+    text = str(config.to_json_string())
+    if learner.config.published_dtype is not None:
+        text = json.dumps(json.loads(text) | {"dtype": learner.config.published_dtype}, indent=2)
+    return text
+
+
+def _adapter_config(
+    learner: Learner, lora: LoraSpec, model: Mapping[str, AdaptedTensor], base: Mapping[str, str]
+) -> dict[str, object]:
+    """peft's description of the adapters."""
+    modules = sorted({name.split(".")[-2] for name, m in model.items() if m.a is not None})
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": learner.config.model.path,
+        "revision": hashlib.sha256(json.dumps(sorted(base.items())).encode()).hexdigest(),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": modules if lora.targets == ["all-linear"] else lora.targets,
+        "inference_mode": True,
+    }
+
+
+def _adapter_files(learner: Learner, model: Mapping[str, AdaptedTensor]) -> dict[str, dict[str, Tensor]]:
+    """The file of the adapters, on rank 0."""
+    tensors = {}
+    for name, m in model.items():
+        for which, factor in zip("AB", m.parts[1:], strict=False):
+            whole = learner.ranks.assemble(local_rows(factor), of=factor.shape[0], owner=0)
+            if whole is not None:
+                tensors[f"{PREFIX}{name.removesuffix('.weight')}.lora_{which}.weight"] = whole
+    return {ADAPTER_MODEL: tensors} if learner.ranks.rank == 0 else {}
+
+
+def _base_on_disk(learner: Learner, own: Mapping[str, AdaptedTensor], directory: Path) -> Mapping[str, str] | None:
+    """The digests of the checkpoint in `directory`, if this rank's part of it is that of the model."""
+    try:
+        digests = _digests(directory)
+        pieces = TensorFiles(directory / name for name in _files_of(MODEL, list(digests)))
+        if dict(_file_shapes(learner, own)) != pieces.shapes:
+            return None
+        pairs = (pair for name, m in own.items() for pair in _weights(learner, pieces, name, m.base))
+        same = all(torch.equal(local_rows(p).detach().cpu(), rows.to(p.dtype)) for p, rows in pairs)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError):
+        return None
+    return digests if same else None
+
+
+def _digests(directory: Path) -> dict[str, str]:
+    return dict(json.loads((directory / MARKER).read_text(encoding="utf-8"))["files"])
+
+
+def _weight_files(
+    learner: Learner, model: Mapping[str, AdaptedTensor], *, lossless: bool = False
+) -> tuple[dict[str, dict[str, Tensor]], str | None]:
+    """This rank's files of the model's tensors, and the index if there are several. `lossless`: in the type in which
+    they are trained where the published type cannot hold them."""
+    if learner.ranks.size > 1:
+        return _sharded_files(learner, model, lossless=lossless)
+    with torch.no_grad():
+        whole = {
+            part: tensor
+            for name, m in model.items()
+            for part, tensor in _in_files(learner, name, m.merge([local_rows(one) for one in m.parts], m.scale))
+        }
+    return {MODEL: _copied(_published(whole, learner, lossless))}, None
+
+
+def _published(tensors: Mapping[str, Tensor], learner: Learner, lossless: bool) -> dict[str, Tensor]:
     """Tensors in the type in which they are published."""
-    dtype = learner.config.published_dtype
-    return dict(tensors) if dtype is None else {name: t.to(getattr(torch, dtype)) for name, t in tensors.items()}
+    if learner.config.published_dtype is None:
+        return dict(tensors)
+    dtype = getattr(torch, learner.config.published_dtype)
+    found = {name: t.to(dtype) for name, t in tensors.items()}
+    return {n: t if lossless and not torch.equal(found[n].to(t.dtype), t) else found[n] for n, t in tensors.items()}
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
 
 
-def _sharded_files(learner: Learner, model: Mapping[str, AdaptedTensor]) -> tuple[dict[str, dict[str, Tensor]], str]:
+def _sharded_files(
+    learner: Learner, model: Mapping[str, AdaptedTensor], *, lossless: bool
+) -> tuple[dict[str, dict[str, Tensor]], str]:
     """This rank's files of whole tensors, and the index of all files. Tensors are assembled one at a time, on the rank
     that writes them: no rank holds more than its share, and every byte crosses the network once."""
     ranks = learner.ranks
@@ -342,7 +419,7 @@ def _sharded_files(learner: Learner, model: Mapping[str, AdaptedTensor]) -> tupl
                 merged = AdaptedTensor.merge([p for p in parts if p is not None], model[name].scale)
                 mine.update(_in_files(learner, name, merged.detach()))
         if mine:
-            files[file] = _published(mine, learner)
+            files[file] = _published(mine, learner, lossless)
     names = {part: place[name] for name, m in model.items() for part, _ in _shapes(learner, name, m.base.shape)}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": names}
     return files, json.dumps(index)
@@ -354,9 +431,56 @@ def _in_files(learner: Learner, name: str, tensor: Tensor, first: int = 0) -> It
     return iter([(name, tensor)]) if learner.policy.experts is None else expert_parts(name, tensor, first)
 
 
+def _file_shapes(learner: Learner, model: Mapping[str, AdaptedTensor]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    return (one for name, m in model.items() for one in _shapes(learner, name, m.base.shape))
+
+
 def _shapes(learner: Learner, name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
     for part, tensor in _in_files(learner, name, torch.empty(shape, device="meta")):
         yield part, tuple(tensor.shape)
+
+
+def _write_directory(
+    files: Mapping[str, Mapping[str, Tensor]],
+    rows: Mapping[str, tuple[int, int]],
+    final: Path,
+    cannot: str,
+    seal: Callable[[Path, Mapping[str, str]], None],
+    *,
+    durable: bool,
+    ranks: RankChannel,
+) -> None:
+    """Write a directory whole or not at all: the files of every rank, and on rank 0 the rest by `seal`, which gets the
+    digests. `TrainerError`, on every rank, begins with `cannot` and leaves no files behind."""
+    temporary: Path | None = None
+
+    def begin() -> str:
+        nonlocal temporary
+        temporary = _temporary_directory(final.with_name(f".tmp-{final.name}"))
+        return str(temporary)
+
+    def share(temporary: Path) -> dict[str, str]:
+        for name, tensors in files.items():
+            (temporary / name).parent.mkdir(exist_ok=True)
+            save_tensors(temporary / name, tensors, rows)
+        return {name: _digest(temporary / name, durable) for name in files}
+
+    def end(temporary: Path, digests: Mapping[str, str]) -> None:
+        seal(temporary, digests)
+        _swap(temporary, final)
+        if durable:
+            _fsync(final.parent)
+
+    try:
+        own = _all_or_none(ranks, begin if ranks.leads else None, cannot)
+        where = Path(next(name for name in ranks.exchange(own) if name))
+        mine = _all_or_none(ranks, lambda: share(where), cannot)
+        digests = {name: digest for one in ranks.exchange(mine) for name, digest in one.items()}
+        _all_or_none(ranks, (lambda: end(where, digests)) if ranks.leads else None, cannot)
+    except BaseException:
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def _temporary_directory(path: Path) -> Path:
@@ -377,31 +501,55 @@ def _digest(path: Path, sync: bool) -> str:
 
 
 def _write_rest(
-    state_of: LearnerSnapshot, temporary: Path, version: int, tokenizer: tuple[Path, ...], digests: Mapping[str, str]
+    state_of: LearnerSnapshot,
+    root: Path,
+    temporary: Path,
+    version: int,
+    tokenizer: tuple[Path, ...],
+    digests: Mapping[str, str],
 ) -> None:
-    """The part that only rank 0 writes: the small files, and the marker with the digests of all ranks."""
-    durable = state_of.durable
+    """The part that only rank 0 writes: the small files, the links, and the marker with the digests of all ranks."""
     texts = {
         "config.json": state_of.config,
         STATE: json.dumps({"schema": 1, "version": version, **dataclasses.asdict(state_of.counters)}),
     }
     if state_of.index is not None:
         texts[INDEX] = state_of.index
-    for name, text in texts.items():
-        (temporary / name).write_text(text, encoding="utf-8")
+    if state_of.adapter is not None:
+        texts[ADAPTER_CONFIG] = state_of.adapter
+        _link(root / BASE, temporary / BASE, state_of.base)
+        digests = {**digests, **{f"{BASE}/{name}": digest for name, digest in state_of.base.items()}}
     for source in tokenizer:
         name = source.name if source.name in TOKENIZER_FILES else "tokenizer.json"
         shutil.copyfile(source, temporary / name)
-    files = sorted(f for f in temporary.rglob("*") if f.is_file())
-    names = {str(file.relative_to(temporary)): file for file in files}
+    _write_texts(temporary, texts, digests, {"schema": 1, "version": version}, state_of.durable)
+
+
+def _write_texts(
+    temporary: Path, texts: Mapping[str, str], digests: Mapping[str, str], facts: Mapping[str, int], durable: bool
+) -> None:
+    """The texts, then the marker with `facts` and the digest of every file; `digests` are known already."""
+    for name, text in texts.items():
+        (temporary / name).write_text(text, encoding="utf-8")
+    names = {str(file.relative_to(temporary)): file for file in sorted(temporary.rglob("*")) if file.is_file()}
     every = {name: digests[name] if name in digests else _digest(file, durable) for name, file in names.items()}
     if missing := sorted(digests.keys() - names.keys()):
         raise OSError(2, f"{missing[0]} of another rank is not there: the ranks must share the directory")
     marker = temporary / MARKER
-    marker.write_text(json.dumps({"schema": 1, "version": version, "files": every}), encoding="utf-8")
+    marker.write_text(json.dumps({**facts, "files": every}), encoding="utf-8")
     if durable:
-        for path in (marker, (temporary / STATE).parent, temporary):
+        for path in (marker, *dict.fromkeys(file.parent for file in names.values()), temporary):
             _fsync(path)
+
+
+def _link(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Make files of one directory those of another one as well. `OSError` if they are gone."""
+    target.mkdir()
+    for name in names:
+        try:
+            os.link(source / name, target / name)
+        except OSError:  # a file system without links
+            shutil.copyfile(source / name, target / name)
 
 
 def _swap(temporary: Path, final: Path) -> None:
@@ -451,8 +599,8 @@ def _verify(path: Path, version: int, *, rank: int, size: int) -> list[str]:
         raise VersionDamaged(f"{path / MARKER} is damaged: {error}") from error
     if found != version:
         raise VersionDamaged(f"{path} holds version {found}, not {version}")
-    for name in (MODEL, OPTIMIZER, STATE):
-        if not _files_of(name, files):
+    for name, there in ((MODEL, _model_files(files)), *((n, _files_of(n, files)) for n in (OPTIMIZER, STATE))):
+        if not there:
             raise VersionDamaged(f"{path} cannot be continued from: it has no {name}")
     for number, (name, digest) in enumerate(sorted(files.items())):
         if number % size != rank:
@@ -472,7 +620,7 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
     own, adapters = published_tensors(learner.policy.model), adapter_tensors(learner.policy.model)
     another = TrainerError(f"{path} holds a different model than the trainer was configured with")
     try:
-        model = TensorFiles(path / name for name in _files_of(MODEL, files))
+        model = TensorFiles(path / name for name in _model_files(files))
         state = TensorFiles(path / name for name in _files_of(OPTIMIZER, files))
         counts = json.loads((path / STATE).read_text(encoding="utf-8"))
         counters = LearnerCounters(
@@ -480,7 +628,7 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
             *(float(counts.get(name, 0.0)) for name in ("kl", "entropy", "last_entropy")),  # not in older versions
         )
         wanted = {f"{ADAPTER}/{name}/weight": p for name, p in adapters.items()}
-        if dict(one for n, m in own.items() for one in _shapes(learner, n, m.base.shape)) != model.shapes:
+        if dict(_file_shapes(learner, own)) != model.shapes:
             raise another
         if {n for n in state.shapes if n.startswith(f"{ADAPTER}/")} != wanted.keys():
             raise another
@@ -524,6 +672,11 @@ def _files_of(name: str, files: Mapping[str, str] | list[str]) -> list[str]:
     """The files named `name`, or its shards (`model-00001-of-00004.safetensors` of `model.safetensors`)."""
     stem, _, ending = name.rpartition(".")
     return sorted(f for f in files if f == name or (f.startswith(f"{stem}-") and f.endswith(f".{ending}")))
+
+
+def _model_files(files: Mapping[str, str] | list[str]) -> list[str]:
+    """The files of the model's weights, or of those below its adapter."""
+    return _files_of(MODEL, files) or _files_of(f"{BASE}/{MODEL}", files)
 
 
 def _weights(learner: Learner, pieces: TensorFiles, name: str, parameter: Tensor) -> _Weights:

@@ -112,6 +112,8 @@ class Learner:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
         self.reference = ReferencePolicy(config, self.policy.vocab_size)
+        self.base_digests: Mapping[str, str] | None = None
+        """Of the files of the published checkpoint below the adapters, by name; None until it is published."""
         self._open: GradientAccumulation | None = None
 
     def train(self, batch: TrainingBatch, version: int) -> TrainReport:

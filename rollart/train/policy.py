@@ -6,8 +6,8 @@ a quarter of a step. Log-probabilities of tokens with a legal set are normalised
 On several devices parameters are sharded (FSDP2). They keep their Hugging Face names, since no module is wrapped: a
 block's `forward` is replaced, and `fully_shard` changes parameters in place.
 
-Low-rank adapters (`peft`, extra `lora`) are injected into the model and merged into published versions. Engines never
-see an adapter: a version's weights are W + (alpha / rank) B A, under the names of W.
+Low-rank adapters (`peft`, extra `lora`) are injected into the model. A version's weights are W + (alpha / rank) B A,
+which the trainer publishes merged, under the names of W, or apart (`rollart.lora`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rollart.architecture import ATTENTION_LINEAR, MARKER, version_path
 from rollart.errors import TrainerError, UsageError, first_line
+from rollart.lora import Adapter, base_directory, merge, read_adapter
 from rollart.settings.training import LoraSpec, ParallelConfig, PolicyConfig, TrainerConfig
 from rollart.train.batch import FloatArray, TrainingBatch, select_samples
 from rollart.train.microbatch import MicroBatch, build_microbatch
@@ -61,12 +62,15 @@ def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) ->
         if not (Path(config.path) / "config.json").is_file():
             raise UsageError(f"{config.path} is not a model directory: it has no config.json")
         try:
+            adapter = read_adapter(config.path)
             model = AutoModelForCausalLM.from_pretrained(
-                config.path,
-                dtype="auto" if as_stored else dtype,
+                base_directory(config.path),
+                dtype="auto" if as_stored and adapter is None else dtype,
                 attn_implementation=attention,
                 local_files_only=True,
             )
+            if adapter is not None:
+                _merge_into(model, adapter)
         except Exception as error:
             raise UsageError(f"cannot load the model at {config.path}: {first_line(error)}") from error
     else:
@@ -82,6 +86,14 @@ def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) ->
         model.set_experts_implementation("eager")
     module: nn.Module = model.to(where).eval()
     return module
+
+
+def _merge_into(model: nn.Module, adapter: Adapter) -> None:
+    parameters = dict(model.named_parameters())
+    adapter.check({name: parameter.shape for name, parameter in parameters.items()})
+    with torch.no_grad():
+        for name in adapter.factors:
+            parameters[name].copy_(adapter.merged(name, parameters[name]))
 
 
 def parameter_dtype(config: PolicyConfig) -> torch.dtype:
@@ -367,7 +379,7 @@ class AdaptedTensor:
         if len(parts) == 1:
             return parts[0]
         base, a, b = parts
-        return base + scale * (b.to(base.dtype) @ a.to(base.dtype))
+        return merge(base, a, b, scale)
 
 
 def inject_adapters(model: nn.Module, config: LoraSpec, seed: int) -> None:

@@ -28,6 +28,7 @@ from rollart.collective import (
     seconds,
 )
 from rollart.errors import TrainerError
+from rollart.lora import ADAPTER_KEY
 from rollart.model import BroadcastResult
 from rollart.train.checkpoint import LearnerSnapshot
 
@@ -37,7 +38,8 @@ MAX_BUCKETS_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class OutgoingVersion:
-    """This rank's tensors of a version, as in its files, and the model's config.json."""
+    """This rank's tensors of a version, as in its files (of one with an adapter, the adapter's alone), and the model's
+    config.json."""
 
     tensors: Mapping[str, Tensor]
     config: str
@@ -50,7 +52,10 @@ def outgoing_version(snapshot: LearnerSnapshot) -> OutgoingVersion:
         if not file.startswith("trainer/")
         for name, tensor in tensors.items()
     }
-    return OutgoingVersion(whole, snapshot.config)
+    if snapshot.adapter is None:
+        return OutgoingVersion(whole, snapshot.config)
+    config = json.loads(snapshot.config) | {ADAPTER_KEY: json.loads(snapshot.adapter)}
+    return OutgoingVersion(whole, json.dumps(config))
 
 
 class BroadcastSender:

@@ -208,7 +208,7 @@ class TrainerService:
         )
         self._version = version
         self._totals["published"] += 1
-        read = sum(file.stat().st_size for file in path.glob("model*.safetensors"))
+        read = sum(file.stat().st_size for file in path.glob("*model*.safetensors"))
         return {"version": version, "path": str(path), "bytes": read}
 
     def restore(self, body: CommandMessage) -> CommandMessage:

@@ -32,7 +32,7 @@ async def test_it_is_ready_once_it_names_its_version(
     app.add_routes([web.get("/health", healthy), web.post("/update_weight_version", name)])
     async with TestServer(app) as server:
         url = str(server.make_url("")).rstrip("/")
-        await announce_ready(url, "3")
+        assert await announce_ready(url, "3", "/model")
     assert {str(t) for t in told} == {str({"new_version": "3"})}
     assert len(told) > broken
     assert capsys.readouterr().out == f"ready {url}\n"

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+from rollart.engine.jobs import FinishedJob
+from rollart.engine.weights import read_tensors
+from tests.engine.models import job, runner
 
 VOCAB = 61
 
@@ -125,3 +132,43 @@ def make(name: str, directory: Path, *, seed: int = 0, scale: float = 0.25, **ot
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, max_shard_size="40KB")
     return model
+
+
+def expected(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
+    """Log-probabilities [tokens, vocabulary] of every next token."""
+    with torch.no_grad():
+        logp: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
+    return logp
+
+
+def check_random_requests(versions: Sequence[Path], models: Sequence[Any], *, seed: str, vocab: int = VOCAB) -> None:
+    """Random adds, aborts, sessions and updates between `versions`: each token has the log-probability that the model
+    of its version gives it."""
+    r, rng = runner(versions[0], slots=5, step_tokens=24), random.Random(seed)
+    history: dict[str, list[int]] = {session: [] for session in "abcdefg"}
+    busy: dict[str, str] = {}
+    ended: list[FinishedJob] = []
+    for step in range(100):
+        session = rng.choice([*history])
+        if session not in busy and rng.random() < 0.6:
+            prompt = [*history[session][:40], *(rng.randrange(vocab) for _ in range(rng.randint(1, 12)))]
+            budget, temperature = rng.randint(1, 10), rng.choice((0.0, 1.0))
+            busy[session] = f"{step}"
+            r.add(job(f"{step}", prompt, session=session, max_tokens=budget, temperature=temperature, seed=step))
+        over = r.abort([rng.choice([*busy.values()])]) if busy and rng.random() < 0.05 else []
+        if rng.random() < 0.07:
+            r.load(read_tensors(versions[step % len(versions)]), step % len(versions))
+        for one in (*over, *r.step()):
+            request = one.job.request
+            history[request.session] = [*request.token_ids, *one.completion.token_ids]
+            del busy[request.session]
+            ended.append(one)
+    tokens = 0
+    for one in ended:
+        ids, drawn = one.job.request.token_ids, one.completion
+        for span in drawn.spans:
+            logp = expected(models[span.version], (*ids, *drawn.token_ids))[len(ids) - 1 : -1]
+            for i in range(span.start, span.end):
+                assert drawn.logprobs[i] == pytest.approx(float(logp[i, drawn.token_ids[i]]), abs=5e-5)
+                tokens += 1
+    assert tokens > 100

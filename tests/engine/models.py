@@ -17,6 +17,7 @@ from rollart.engine.jobs import EngineJob, FinishedJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner
 from rollart.engine.weights import read_tensors
+from rollart.lora import ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX
 from rollart.model import GenerateRequest, Sampling
 
 VOCAB = 61
@@ -96,6 +97,25 @@ def publish(directory: Path, seed: int, config: Mapping[str, Any] = QWEN, *, mar
     save_file(random_tensors(read_architecture(directory), seed), directory / "model.safetensors")
     if marker:
         (directory / "COMPLETE").touch()
+    return directory
+
+
+def publish_adapter(directory: Path, seed: int, base: Path) -> Path:
+    """A version with random adapters of two modules of each layer, and a checkpoint of `publish` below them."""
+    (directory / "base").mkdir(parents=True)
+    for name in ("config.json", "model.safetensors"):
+        (directory / "base" / name).hardlink_to(base / name)
+    (directory / "config.json").hardlink_to(base / "config.json")
+    generator, weights = torch.Generator().manual_seed(seed), read_tensors(base)
+    factors = {}
+    for name in [name for name in weights if name.endswith(("q_proj.weight", "down_proj.weight"))]:
+        out, inner = weights[name].shape
+        stem = f"{PREFIX}{name.removesuffix('.weight')}"
+        factors[f"{stem}.lora_A.weight"] = torch.randn(2, inner, generator=generator)
+        factors[f"{stem}.lora_B.weight"] = torch.randn(out, 2, generator=generator)
+    save_file(factors, directory / ADAPTER_MODEL)
+    (directory / ADAPTER_CONFIG).write_text(json.dumps({"r": 2, "lora_alpha": 0.5, "revision": base.name}))
+    (directory / "COMPLETE").touch()
     return directory
 
 

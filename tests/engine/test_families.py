@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,19 +11,10 @@ import torch
 from rollart.architecture import read_architecture
 from rollart.engine.cache import KvCache
 from rollart.engine.decoding import GraphDecoder
-from rollart.engine.jobs import FinishedJob
-from rollart.engine.weights import read_tensors
-from tests.engine.families import MODELS, VOCAB, make
+from tests.engine.families import MODELS, check_random_requests, make
 from tests.engine.models import DEVICE, job, run_one, runner
 
 pytestmark = pytest.mark.slow  # imports transformers
-
-
-def expected(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
-    """Log-probabilities [tokens, vocabulary] of every next token."""
-    with torch.no_grad():
-        logp: torch.Tensor = model(torch.tensor([ids]), use_cache=False).logits[0].log_softmax(-1)
-    return logp
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -33,34 +22,7 @@ def test_agrees_with_transformers_under_random_requests(name: str, tmp_path: Pat
     models = [make(name, tmp_path / str(version), seed=version) for version in range(2)]
     assert (tmp_path / "0/model.safetensors.index.json").exists()
     assert read_architecture(tmp_path / "0") == read_architecture(tmp_path / "1")
-    r, rng = runner(tmp_path / "0", slots=5, step_tokens=24), random.Random(name)
-    history: dict[str, list[int]] = {session: [] for session in "abcdefg"}
-    busy: dict[str, str] = {}
-    ended: list[FinishedJob] = []
-    for step in range(100):
-        session = rng.choice([*history])
-        if session not in busy and rng.random() < 0.6:
-            prompt = [*history[session][:40], *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))]
-            budget, temperature = rng.randint(1, 10), rng.choice((0.0, 1.0))
-            busy[session] = f"{step}"
-            r.add(job(f"{step}", prompt, session=session, max_tokens=budget, temperature=temperature, seed=step))
-        over = r.abort([rng.choice([*busy.values()])]) if busy and rng.random() < 0.05 else []
-        if rng.random() < 0.07:
-            r.load(read_tensors(tmp_path / str(step % 2)), step % 2)
-        for one in (*over, *r.step()):
-            request = one.job.request
-            history[request.session] = [*request.token_ids, *one.completion.token_ids]
-            del busy[request.session]
-            ended.append(one)
-    tokens = 0
-    for one in ended:
-        ids, drawn = one.job.request.token_ids, one.completion
-        for span in drawn.spans:
-            logp = expected(models[span.version], (*ids, *drawn.token_ids))[len(ids) - 1 : -1]
-            for i in range(span.start, span.end):
-                assert drawn.logprobs[i] == pytest.approx(float(logp[i, drawn.token_ids[i]]), abs=5e-5)
-                tokens += 1
-    assert tokens > 100
+    check_random_requests([tmp_path / "0", tmp_path / "1"], models, seed=name)
     decode_step_agrees(tmp_path / "0")
 
 

@@ -15,7 +15,7 @@ from rollart.adapters.engines.http import HttpEngine
 from rollart.errors import EngineError
 from rollart.model import EngineId, FinishReason, GenerateRequest, PauseMode, Sampling, WeightsRef
 from tests.engine.hosting import served
-from tests.engine.models import greedy, publish
+from tests.engine.models import greedy, publish, publish_adapter
 
 Call = Callable[..., Awaitable[tuple[int, Any]]]
 
@@ -132,6 +132,26 @@ def test_the_weight_update_protocol(qwen: Path, qwen_next: Path, llama: Path, tm
         }
         answer = await call("/inference/v1/generate", {"token_ids": [1, 2], "sampling_params": GREEDY})
         assert tuple(answer[1]["choices"][0]["token_ids"]) == greedy(qwen_next, [1, 2], 4)
+
+    with_server(qwen, scenario)
+
+
+def test_versions_with_adapters_are_loaded_forwards_and_back(qwen: Path, tmp_path: Path) -> None:
+    """From a checkpoint without an adapter, which an engine may start with."""
+    versions = [publish_adapter(tmp_path / f"v{seed}", seed, qwen) for seed in (1, 2)]
+    (torn := publish_adapter(tmp_path / "v3", 3, qwen) / "adapter_model.safetensors").write_bytes(b"torn")
+
+    async def scenario(url: str, call: Call) -> None:
+        prompt = {"token_ids": [1, 2], "sampling_params": GREEDY}
+        answers = []
+        for number, path in enumerate([*versions, versions[0], qwen]):
+            assert (await call("/start_weight_update", {}))[0] == 200
+            assert (await call("/update_weights", {"update_info": {"path": str(torn.parent)}}))[0] == 400
+            assert (await call("/update_weights", {"update_info": {"path": str(path)}}))[0] == 200
+            assert (await call("/finish_weight_update", {"weight_version": number}))[0] == 200
+            answers.append(tuple((await call("/inference/v1/generate", prompt))[1]["choices"][0]["token_ids"]))
+        assert answers == [greedy(path, [1, 2], 4) for path in [*versions, versions[0], qwen]]
+        assert len(set(answers)) == 3
 
     with_server(qwen, scenario)
 

@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from rollart.architecture import Rotary, read_architecture, refuse_longer_context
 from rollart.engine.weights import published_version, read_tensors, require_complete
 from rollart.errors import UsageError
-from tests.engine.models import HYBRID, LLAMA, QWEN, publish, random_tensors
+from rollart.lora import ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX
+from tests.engine.models import HYBRID, LLAMA, QWEN, publish, publish_adapter, random_tensors
 
 
 def write(path: Path, **changes: Any) -> Path:
@@ -153,3 +155,41 @@ def test_foreign_tensors_are_refused_before_anything_changes(qwen: Path) -> None
         r.load({**tensors, "model.norm.weight": tensors["model.norm.weight"][:3]}, 1)
     assert r.version == 0
     assert all(w.equal(b) for (_, w), b in zip(r.network.weight_targets(), before, strict=True))
+
+
+def test_an_adapter_is_added_to_the_checkpoint_below_it(qwen: Path, tmp_path: Path) -> None:
+    version, below = publish_adapter(tmp_path / "v1", 5, qwen), read_tensors(qwen)
+    factors, found = load_file(version / ADAPTER_MODEL), read_tensors(version)
+    assert found.keys() == below.keys()
+    for name, tensor in below.items():
+        stem = f"{PREFIX}{name.removesuffix('.weight')}"
+        if f"{stem}.lora_A.weight" not in factors:
+            assert torch.equal(found[name], tensor)
+            continue
+        a, b = (factors[f"{stem}.lora_{which}.weight"].double() for which in "AB")
+        assert (found[name] - (tensor.double() + 0.25 * b @ a)).abs().max() < 1e-6
+        assert (found[name] - tensor).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "words"),
+    [
+        (None, {}, "adapter_model.safetensors cannot be read"),
+        ({"q_proj.lora_A": (2, 32), "q_proj.lora_B": (9, 2)}, {}, r"has the shape \(9, 32\), the weight \(64, 32\)"),
+        ({"x_proj.lora_A": (2, 32), "x_proj.lora_B": (64, 2)}, {}, "x_proj.weight, which the model lacks"),
+        ({"q_proj.lora_A": (2, 32)}, {}, "not in peft's form: KeyError .*lora_B"),
+        ({"q_proj.lora_A": (2, 32), "q_proj.lora_B": (64, 2)}, {"r": None}, "not in peft's form: TypeError"),
+    ],
+)
+def test_an_adapter_that_does_not_fit_is_refused_in_one_line(
+    qwen: Path, tmp_path: Path, tensors: dict[str, tuple[int, int]] | None, config: dict[str, Any], words: str
+) -> None:
+    version = publish_adapter(tmp_path / "v1", 5, qwen)
+    (version / ADAPTER_MODEL).unlink()
+    if tensors is not None:
+        stem = f"{PREFIX}model.layers.0.self_attn."
+        save_file({f"{stem}{n}.weight": torch.ones(s) for n, s in tensors.items()}, version / ADAPTER_MODEL)
+    (version / ADAPTER_CONFIG).write_text(json.dumps({"r": 2, "lora_alpha": 1, "revision": "x"} | config))
+    with pytest.raises(UsageError, match=words) as refused:
+        read_tensors(version)
+    assert "\n" not in str(refused.value)

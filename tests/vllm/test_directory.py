@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
+import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -12,19 +13,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rollart.engine.weights import read_tensors
 from tests.e2e.harness import ROOT
+from tests.engine.models import QWEN, publish, publish_adapter
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 8, "vocab_size": 16}
 
 
 @pytest.fixture(scope="module")
-def plugin() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("directory", ROOT / "integrations/vllm/rollart_vllm/directory.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def plugin() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "integrations" / "vllm")
+        yield importlib.import_module("rollart_vllm.directory")
+
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def version(tmp_path: Path) -> Path:
 
 def test_buckets_are_read_by_their_index(plugin: ModuleType, version: Path) -> None:
     opened = plugin.open_version(str(version), CONFIG, verify=True)
-    assert {name: tensor.tolist() for name, tensor in opened.tensors()} == {
+    assert {name: tensor.tolist() for name, tensor in opened.tensors(CPU)} == {
         "w0": [[0.0] * 3] * 2,
         "w1": [[1.0] * 3] * 2,
     }
@@ -53,7 +56,20 @@ def test_a_version_may_be_removed_while_it_is_open(plugin: ModuleType, version: 
     opened = plugin.open_version(str(version), CONFIG, verify=False)
     for file in version.iterdir():
         file.unlink()
-    assert len(dict(opened.tensors())) == 2
+    assert len(dict(opened.tensors(CPU))) == 2
+
+
+def test_an_adapter_is_merged_as_the_embedded_engine_does(plugin: ModuleType, tmp_path: Path) -> None:
+    version = publish_adapter(tmp_path / "v1", 1, publish(tmp_path / "below", 0))
+    opened = plugin.open_version(str(version), QWEN, verify=True)
+    found, want = dict(opened.tensors(CPU)), read_tensors(version)
+    assert found.keys() == want.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in want.items())
+    file = version / "adapter_model.safetensors"
+    marker = {"files": {file.name: hashlib.sha256(file.read_bytes()[::-1]).hexdigest()}}
+    (version / "COMPLETE").write_text(json.dumps(marker))
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors is damaged"):
+        plugin.open_version(str(version), QWEN, verify=True)
 
 
 @pytest.mark.parametrize(

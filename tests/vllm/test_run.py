@@ -18,9 +18,9 @@ STEPS = 4
 
 def test_the_quickstart_trains_on_vllm_and_survives_its_death(tmp_path: Path) -> None:
     """After a step vLLM's API server is killed: its engine core ends with it, and a restarted server serves the rest.
-    New versions arrive in its workers' memory by broadcast; the restarted server begins with files."""
+    New versions, adapters alone, arrive in its workers' memory by broadcast; the restarted server begins with files."""
     arguments = [f"steps={STEPS}", "evaluation.episodes=0", "schedule=sync", "staleness=0"]
-    arguments.append("weights.collective.backend=auto")
+    arguments += ["weights.collective.backend=auto", "training.lora={rank: 8}"]
     run = Launched(tmp_path, ["launch", "--cluster", str(CLUSTER), *arguments])
     directory = tmp_path / "runs" / "quickstart-1"
     try:
@@ -40,6 +40,8 @@ def test_the_quickstart_trains_on_vllm_and_survives_its_death(tmp_path: Path) ->
     assert received[0] == 1
     assert received[-1] == STEPS, "the one that was started again takes part"
     assert (directory / "weights" / f"v{STEPS:06d}" / "probe.json").exists(), "every version was held to the trainer"
+    whole = (directory / "weights/base/model.safetensors").stat().st_size
+    assert all(e["bytes"] < whole / 4 for e in events(directory, "weights_sent"))
     with ledger(directory) as db:
         assert [v for (v,) in db.execute("SELECT version FROM versions ORDER BY version")] == list(range(STEPS + 1))
         lags = db.execute("SELECT v0, version FROM samples WHERE state = 1").fetchall()

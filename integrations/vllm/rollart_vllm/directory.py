@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, device
+
+from rollart_vllm.lora import ADAPTER_MODEL, Adapter, base_directory, read_adapter
 
 MARKER = "COMPLETE"
 
@@ -31,20 +33,26 @@ SHAPE = (
 
 
 class Version:
-    """The open buckets of one version. `tensors` may be iterated once per load; the files may be unlinked meanwhile."""
+    """The open buckets of one version, and the adapter that is merged into them. `tensors` may be iterated once per
+    load; the files may be unlinked meanwhile."""
 
-    def __init__(self, path: Path, buckets: list[Any]) -> None:
-        self.path = path
-        self._buckets = buckets
+    def __init__(self, buckets: list[Any], adapter: Adapter | None) -> None:
+        """ValueError if the adapter does not fit the buckets."""
+        self.buckets, self.adapter = buckets, adapter
+        if adapter is not None:
+            adapter.check({name: bucket.get_slice(name).get_shape() for bucket in buckets for name in bucket.keys()})  # noqa: SIM118
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and tensors, one at a time, so that only one is in memory besides the model."""
-        for bucket in self._buckets:
+    def tensors(self, where: device) -> Iterator[tuple[str, Tensor]]:
+        """Names and tensors, one at a time, so that only one is in memory besides the model. Those that an adapter
+        changes are merged on the device `where`."""
+        for bucket in self.buckets:
             for name in bucket.keys():  # noqa: SIM118
-                yield name, bucket.get_tensor(name)
+                tensor = bucket.get_tensor(name)
+                changed = self.adapter is not None and name in self.adapter.factors
+                yield name, self.adapter.merged(name, tensor.to(where)) if changed else tensor
 
     def close(self) -> None:
-        self._buckets = []
+        self.buckets = []
 
 
 def open_version(path: str, config: Mapping[str, Any], *, verify: bool) -> Version:
@@ -60,17 +68,19 @@ def open_version(path: str, config: Mapping[str, Any], *, verify: bool) -> Versi
         raise ValueError(f"{path} cannot be read: {error}") from None
     if problem := another_model(found, config):
         raise ValueError(f"{path} is {problem}")
-    names = _buckets(directory)
+    base = base_directory(directory)
+    names = [str((base / name).relative_to(directory)) for name in _buckets(base)]
     sums = dict(marker.get("files") or {}) if verify else {}
-    opened = []
-    for name in names:
+    for name in [*names, ADAPTER_MODEL]:
         if name in sums and _digest(directory / name) != sums[name]:
             raise ValueError(f"{path}/{name} is damaged: its sha256 is not the one that was published")
+    opened = []
+    for name in names:
         try:
             opened.append(safe_open(directory / name, framework="pt", device="cpu"))
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{path}/{name} cannot be read: {error}") from None
-    return Version(directory, opened)
+    return Version(opened, read_adapter(directory))
 
 
 def another_model(found: Mapping[str, Any], config: Mapping[str, Any]) -> str:

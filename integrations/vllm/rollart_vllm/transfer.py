@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from rollart_vllm.collective import BroadcastOrder, ReceivedWeights, WeightReceiver
 from rollart_vllm.directory import Version, another_model, open_version
+from rollart_vllm.lora import ADAPTER_KEY, Adapter
 
 
 @dataclass
@@ -56,7 +57,7 @@ class _Broadcast:
     def __init__(self, received: ReceivedWeights) -> None:
         self._received = received
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, where: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._received.tensors.items()
 
     def close(self) -> None:
@@ -74,6 +75,8 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._staged: Version | _Broadcast | None = None
+        self._below: tuple[str, list[Any]] | None = None
+        """Revision and buckets of the weights below the last adapter that was read from files."""
         self._receiver = WeightReceiver(self.device, check=self._loadable)
 
     def init_transfer_engine(self, init_info: DirectoryInit) -> None:
@@ -93,10 +96,12 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
     def receive_weights(self, update_info: DirectoryUpdate) -> None:
         received = self._receiver.take(update_info.stamp) if update_info.stamp else None
         if received is not None:
-            self._staged = _Broadcast(received)
+            adapter = _adapter_of(received)
+            self._staged = _Broadcast(received) if adapter is None else Version(self._buckets_below(adapter), adapter)
             return
         config = self.model_config.hf_config.to_dict()
-        self._staged = open_version(update_info.path, config, verify=update_info.verify)
+        self._staged = staged = open_version(update_info.path, config, verify=update_info.verify)
+        self._below = None if staged.adapter is None else (staged.adapter.revision, staged.buckets)
 
     @torch.no_grad()
     def finish_weight_update(self) -> None:
@@ -107,7 +112,7 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
         tied = _tied(self.model)
         with torch.device(self.device):
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(staged.tensors())
+            self.model.load_weights(staged.tensors(self.device))
             finalize_layerwise_reload(self.model, self.model_config)
             for head in tied:
                 # No checkpoint holds it, so it was not loaded. On a CPU it has a packed copy of the embedding that it
@@ -125,6 +130,19 @@ class DirectoryTransfer(WeightTransferEngine[DirectoryInit, DirectoryUpdate]):
         found = json.loads(received.config)
         if problem := another_model(found, self.model_config.hf_config.to_dict()):
             raise ValueError(f"the broadcast is of {problem}")
+        if (adapter := _adapter_of(received)) is not None:
+            Version(self._buckets_below(adapter), adapter)
+
+    def _buckets_below(self, adapter: Adapter) -> list[Any]:
+        if self._below is None or self._below[0] != adapter.revision:
+            raise ValueError("the engine lacks the weights below the adapter")
+        return self._below[1]
+
+
+def _adapter_of(received: ReceivedWeights) -> Adapter | None:
+    """The adapter, if the broadcast has nothing else."""
+    config = json.loads(received.config).get(ADAPTER_KEY)
+    return None if config is None else Adapter.parse(config, received.tensors)
 
 
 def _tied(model: torch.nn.Module) -> list[Any]:

@@ -21,6 +21,7 @@ from pathlib import Path
 import aiohttp
 
 from rollart.lifeline import die_with_parent, stop_event, terminate
+from rollart.lora import base_directory
 
 HEALTH_POLL_S = 0.25
 """Seconds between two polls of the starting server; vLLM takes at least 20 s to start."""
@@ -60,9 +61,17 @@ async def _main(args: argparse.Namespace) -> int:
         link.parent.mkdir(parents=True, exist_ok=True)
         fresh = link.with_name(f".{link.name}-{os.uname().nodename}-{os.getpid()}")
         fresh.unlink(missing_ok=True)  # left by a killed process of the same pid
-        fresh.symlink_to(Path(args.model).resolve())
+        fresh.symlink_to(base_directory(args.model).resolve())
         fresh.replace(link)
-    command += ["--host", args.host, "--port", str(port), "--model", args.alias or args.model, *args.args]
+    command += [
+        "--host",
+        args.host,
+        "--port",
+        str(port),
+        "--model",
+        args.alias or str(base_directory(args.model)),
+        *args.args,
+    ]
     try:
         process = await asyncio.create_subprocess_exec(
             *command,
@@ -78,12 +87,15 @@ async def _main(args: argparse.Namespace) -> int:
     async with asyncio.TaskGroup() as tasks:
         ended = tasks.create_task(process.wait(), name="the end of vllm")
         ended.add_done_callback(lambda _: stopped.set())
-        ready = tasks.create_task(announce_ready(f"http://{args.host}:{port}", args.weight_version), name="its start")
+        ready = tasks.create_task(
+            announce_ready(f"http://{args.host}:{port}", args.weight_version, args.model), name="its start"
+        )
+        ready.add_done_callback(lambda done: None if done.cancelled() or done.result() else stopped.set())
         await stopped.wait()
         ready.cancel()
         if process.returncode is None:
             await terminate(process, STOP_S)
-            return 0
+            return 1 if ready.done() and not ready.result() else 0
     print(f"vllm ended with status {process.returncode}: {_failure_reason(args.log)}", file=sys.stderr)
     return 1
 
@@ -96,10 +108,10 @@ def server_environment(host: str, side: int, ours: Mapping[str, str]) -> dict[st
     return env
 
 
-async def announce_ready(url: str, version: str) -> None:
+async def announce_ready(url: str, version: str, model: str) -> bool:
     """Wait until the server answers, set its weight version, then print its address. Without the version, the first
-    tokens would be labelled with `default`. Unbounded: the supervisor's lease limits the start, and `_main` ends this
-    if vLLM ends."""
+    tokens would be labelled with `default`. If `model` has an adapter, vLLM was started without it and loads it here;
+    False if it cannot. Unbounded: the supervisor's lease limits the start, and `_main` ends this if vLLM ends."""
     async with aiohttp.ClientSession() as http:
         while await _status(http.get(url + "/health")) != 200:
             await asyncio.sleep(HEALTH_POLL_S)
@@ -107,9 +119,21 @@ async def announce_ready(url: str, version: str) -> None:
             status := await _status(http.post(url + "/update_weight_version", json={"new_version": version}))
         ) is None:
             await asyncio.sleep(HEALTH_POLL_S)
+        if base_directory(model) != Path(model):
+            for route, body in (
+                ("/pause?mode=abort", {}),
+                ("/start_weight_update", {}),
+                ("/update_weights", {"update_info": {"path": model}}),
+                ("/finish_weight_update", {"weight_version": version}),
+                ("/resume", {}),
+            ):
+                if (status := await _status(http.post(url + route, json=body))) != 200:
+                    print(f"vllm: {model} cannot be loaded: {route} answers {status}", file=sys.stderr)
+                    return False
     if status != 200:
         print(f"vllm: the version of its weights cannot be set: {status}", file=sys.stderr)
     print(f"ready {url}", flush=True)
+    return True
 
 
 async def _status(request: AbstractAsyncContextManager[aiohttp.ClientResponse]) -> int | None:

@@ -1,0 +1,1 @@
+../../../rollart/lora.py
