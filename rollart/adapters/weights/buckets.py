@@ -223,7 +223,7 @@ class BucketWeightStore(DirectoryWeightStore):
     async def _fill(self, staging: Path, manifest: Manifest, arrivals: BucketArrivals | None) -> tuple[int, float]:
         """Bytes received from the store, and the seconds of each of its buckets, summed."""
         loop = asyncio.get_running_loop()
-        local = await asyncio.to_thread(self._prepare, staging, manifest)
+        files, local = await asyncio.to_thread(self._prepare, staging, manifest)
         window = TransferWindow(self._depth, max((c for f in manifest.files for *_, c in f.spans()), default=1))
         moved = [0, 0.0]
 
@@ -251,7 +251,7 @@ class BucketWeightStore(DirectoryWeightStore):
                 self.progress = PullProgress(p.buckets + 1, max(p.longest_s, took), p.open - 1)
 
         targets_by_digest: dict[str, list[tuple[Path, int, int]]] = {}
-        for file in manifest.files:
+        for file in files:
             for digest, offset, count in file.spans():
                 targets_by_digest.setdefault(digest, []).append((staging / file.name, offset, count))
         async with first_failure_only(), asyncio.TaskGroup() as group:
@@ -277,22 +277,29 @@ class BucketWeightStore(DirectoryWeightStore):
         deltas = [await self._objects.get(delta_key(names[i], names[i + 1])) for i in reversed(range(depth))]
         return data, deltas, received + sum(map(len, deltas))
 
-    def _prepare(self, staging: Path, manifest: Manifest) -> dict[str, tuple[Path, int, int]]:
-        """Create empty files of the right sizes; the location of each bucket that is already on this disk."""
-        with storage_failures(f"write {staging}"):
-            for file in manifest.files:
-                path = staging / file.name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                with path.open("wb") as handle:
-                    handle.truncate(file.size)
+    def _prepare(self, staging: Path, manifest: Manifest) -> tuple[list[FileEntry], dict[str, tuple[Path, int, int]]]:
+        """Create the files: links to those of another version here with the same content, as of the weights below an
+        adapter, and empty ones of the right sizes. The latter, and the location of each bucket that is on this disk."""
         local: dict[str, tuple[Path, int, int]] = {}
+        same: dict[FileEntry, Path] = {}
         for version in reversed(self.versions()):
             directory = Path(self.path(version))
             with contextlib.suppress(OSError, StorageFailed):
                 for file in Manifest.decode((directory / MANIFEST).read_bytes()).files:
+                    same.setdefault(file, directory / file.name)
                     for digest, offset, count in file.spans():
                         local.setdefault(digest, (directory / file.name, offset, count))
-        return local
+        empty = []
+        with storage_failures(f"write {staging}"):
+            for file in manifest.files:
+                path = staging / file.name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if file in same and _linked(same[file], path, file):
+                    continue
+                empty.append(file)
+                with path.open("wb") as handle:
+                    handle.truncate(file.size)
+        return empty, local
 
 
 class BucketArrivals:
@@ -529,6 +536,15 @@ def _read_checked(file: Path, offset: int, count: int, digest: str) -> bytes | N
         handle.seek(offset)
         data = handle.read(count)
     return data if hashlib.sha256(data).hexdigest() == digest else None
+
+
+def _linked(source: Path, target: Path, file: FileEntry) -> bool:
+    """Make `target` a link to `source`, if that has the buckets of `file`. False on file systems without links."""
+    with contextlib.suppress(OSError, StorageFailed):
+        if all(_read_checked(source, offset, count, digest) is not None for digest, offset, count in file.spans()):
+            os.link(source, target)
+            return True
+    return False
 
 
 def _publish_locally(staging: Path, final: Path, manifest: Manifest) -> None:
