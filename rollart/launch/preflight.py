@@ -337,8 +337,8 @@ def dry_run_lines(resolved: Resolved) -> Iterator[str]:
 def _adapter_line(resolved: Resolved) -> Iterator[str]:
     if resolved.run.training.lora is None:
         return
-    shape = run_shape(resolved)
-    whole, adapters = shape.weight_bytes / 1e6, adapter_bytes(resolved.run, shape)
+    shape, width = run_shape(resolved), 4 if resolved.run.weights.dtype == "trained" else 2
+    whole, adapters = width * shape.parameters / 1e6, adapter_bytes(resolved.run, shape)
     if adapters is None:
         yield f"weights: {whole:,.4g} MB a version, adapters merged"
     else:

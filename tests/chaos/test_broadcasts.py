@@ -84,3 +84,23 @@ def test_the_trainer_dies_in_the_middle_of_a_broadcast(home: Home) -> None:
     assert events(home.directory, "engine_lost") == []
     assert events(home.directory, "infra_fault") == []
     assert {e["version"] for e in events(home.directory, "weights_received")} >= {1, 3, 4}
+
+
+def test_adapters_reach_engines_and_lives_of_the_run_that_begin_late(home: Home) -> None:
+    """An engine dies, and then the controller: both begin again with files. The rate moves the policy so far that the
+    weights below the adapters would show."""
+    spec = broadcasting() | {"training": {"lora": {"rank": 2}, "lr": 0.05}}
+    run = home.launch(spec, cluster=THREE)
+    run.until(lambda: run.step() >= 1, "step 1 is committed")
+    run.part("rollart.engine").kill()
+    run.until(lambda: run.step() >= 2, "step 2 is committed")
+    run.kill()
+    run.end()
+    home.resume().finished()
+    sound(home.directory)
+    same_weights(home.directory)
+    assert len(events(home.directory, "engine_lost")) == 1
+    whole = (home.directory / "weights" / "base" / "model.safetensors").stat().st_size
+    received = events(home.directory, "weights_received")
+    assert {e["version"] for e in received} >= {1, STEPS}
+    assert all(e["bytes"] < whole / 50 for e in received)

@@ -163,8 +163,11 @@ def test_generation_settings_of_the_base_model_are_exported(tmp_path: Path) -> N
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"top_k": 20}
 
 
-@pytest.mark.slow  # imports torch and transformers
-def test_transformers_loads_an_exported_version_and_computes_the_learners_logits(tmp_path: Path) -> None:
+@pytest.mark.slow  # imports torch, transformers and peft
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_transformers_loads_an_exported_version_and_computes_the_learners_logits(
+    tmp_path: Path, lora: dict[str, int] | None
+) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -178,9 +181,9 @@ def test_transformers_loads_an_exported_version_and_computes_the_learners_logits
     given.mkdir()
     words.save(str(given / "tokenizer.json"))
     (given / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
-    learner = Learner(config(tmp_path))
-    learner.train(batch([sample(str(n)) for n in range(4)]), 0)
     run = tmp_path / "demo"
+    learner = Learner(config(run / "weights", lora=lora))
+    learner.train(batch([sample(str(n)) for n in range(4)]), 0)
     record(run, 2, {})
     publish_version(learner, run / "weights", 1, tuple(given.iterdir()))
     export_version(run, "latest", tmp_path / "out", force=False)
@@ -190,4 +193,6 @@ def test_transformers_loads_an_exported_version_and_computes_the_learners_logits
     assert ids == [3, 7]
     tokens = torch.tensor([ids])
     with torch.no_grad():
-        assert torch.equal(model(tokens).logits, learner.policy.model(tokens).logits)
+        found, want = model(tokens).logits, learner.policy.model(tokens).logits
+    assert torch.equal(found, want) if lora is None else torch.allclose(found, want, atol=1e-6)
+    assert [path.name for path in (tmp_path / "out").glob("*adapter*")] == []
