@@ -11,7 +11,9 @@ import yaml
 
 from rollart.errors import SpecError
 from rollart.launch.layout import trainer_actors, trainer_ranks
+from rollart.launch.preflight import dry_run_lines
 from rollart.launch.prepare import trainer_config
+from rollart.settings.planning import publishing_of, run_shape
 from rollart.settings.resolve import Resolved, resolve_files
 from rollart.train.config import load_config
 from tests.e2e.harness import CLUSTER, tiny
@@ -68,6 +70,20 @@ def test_the_trainer_reads_what_it_is_told(tmp_path: Path) -> None:
     assert config.parallel.bucket_mb == 7
     assert config.lora is not None
     assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (3, 32.0, ["q_proj"])
+
+
+@pytest.mark.parametrize(("publish", "moves"), [("adapter", 4 * 3 * (16 + 16)), ("merged", None)])
+def test_plans_and_dry_runs_count_what_moves(tmp_path: Path, publish: str, moves: int | None) -> None:
+    run = resolved(tmp_path, {"threads": 1}, training__lora={"rank": 3, "targets": ["q_proj"], "publish": publish})
+    shape = run_shape(run)
+    found, whole = publishing_of(run.run, run.cluster, shape), shape.weight_bytes / 1e9
+    below = f"{4 * shape.parameters / 1e6:,.4g} MB"
+    if moves is None:
+        assert (found.gb, found.load_gb) == (whole, None)
+        assert f"weights: {below} a version, adapters merged" in dry_run_lines(run)
+    else:
+        assert (found.gb, found.load_gb) == (pytest.approx(moves / 1e9), whole)
+        assert f"weights: {moves / 1e6} MB of adapters a version, and {below} below them once" in dry_run_lines(run)
 
 
 def test_by_default_it_is_one_process_without_adapters(tmp_path: Path) -> None:
