@@ -11,16 +11,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Algorithm = Literal[
-    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "topr", "kimi", "online_dpo", "opd"
+    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "topr", "kimi", "online_dpo", "opd"
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmPreset:
-    """Defaults of `training.loss` and of every domain's `advantage`."""
+    """Defaults of `training.loss` and of every domain's `advantage`, and of `training.critic` for one that has it."""
 
     loss: Mapping[str, Any]
     advantage: Mapping[str, Any] = field(default_factory=dict)
+    critic: Mapping[str, Any] | None = None
 
 
 _GROUP_SCALED = {"level": "trajectory", "baseline": "group", "normalize": "group"}
@@ -63,6 +64,11 @@ PRESETS: Mapping[Algorithm, AlgorithmPreset] = {
         },
         {"level": "token", "gamma": 1.0, "baseline": "none", "normalize": "whiten"},
     ),
+    "ppo": AlgorithmPreset(
+        {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"},
+        {"level": "token", "gamma": 1.0, "gae_lambda": 0.95, "baseline": "critic", "normalize": "whiten"},
+        critic={"value_clip": 0.5},
+    ),
     "topr": AlgorithmPreset(
         {"kind": "topr", "cap": 1.0, "correction_level": "product", "aggregation": "constant"}, _GROUP_CENTRED
     ),
@@ -85,14 +91,18 @@ PRESETS: Mapping[Algorithm, AlgorithmPreset] = {
 """The algorithms by name. `loss.length` of the constant aggregation is the longest domain's."""
 
 
-def with_loss_defaults(training: Any) -> Any:
-    """The values of a `training` mapping, with the loss of its algorithm where the mapping gives none. Other values are
-    returned as they are: their errors are pydantic's."""
+def with_training_defaults(training: Any) -> Any:
+    """The values of a `training` mapping, with the loss and the critic of its algorithm where the mapping gives none.
+    Other values are returned as they are: their errors are pydantic's."""
     preset = _preset(training)
     if preset is None:
         return training
-    loss = training.get("loss", {})
-    return {**training, "loss": {**preset.loss, **loss}} if isinstance(loss, Mapping) else training
+    filled = dict(training)
+    for key, own in (("loss", preset.loss), ("critic", preset.critic)):
+        given = training.get(key, {})
+        if own is not None and isinstance(given, Mapping):
+            filled[key] = {**own, **given}
+    return filled
 
 
 def with_advantage_defaults(training: Any, domain: Any) -> Any:
@@ -110,6 +120,8 @@ def changed_switches(training: Any, domains: Sequence[Any]) -> Iterator[tuple[st
     if preset is None:
         return
     parts = [("training.loss", training.loss, preset.loss)]
+    if training.critic is not None and preset.critic is not None:
+        parts.append(("training.critic", training.critic, preset.critic))
     parts += [(f"domains.{i}.advantage", one.advantage, preset.advantage) for i, one in enumerate(domains)]
     for where, given, own in parts:
         for key, value in own.items():

@@ -237,10 +237,10 @@ def _training_work(
     return TrainingWork(
         batch=run.batch.trajectories,
         staleness=run.staleness,
-        epochs=training.epochs,
+        epochs=training.passes,
         pool=pool,
         devices=devices,
-        bytes_per_parameter=spec.bytes_per_parameter,
+        bytes_per_parameter=spec.bytes_per_parameter * (1 if training.critic is None else 2),
         trained_parameters=None if lora is None else adapter_parameters(shape, lora.rank, tuple(lora.targets)),
         frozen_bytes_per_parameter=spec.frozen_bytes_per_parameter,
         sequence=spec.sequence or run.model.context,

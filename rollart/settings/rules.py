@@ -19,6 +19,7 @@ from rollart.settings.cluster import ClusterSpec, DeviceSpec, PoolSpec
 from rollart.settings.document import KeyPath
 from rollart.settings.prices import PriceEntry, PriceList
 from rollart.settings.run import LAG, DomainSpec, FunctionEntry, RunSpec, WeightStoreSpec
+from rollart.settings.training import critic_problem
 from rollart.shares import bounded_shares
 
 ROUNDING = 1e-9
@@ -63,6 +64,7 @@ def run_problems(run: RunSpec) -> list[RuleViolation]:
         _affinity(run),
         _objective(run),
         _stream(run),
+        _critic(run),
         _reference(run),
         _sampler(run),
         _weights(run),
@@ -517,8 +519,10 @@ def _stream(run: RunSpec) -> Violations:
 def _batch_baselines(run: RunSpec, setting: str) -> Violations:
     """Advantages that need the mean of the whole batch, which `setting` does not wait for."""
     for i, domain in enumerate(run.domains):
-        if domain.advantage.baseline == "domain":
-            text = f"has advantage.baseline 'domain', a mean over the whole batch (rule: group or none with {setting})"
+        if why := {"domain": "a mean over the whole batch", "critic": "with values of the step"}.get(
+            domain.advantage.baseline
+        ):
+            text = f"has advantage.baseline '{domain.advantage.baseline}', {why} (rule: group or none with {setting})"
             yield _at(f"domains.{i}.advantage.baseline", f"domain '{domain.name}' {text}")
 
 
@@ -528,6 +532,11 @@ def _whitened(run: RunSpec) -> Violations:
             rule = "group, batch or none with training.stream"
             text = f"has advantage.normalize 'whiten', with the mean of the whole batch (rule: {rule})"
             yield _at(f"domains.{i}.advantage.normalize", f"domain '{domain.name}' {text}")
+
+
+def _critic(run: RunSpec) -> Violations:
+    if (problem := critic_problem(run.training, run.domains)) is not None:
+        yield RuleViolation(("training", "critic"), problem)
 
 
 def _reference(run: RunSpec) -> Violations:

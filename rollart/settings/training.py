@@ -7,12 +7,12 @@ sides or on neither. The formulas are in `rollart/train/advantages.py` and `roll
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rollart.settings.algorithms import PRESETS, Algorithm, with_advantage_defaults, with_loss_defaults
+from rollart.settings.algorithms import PRESETS, Algorithm, with_advantage_defaults, with_training_defaults
 from rollart.settings.base import SpecEntry
 
 Level = Literal["token", "geometric", "product"]
@@ -26,9 +26,13 @@ class AdvantageSpec(SpecEntry):
     """The unit of a reward-to-go: a token, a turn, or the trajectory."""
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount per turn (or token, at that level)."""
-    baseline: Literal["domain", "group", "leave_one_out", "none"] = "group"
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """λ of generalized advantage estimation, with `baseline: critic`. 1: the return less the value; 0: one step of
+    temporal difference."""
+    baseline: Literal["domain", "group", "leave_one_out", "critic", "none"] = "group"
     """Mean that is subtracted: of the domain's batch, of the group, of the group's other trajectories (RLOO), or
-    nothing. At level turn or token it is the mean of the other trajectories."""
+    nothing. At level turn or token it is the mean of the other trajectories. critic: the value at the unit's first
+    token, of a model that learns it (`training.critic`)."""
     normalize: Literal["group", "batch", "whiten", "none"] = "batch"
     """Sample standard deviation that the centred values are divided by: of the group (GRPO; with `baseline: group`), of
     the domain's batch (REINFORCE++-baseline), or none (Dr. GRPO). whiten: the batch's mean is subtracted first
@@ -184,6 +188,21 @@ class LoraSpec(SpecEntry):
     weights, as without adapters."""
 
 
+class CriticSpec(SpecEntry):
+    """The critic: a second model, of the policy's architecture and with its weights at the first step, which learns the
+    value of each action token (docs/training.md)."""
+
+    lr: float | None = Field(default=None, gt=0)
+    """Learning rate of AdamW; `training.lr` if not given. `lr_schedule` applies, `warmup` does not."""
+    epochs: int | None = Field(default=None, ge=1, le=1000)
+    """Passes over a batch; `training.epochs` if not given."""
+    value_clip: float | None = Field(default=0.5, gt=0)
+    """A value that has moved by more than this in the step has no further gradient in that direction; null: no
+    clip."""
+    warmup_steps: int = Field(default=0, ge=0, le=1_000_000)
+    """First steps, in which the critic alone is trained."""
+
+
 class TrainingSpec(SpecEntry):
     """Optimizer, loss and how a batch is cut."""
 
@@ -218,6 +237,8 @@ class TrainingSpec(SpecEntry):
     stream: bool = False
     """Accumulate the gradient of finished groups while the rest of the batch is rolled out. Needs `epochs` and
     `minibatches` 1, no advantage with `baseline: domain`, and one trainer rank in float32."""
+    critic: CriticSpec | None = None
+    """The model behind `advantage.baseline: critic`."""
     lora: LoraSpec | None = None
     """Train low-rank adapters and leave the model's own weights as they are."""
     routing_replay: bool | None = None
@@ -230,10 +251,16 @@ class TrainingSpec(SpecEntry):
     """tokens: every token has the same weight, or every sample (see `loss.aggregation`); domains: every domain has the
     same total weight."""
 
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes over a batch, those of a critic included, which is as large as the policy."""
+        critic = 0 if self.critic is None else self.critic.epochs or self.epochs
+        return self.epochs + critic
+
     @model_validator(mode="before")
     @classmethod
     def _loss_of_algorithm(cls, data: Any) -> Any:
-        return with_loss_defaults(data)
+        return with_training_defaults(data)
 
     @model_validator(mode="after")
     def _inputs_of_the_step(self) -> TrainingSpec:
@@ -255,6 +282,18 @@ class TrainingSpec(SpecEntry):
                 "columns has advantage with loss.kl_in 'reward', which changes rewards in the step: remove the column, "
                 "or set loss.kl_in to loss"
             )
+        for value, name, why, remedy in (
+            (self.stream, "stream", "values are of the whole batch's step", "set stream to false"),
+            (
+                self.lora,
+                "lora",
+                "it is trained in full, beside frozen weights",
+                "remove lora, or take another baseline",
+            ),
+            (self.loss.kind == "dpo", "loss.kind 'dpo'", "pairs have no advantage", "remove critic"),
+        ):
+            if self.critic is not None and value:
+                raise ValueError(f"critic with {name}: {why}; {remedy}")
         if "ref_logprobs" in self.columns and self.loss.reference_reset:
             raise ValueError(
                 "columns has ref_logprobs with loss.reference_reset: the reference may change before the step; remove "
@@ -328,6 +367,21 @@ class ParallelConfig(SpecEntry):
         return self.ranks > 1 or self.dtype != "float32"
 
 
+def critic_problem(training: TrainingSpec, domains: Iterable[Any]) -> str | None:
+    """Why the critic does not fit the advantages of the domains; None if it does."""
+    wanted = any(one.advantage.baseline == "critic" for one in domains)
+    if wanted == (training.critic is not None):
+        return None
+    if wanted:
+        return (
+            "a domain has advantage.baseline 'critic', and training.critic is not given: give it ({} for its defaults)"
+        )
+    return (
+        "training.critic is given, and no domain has advantage.baseline 'critic': give it to those that the critic is "
+        "for, or remove training.critic"
+    )
+
+
 class TrainerConfig(TrainingSpec):
     """`trainer.json`: the run's `training`, and the rest of the run that the trainer's process needs.
 
@@ -366,6 +420,12 @@ class TrainerConfig(TrainingSpec):
     def _known_length(self) -> TrainerConfig:
         if self.loss.aggregation == "constant" and self.loss.length is None:
             raise ValueError("loss.aggregation 'constant' divides by loss.length: give it")
+        return self
+
+    @model_validator(mode="after")
+    def _critic_of_domains(self) -> TrainerConfig:
+        if (problem := critic_problem(self, self.domains.values())) is not None:
+            raise ValueError(problem)
         return self
 
     @model_validator(mode="after")

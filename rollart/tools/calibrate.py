@@ -218,7 +218,7 @@ def measure(resolved: Resolved) -> SteadyStateMeasurement:
         train=TrainingMeasurement(
             tokens=batch * mix_mean(profiles, lambda p: p.total_tokens),
             actions=batch * mix_mean(profiles, lambda p: p.turns.mean * p.output_tokens.mean),
-            epochs=training.epochs,
+            epochs=training.passes,
             minibatches=training.minibatches,
             cpu_s=own,
         ),
@@ -499,7 +499,7 @@ async def probe(resolved: Resolved, directory: Path, *, passes: int) -> tuple[li
                 reports = [await trainer.train(samples, 0) for _ in range(3)]
                 spent = median(report.metrics["cpu_seconds"] for report in reports)
                 tokens, actions = sum(len(s.token_ids) for s in samples), sum(sum(s.loss_mask) for s in samples)
-                steps.append(TrainingMeasurement(tokens, actions, run.training.epochs, run.training.minibatches, spent))
+                steps.append(TrainingMeasurement(tokens, actions, run.training.passes, run.training.minibatches, spent))
         finally:
             await trainer.aclose()
             await program.kill()

@@ -68,9 +68,9 @@ def predict(resolved: Resolved, profiles: Sequence[DomainProfile], machine: Mach
         domains, lambda p: machine.token_s * p.total_tokens + machine.action_s * p.turns.mean * p.output_tokens.mean
     )
     # CPU-seconds of a training step, and wall-clock seconds until its version is published.
-    train_s = training.epochs * (training.minibatches * machine.update_s + batch * one)
+    train_s = training.passes * (training.minibatches * machine.update_s + batch * one)
     step_s = train_s + machine.publish_s + machine.queue * batch * controller
-    tokens = training.epochs * mix_mean(domains, lambda p: p.total_tokens) * batch
+    tokens = training.passes * mix_mean(domains, lambda p: p.total_tokens) * batch
     problem = replace(
         problem,
         performance=replace(performance, constants={device: machine.engine.calibration}),

@@ -315,7 +315,7 @@ class _ModelledCluster:
             devices,
             # As in the plan's trainer model: both have the same communication and recomputation.
             mfu=training_mfu(problem, pool, replace(problem.train, pool=pool.name, devices=devices)),
-            epochs=training.epochs,
+            epochs=training.passes,
             seconds_per_step=spec.seconds_per_step,
         )
         return ModelledTrainer(speed, transfer=self.transfer, streams=training.stream, penalised=penalised)

@@ -5,11 +5,13 @@ a turn (`turn`), or all of the sample (`trajectory`). r_k is the sum of the rewa
 of a sample is its domain's part of the batch (`baseline: domain`) or its group (`baseline: group`).
 
     return-to-go   G_k = Σ_{j ≥ k} γ^{j−k} r_j                                   (Sutton & Barto 2018, §3.3)
+    critic         Â_k = Σ_{j ≥ k} (γλ)^{j−k} δ_j,  δ_k = r_k + γ V_{k+1} − V_k (GAE, arXiv:1506.02438, eq. 16), V_k the
+                         critic's value at the unit's first token, and 0 after the last unit; `baseline: critic`
     baseline       b_k at level trajectory: the mean of G over the set, the sample included, as GRPO has it
                          (arXiv:2402.03300, eq. 3), or without it (`leave_one_out`: RLOO, arXiv:2402.14740); at
                          level turn or token: the mean of G_k over the *other* samples of
                          the set that reach unit k, and if none does, over all others of G at their last unit
-    centred        A_k = G_k − b_k                                               (b_k = 0 with `baseline: none`)
+    centred        A_k = G_k − b_k                                               (b_k = 0 with `baseline: none`), or Â_k
     normalize      A_k / s; s = the sample standard deviation (n − 1, as in TRL and verl) of the centred values over the
                          units of the group (`group`) or of the domain in the batch (`batch`), or 1 (`none`);
                          `whiten`: (A_k − m)/s, m and s over the domain in the batch (REINFORCE++, arXiv:2501.03262)
@@ -41,14 +43,31 @@ MIN_STD = 1e-6
 """A smaller standard deviation counts as none: dividing rounding noise by it would invent a signal."""
 
 
-def batch_advantages(batch: TrainingBatch, domains: Mapping[str, CreditSpec]) -> FloatArray:
-    """Advantage of every loss token [N]. `ValueError` for a domain that is not configured."""
+def batch_advantages(
+    batch: TrainingBatch, domains: Mapping[str, CreditSpec], values: FloatArray | None = None
+) -> FloatArray:
+    """Advantage of every loss token [N]. `values` [N]: the critic's, where it is a baseline. `ValueError` for a domain
+    that is not configured."""
     batch = punish_overlong(batch, domains)
     out = np.zeros(len(batch.loss), np.float64)
     for name, pick in _by_domain(batch, domains):
         config = domains[name].advantage
-        value, units = domain_advantages(config, batch, pick)
+        value, units = domain_advantages(config, batch, pick, values)
         out[pick] = normalized(config, value, units)
+    return out
+
+
+def value_targets(batch: TrainingBatch, domains: Mapping[str, CreditSpec], values: FloatArray) -> FloatArray:
+    """What the critic's value of every loss token [N] is to become: Â_k + V_k of its unit; NaN where the critic is not
+    the baseline."""
+    batch = punish_overlong(batch, domains)
+    out = np.full(len(batch.loss), np.nan)
+    for name, pick in _by_domain(batch, domains):
+        config = domains[name].advantage
+        if config.baseline == "critic":
+            unit = credit_units(config.level, batch.loss.sample[pick], batch.turn[batch.loss.position[pick]])
+            estimate, _ = domain_advantages(config, batch, pick, values)
+            out[pick] = estimate + values[pick][_unit_starts(batch.loss.sample[pick], unit)]
     return out
 
 
@@ -88,13 +107,20 @@ def group_advantages(batch: TrainingBatch, domains: Mapping[str, CreditSpec], *,
     return out
 
 
-def domain_advantages(config: AdvantageSpec, batch: TrainingBatch, pick: IntArray) -> tuple[FloatArray, FloatArray]:
+def domain_advantages(
+    config: AdvantageSpec, batch: TrainingBatch, pick: IntArray, values: FloatArray | None = None
+) -> tuple[FloatArray, FloatArray]:
     """Advantages before `normalize: batch` of some loss tokens [N] of one domain (whole samples), and of their credit
-    units [U]; computed, or taken from the batch if it contains them."""
+    units [U]; computed, or taken from the batch if it contains them. `values`: the critic's, of all loss tokens."""
     sample, at = batch.loss.sample[pick], batch.loss.position[pick]
     if batch.advantage is None:
         return centred_advantages(
-            config, sample=sample, turn=batch.turn[at], rewards=batch.rewards[at], group=batch.group
+            config,
+            sample=sample,
+            turn=batch.turn[at],
+            rewards=batch.rewards[at],
+            group=batch.group,
+            values=None if values is None else values[pick],
         )
     value = batch.advantage[at]
     unit = credit_units(config.level, sample, batch.turn[at])
@@ -142,15 +168,28 @@ def normalisation_divisor(units: FloatArray) -> float:
 
 
 def centred_advantages(
-    config: AdvantageSpec, *, sample: IntArray, turn: IntArray, rewards: FloatArray, group: IntArray
+    config: AdvantageSpec,
+    *,
+    sample: IntArray,
+    turn: IntArray,
+    rewards: FloatArray,
+    group: IntArray,
+    values: FloatArray | None = None,
 ) -> tuple[FloatArray, FloatArray]:
-    """Advantages before `normalize: batch` of each loss token [N] and of each credit unit [U]."""
+    """Advantages before `normalize: batch` of each loss token [N] and of each credit unit [U]. `values` [N]: the
+    critic's."""
     unit = credit_units(config.level, sample, turn)
     present, row = np.unique(sample, return_inverse=True)
     reward = np.zeros((len(present), int(unit.max()) + 1), np.float64)
     reached = np.zeros(reward.shape, np.bool_)
     np.add.at(reward, (row, unit), rewards)
     reached[row, unit] = True
+    if config.baseline == "critic":
+        assert values is not None, "the trainer has a critic"
+        before = np.zeros(reward.shape)
+        before[row, unit] = values[_unit_starts(sample, unit)]
+        value = returns_to_go(temporal_differences(reward, before, config.gamma), config.gamma * config.gae_lambda)
+        return value[row, unit], value[reached]
     value = returns_to_go(reward, config.gamma)
     if config.baseline != "none":
         keys = np.zeros(len(present), np.int64) if config.baseline == "domain" else group[present]
@@ -189,6 +228,21 @@ def returns_to_go(rewards: FloatArray, gamma: float) -> FloatArray:
     for k in range(out.shape[1] - 2, -1, -1):
         out[:, k] += gamma * out[:, k + 1]
     return out
+
+
+def temporal_differences(rewards: FloatArray, values: FloatArray, gamma: float) -> FloatArray:
+    """δ_k = r_k + γ V_{k+1} − V_k along the last axis, V = 0 after it. [samples, units] -> [samples, units]."""
+    out = rewards - values
+    out[:, :-1] += gamma * values[:, 1:]
+    return out
+
+
+def _unit_starts(sample: IntArray, unit: IntArray) -> IntArray:
+    """The index of the first loss token of each token's unit [N]."""
+    begins = np.ones(len(sample), np.bool_)
+    begins[1:] = (sample[1:] != sample[:-1]) | (unit[1:] != unit[:-1])
+    first: IntArray = np.flatnonzero(begins)[np.cumsum(begins) - 1]
+    return first
 
 
 def _mean(value: FloatArray, index: IntArray) -> FloatArray:

@@ -8,8 +8,9 @@
 With several ranks, each writes its own share and no host holds the whole model: `model-00001-of-00004.safetensors` …
 with `model.safetensors.index.json` (each tensor whole in one file, as transformers and vLLM read them), and
 `trainer/optimizer-00001-of-00002.safetensors` … (each rank's rows; metadata `rows` = {name: [first row, rows of the
-whole tensor]} as JSON). Adapters are stored beside the optimizer's state. Tensors are read by rows, so that any number
-of ranks can restore a version that another number of ranks wrote, and no rank reads a whole model to keep a part of it.
+whole tensor]} as JSON). Adapters and a critic's weights are stored beside the optimizer's state. Tensors are read by
+rows, so that any number of ranks can restore a version that another number of ranks wrote, and no rank reads a whole
+model to keep a part of it.
 
 A version is written from a snapshot, a rank's share of the learner's state at one moment. It is written into a hidden
 directory, the marker last, and then renamed: a reader sees the older version or the new one, never a partial one.
@@ -53,6 +54,9 @@ MODEL, OPTIMIZER = "model.safetensors", "trainer/optimizer.safetensors"
 
 ADAPTER = "adapter"
 """Stands in for the optimizer's name in tensor names of `trainer/`, for adapters, which belong to no optimizer."""
+
+CRITIC = "critic"
+"""The critic's optimizer, and its weights in tensor names of `trainer/`."""
 
 TRAINED = "trained"
 """The same for the weights as they are trained, where they are published in another type."""
@@ -112,7 +116,7 @@ class LearnerSnapshot:
 def take_snapshot(learner: Learner) -> LearnerSnapshot:
     """The learner's current state. All ranks must call it. The copy is in host memory and remains unchanged while the
     learner continues."""
-    learner.policy.reshard()
+    _reshard(learner)
     (state, rows), model = _state_tensors(learner), published_tensors(learner.policy.model)
     rank, size, lora = learner.ranks.rank, learner.ranks.size, learner.config.lora
     base: Mapping[str, str] = {}
@@ -179,23 +183,26 @@ def restore_version(learner: Learner, path: Path, version: int, *, optimizer: bo
     rank, for a directory that is not a complete, unchanged version; everything is read and checked before any state
     changes."""
     problem: TrainerError | None = None
-    learner.policy.reshard()
+    critic = learner.critic
+    _reshard(learner)
     try:
         files = _verify(path, version, rank=learner.ranks.rank, size=learner.ranks.size)
-        weights, moments, counters = _read(learner, path, files)
+        weights, values, moments, counters = _read(learner, path, files)
     except TrainerError as error:
         problem = error
     learner.ranks.torch.agree(problem)
     with torch.no_grad():
-        for parameter, rows in weights:
+        for parameter, rows in (*weights, *(values if optimizer else ())):
             local_rows(parameter).copy_(rows)
+    if critic is not None:
+        critic.started = optimizer and bool(values)
     learner.optimizers.clear()
     if not optimizer:
         learner.counters = LearnerCounters()
         return
-    parameters: dict[str, Any] = dict(learner.policy.model.named_parameters())
     for which, name, key, value in moments:
-        learner.optimizer(which).state[parameters[name]][key] = restored_moment(parameters[name], value)
+        parameter = _parameters(learner, which)[name]
+        learner.optimizer(which).state[parameter][key] = restored_moment(parameter, value)
     learner.counters = counters
 
 
@@ -286,12 +293,15 @@ def _state_tensors(learner: Learner) -> tuple[dict[str, Tensor], dict[str, tuple
     """State for `restore_version` besides the published weights: this rank's rows of the optimizers' state, of adapters
     and of weights that are published in another type, and which rows they are."""
     names = {p: n for n, p in learner.policy.model.named_parameters()}
+    critic = {} if learner.critic is None or not learner.critic.started else _parameters(learner, CRITIC)
+    owners = names | {p: n for n, p in critic.items()}
     whole = {
-        f"{which}/{names[parameter]}/{key}": value
+        f"{which}/{owners[parameter]}/{key}": value
         for which, optimizer in learner.optimizers.items()
         for parameter, state in optimizer.state.items()
         for key, value in state.items()
     }
+    whole |= {f"{CRITIC}/{name}/weight": p for name, p in critic.items()}
     whole |= {f"{ADAPTER}/{name}/weight": p for name, p in adapter_tensors(learner.policy.model).items()}
     if learner.config.published_dtype is not None and learner.config.lora is None:
         whole |= {f"{TRAINED}/{name}/weight": p for p, name in names.items()}
@@ -382,6 +392,18 @@ def _weight_files(
             for part, tensor in _in_files(learner, name, m.merge([local_rows(one) for one in m.parts], m.scale))
         }
     return {MODEL: _copied(_published(whole, learner, lossless))}, None
+
+
+def _parameters(learner: Learner, which: str) -> dict[str, Any]:
+    """The parameters of an optimizer by their names; none of the critic's in a trainer without one."""
+    model = learner.policy.model if which != CRITIC else None if learner.critic is None else learner.critic.model
+    return {} if model is None else dict(model.named_parameters())
+
+
+def _reshard(learner: Learner) -> None:
+    learner.policy.reshard()
+    if learner.critic is not None:
+        learner.critic.reshard()
 
 
 def _published(tensors: Mapping[str, Tensor], learner: Learner, lossless: bool) -> dict[str, Tensor]:
@@ -615,8 +637,9 @@ def _verify(path: Path, version: int, *, rank: int, size: int) -> list[str]:
     return list(files)
 
 
-def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Moments, LearnerCounters]:
-    """The data of this rank: (parameter, its new rows), (optimizer, parameter's name, key, rows), counters."""
+def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Weights, _Moments, LearnerCounters]:
+    """The data of this rank: (parameter, its new rows) of the policy and of the critic (none, if it had not started or
+    there was none), (optimizer, parameter's name, key, rows), counters."""
     own, adapters = published_tensors(learner.policy.model), adapter_tensors(learner.policy.model)
     another = TrainerError(f"{path} holds a different model than the trainer was configured with")
     try:
@@ -641,17 +664,23 @@ def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Mo
             pairs = [(p, _rows(learner, state, exact[name], p)) for name, p in parameters.items()]
         else:
             pairs = [pair for n, m in own.items() for pair in _weights(learner, model, n, m.base)]
+        critic, values = _parameters(learner, CRITIC), []
+        found = any(name.startswith(f"{CRITIC}/") for name in state.shapes)
+        if critic and found:
+            values = [(p, _rows(learner, state, f"{CRITIC}/{name}/weight", p)) for name, p in critic.items()]
         moments = []
         for full in sorted(state.shapes.keys() - wanted.keys() - set(exact.values())):
             which, name, key = full.split("/")
-            if name not in parameters:
+            if which == CRITIC and (not critic or key == "weight"):
+                continue
+            if name not in (of := critic if which == CRITIC else parameters):
                 raise another
-            moments.append((which, name, key, _rows(learner, state, full, parameters[name])))
+            moments.append((which, name, key, _rows(learner, state, full, of[name])))
     except OSError as error:
         raise _unreadable(path, error) from error
     except (SafetensorError, ValueError, KeyError) as error:
         raise VersionDamaged(f"{path} cannot be read as a version: {error}") from error
-    return pairs, moments, counters
+    return pairs, values, moments, counters
 
 
 def restored_moment(parameter: Tensor, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The learner: model, optimizer and counters, with three operations (train, imitate, score).
+"""The learner: models, optimizers and counters, with three operations (train, imitate, score).
 A step is trained in one call, or streamed: begin, accumulate whenever groups finish, finish.
 
 Deterministic: shuffles are drawn from (seed, operation, number of earlier calls), so a learner that is restored from a
@@ -25,8 +25,9 @@ from rollart.errors import RollartError, TrainerError
 from rollart.model import TrainReport
 from rollart.settings.training import LossSpec, TrainerConfig
 from rollart.train.accumulation import GradientAccumulation
-from rollart.train.advantages import batch_advantages, group_advantages, punish_overlong
-from rollart.train.batch import FloatArray, IntArray, TrainingBatch
+from rollart.train.advantages import batch_advantages, group_advantages, punish_overlong, value_targets
+from rollart.train.batch import BoolArray, FloatArray, IntArray, TrainingBatch
+from rollart.train.critic import Critic, value_loss, value_metrics
 from rollart.train.losses import (
     GAP_METRICS,
     LossFactors,
@@ -85,8 +86,8 @@ class LearnerCounters:
 
 
 class Learner:
-    """Owns the weights, which only `train`, `finish` and `imitate` change. An accumulated gradient is dropped without a
-    trace by `abort` and by the next `begin`.
+    """Owns the weights, a critic's as well, which only `train`, `finish` and `imitate` change. An accumulated gradient
+    is dropped without a trace by `abort` and by the next `begin`.
 
     Imitation has a separate optimizer, kept between `imitate` calls and dropped at the first `train`: the moments of
     one objective are meaningless for the other.
@@ -111,6 +112,7 @@ class Learner:
         self.counters = LearnerCounters()
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
+        self.critic = Critic(config, self.ranks) if config.critic is not None else None
         self.reference = ReferencePolicy(config, self.policy.vocab_size)
         self.base_digests: Mapping[str, str] | None = None
         """Of the files of the published checkpoint below the adapters, by name; None until it is published."""
@@ -133,7 +135,8 @@ class Learner:
         loss, factors = self.config.loss, self._factors()
         reference = self._reference_logprobs(batch, version) if loss.kl else None
         paid = penalised_rewards(batch, reference, loss, factors)
-        advantage = batch_advantages(paid, self.config.domains)
+        values = None if self.critic is None else self._values(self.critic, batch, used)
+        advantage = batch_advantages(paid, self.config.domains, values)
         # With a single update the policy of the first pass is the one at the start of the step.
         scores = loss.kind == "decoupled" or (uses_proximal(loss) and self.config.epochs * self.config.minibatches > 1)
         objective = PolicyObjective(
@@ -161,19 +164,22 @@ class Learner:
         self.optimizers.pop("imitation", None)
         optimizer = self.optimizer("policy")
         pairs = preference_pairs(loss, punish_overlong(batch, self.config.domains)) if loss.kind == "dpo" else None
-        for part in _minibatches(alive, self.config.epochs, self.config.minibatches, rng, pairs):
-            self._set_rate(optimizer, version)
+        # By version, as the learning rate. A policy that waits for the critic has a pass for the metrics alone.
+        waits = self.config.critic is not None and version < self.config.critic.warmup_steps
+        for part in _minibatches(alive, 1 if waits else self.config.epochs, self.config.minibatches, rng, pairs):
+            self._set_rate(optimizer, self.config.lr, version, warmup=self.config.warmup)
             if pairs is not None:
                 chosen = pairs[np.isin(pairs[:, 0], part)]
                 objective.weigh_pairs(
                     chosen, self._score(batch, np.where(np.isin(np.arange(len(batch)), part), used, 0))
                 )
-            self._update(optimizer, job, part)
-            self.counters.updates += 1
+            self._update(optimizer, job, part, apply=not waits)
+            self.counters.updates += not waits
             gaps = gaps or gap_shares(*(self._mean(job.meter, name) for name in GAP_METRICS))
+        learned = {} if values is None else self._train_critic(job, paid, values, version)
         self.counters.train_calls += 1
         job.meter.merge(self.ranks, self.policy.device)
-        metrics = job.meter.metrics() | _batch_metrics(batch, version, advantage)
+        metrics = job.meter.metrics() | _batch_metrics(batch, version, advantage) | learned
         metrics |= self._adapt_factors(factors, metrics) | {
             "behaviour_gap": 0.0,
             **gaps,
@@ -220,10 +226,10 @@ class Learner:
         gradient, loss = step.gradient()
         self.optimizers.pop("imitation", None)
         optimizer = self.optimizer("policy")
-        self._set_rate(optimizer, step.version)
+        self._set_rate(optimizer, self.config.lr, step.version, warmup=self.config.warmup)
         for parameter, own in zip(self._parameters, gradient, strict=True):
             parameter.grad = own
-        step.meter.update(self._step(optimizer), loss)
+        step.meter.update(self._step(optimizer, self._parameters), loss)
         self.counters.updates += 1
         self.counters.train_calls += 1
         metrics = step.meter.metrics() | step.metrics()
@@ -283,13 +289,14 @@ class Learner:
         return group_advantages(batch, self.config.domains, by_id=self.config.stream)
 
     def optimizer(self, name: str) -> torch.optim.Optimizer:
-        """The optimizer named "policy" or "imitation", created on first use."""
+        """The optimizer named "policy", "critic" or "imitation", created on first use."""
         if name not in self.optimizers:
             config = self.config
             muon = name == "policy" and config.optimizer == "muon"
             matrices = muon_matrices(self.policy.model, self._parameters) if muon else []
             apart = set(matrices)
-            others = [p for p in self._parameters if p not in apart]
+            parameters = self.critic.parameters if name == "critic" and self.critic else self._parameters
+            others = [p for p in parameters if p not in apart]
             groups = [
                 {"params": [p for p in others if p.ndim > 1], "weight_decay": config.weight_decay},
                 {"params": [p for p in others if p.ndim <= 1], "weight_decay": 0.0},
@@ -340,13 +347,12 @@ class Learner:
         assert logprobs is not None, "else all ranks agreed that there is none"
         return logprobs
 
-    def _update(self, optimizer: torch.optim.Optimizer, job: _LearnerJob, part: IntArray) -> Tensor:
-        """One optimizer update on the samples `part`, with the gradient accumulated over micro-batches; the loss before
-        the update."""
-        policy = self.policy
-        balance = self.config.domain_balance == "domains"
-        shares = loss_weights(job.aggregation, job.batch, part, job.weight, balance=balance)
-        scale = torch.from_numpy(shares).to(policy.device, policy.dtype)
+    def _update(
+        self, optimizer: torch.optim.Optimizer, job: _LearnerJob, part: IntArray, *, apply: bool = True
+    ) -> Tensor:
+        """One optimizer update on the samples `part`, with the gradient accumulated over micro-batches (`apply` false:
+        the gradient alone); the loss before the update."""
+        policy, scale = self.policy, self._token_weights(job, part)
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=policy.device, dtype=policy.dtype)
         for samples in self._portions(job.used[part]):
@@ -357,20 +363,82 @@ class Learner:
             weighted.backward()  # type: ignore[no-untyped-call]
             job.meter.add(micro, values, weighted.detach())
             total = total + weighted.detach()
-        job.meter.update(self._step(optimizer))
+        job.meter.update(self._step(optimizer, self._parameters, apply=apply))
         return self.ranks.total(total)
 
-    def _step(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Clip the gradient and apply it; its norm before clipping. `TrainerError`, without an update, if it is not
-        finite."""
+    def _values(self, critic: Critic, batch: TrainingBatch, used: IntArray) -> FloatArray:
+        """The critic's values of the loss tokens [N] before the step, without gradient; 0 in domains with another
+        baseline."""
+        if not critic.started:
+            critic.start(self.policy)
+        judged = np.where(self._has_critic(batch), used, 0)
+        out = torch.zeros(len(batch.loss), device=critic.device, dtype=critic.dtype)
+        with torch.no_grad():
+            for samples in self._portions(judged) if judged.any() else ():
+                micro = build_microbatch(batch, samples, judged, critic.device)
+                out[micro.pick] = critic.values(micro)
+        return self.ranks.total(out).double().cpu().numpy()
+
+    def _has_critic(self, batch: TrainingBatch) -> BoolArray:
+        """True for samples [S] of domains whose baseline is the critic."""
+        domains = np.array([self.config.domains[d].advantage.baseline == "critic" for d in batch.domains])
+        return domains[batch.domain]
+
+    def _train_critic(
+        self, job: _LearnerJob, paid: TrainingBatch, values: FloatArray, version: int
+    ) -> dict[str, float]:
+        """All epochs and mini-batches of the critic's step, on the domains that have it as a baseline; its metrics."""
+        setup, critic, batch = self.config.critic, self.critic, job.batch
+        assert setup is not None, "the caller has a critic"
+        assert critic is not None, "the caller has a critic"
+        learns = np.flatnonzero(self._has_critic(batch) & (job.used > 0))
+        if not len(learns):
+            return {}
+        found = value_targets(paid, self.config.domains, values)
+        before, targets = (torch.from_numpy(one).to(critic.device, critic.dtype) for one in (values, found))
+        meter, optimizer = TrainingMeter(), self.optimizer("critic")
+        self._set_rate(optimizer, setup.lr or self.config.lr, version, warmup=0)
+        rng = np.random.default_rng([self.config.seed, 2, self.counters.train_calls])
+        for part in _minibatches(learns, setup.epochs or self.config.epochs, self.config.minibatches, rng):
+            scale = self._token_weights(job, part).to(critic.dtype)
+            optimizer.zero_grad(set_to_none=True)
+            for samples in self._portions(job.used[part]):
+                micro = build_microbatch(batch, part[samples], job.used, critic.device)
+                per_token, clipped = value_loss(
+                    critic.values(micro), before[micro.pick], targets[micro.pick], setup.value_clip
+                )
+                weighted = (per_token * scale[micro.pick]).sum()
+                weighted.backward()  # type: ignore[no-untyped-call]
+                meter.add(micro, {"value_clip_fraction": clipped}, weighted.detach())
+            meter.update(self._step(optimizer, critic.parameters))
+        meter.merge(self.ranks, critic.device)
+        return {
+            "value_loss": meter.mean("loss"),
+            "value_grad_norm": meter.mean("grad_norm"),
+            "value_clip_fraction": meter.mean("value_clip_fraction"),
+            **value_metrics(values, found),
+        }
+
+    def _token_weights(self, job: _LearnerJob, part: IntArray) -> Tensor:
+        """The weight [N] of each loss token in an update on the samples `part`."""
+        balance = self.config.domain_balance == "domains"
+        shares = loss_weights(job.aggregation, job.batch, part, job.weight, balance=balance)
+        return torch.from_numpy(shares).to(self.policy.device, self.policy.dtype)
+
+    def _step(
+        self, optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Parameter], *, apply: bool = True
+    ) -> Tensor:
+        """Clip the gradient and apply it (`apply`); its norm before clipping. `TrainerError`, without an update, if it
+        is not finite."""
         limit = self.config.grad_clip or float("inf")
-        norm = full(torch.nn.utils.clip_grad_norm_(self._parameters, limit, foreach=True))
+        norm = full(torch.nn.utils.clip_grad_norm_(parameters, limit, foreach=True))
         if not torch.isfinite(norm):
             raise TrainerError(
                 f"the gradient is not finite at update {self.counters.updates + 1}",
                 remedy="restore the last published version; lower the learning rate or the importance cap",
             )
-        optimizer.step()
+        if apply:
+            optimizer.step()
         return norm
 
     def _open_step(self) -> GradientAccumulation:
@@ -378,8 +446,7 @@ class Learner:
             raise TrainerError("no step was begun", remedy="begin it again and accumulate all of its groups")
         return self._open
 
-    def _set_rate(self, optimizer: torch.optim.Optimizer, version: int) -> None:
-        warmup = self.config.warmup
+    def _set_rate(self, optimizer: torch.optim.Optimizer, lr: float, version: int, *, warmup: int) -> None:
         scale = min(1.0, (self.counters.updates + 1) / warmup) if warmup else 1.0
         if self.config.lr_schedule != "constant" and self.config.steps:
             # By version, not by calls: a step that is trained again after a crash has the same learning rate.
@@ -388,7 +455,7 @@ class Learner:
                 fallen = (1.0 - math.cos(math.pi * fallen)) / 2.0
             scale *= 1.0 - (1.0 - DECAY_MIN_FRACTION) * fallen
         for group in optimizer.param_groups:
-            group["lr"] = self.config.lr * scale
+            group["lr"] = lr * scale
 
     def _score(self, batch: TrainingBatch, used: IntArray) -> Tensor:
         """Log-probabilities of all loss tokens [N], without gradient."""

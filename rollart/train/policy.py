@@ -101,29 +101,24 @@ def parameter_dtype(config: PolicyConfig) -> torch.dtype:
     return torch.float64 if config.dtype == "float64" else torch.float32
 
 
-class TrainedPolicy:
-    """A causal language model at its sampling temperature, in one process or sharded over `ranks`."""
+class TrainedModel:
+    """A decoder with an output head, in one process or sharded over `ranks`."""
 
     def __init__(
         self,
         model: Any,
         *,
-        temperature: float,
         parallel: ParallelConfig | None = None,
         ranks: Ranks | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """`dtype`: type of the parameters after sharding; by default the model's."""
         self.model = model
-        self.temperature = temperature
         first = next(model.parameters())
         self.device: torch.device = first.device
         self.dtype = torch.promote_types(dtype or first.dtype, torch.float32)
         self.scorer = Scorer(model)
-        self.experts, routers = expert_layers(model)
-        """The layers with experts whose choices can be replayed; None for a model without."""
-        self._replay = RouterReplay(routers) if routers else None
-        self.vocab_size = int(self.scorer.head.weight.shape[0])
+        self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         with torch.no_grad():
             ids = torch.arange(min(4, self.vocab_size), device=self.device)[None]
             whole = model(input_ids=ids, use_cache=False).logits.float()
@@ -147,33 +142,6 @@ class TrainedPolicy:
             for part in self.scorer.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
-
-    def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy [M] of a micro-batch's loss tokens, in the order of `micro.pick`."""
-        if self._replay is not None:
-            self._replay.chosen = micro.experts
-        logits = self.scorer(micro.ids, micro.at).to(self.dtype)
-        if self._replay is not None and not torch.is_grad_enabled():
-            self._replay.chosen = None
-        if self.temperature != 1.0:
-            logits = logits / self.temperature
-        free, total = micro.free, len(micro.pick)
-        parts = []
-        if free or not total:
-            parts.append(_score(logits[:free], actions.target[micro.pick[:free]], entropy_grad))
-        if free < total:
-            pick = micro.pick[free:]
-            legal = actions.legal[pick]
-            narrow = logits[free:].gather(1, actions.legal_ids[legal])
-            narrow = narrow.masked_fill(~actions.legal_valid[legal], ILLEGAL_LOGIT)
-            parts.append(_score(narrow, actions.slot[pick], entropy_grad))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
-
-    def loss_tokens(self, batch: TrainingBatch, column: FloatArray) -> Tensor:
-        """The loss tokens [N] of a column [T], on the device."""
-        return torch.from_numpy(column[batch.loss.position]).to(self.device, self.dtype)
 
     def _matches_model(self, shortcut: Callable[[Tensor, Tensor], Tensor]) -> bool:
         """True if a shortcut computes the same as the model; tried once, on two rows of four tokens."""
@@ -219,6 +187,52 @@ class TrainedPolicy:
             part.set_gradient_divide_factor(1.0)
 
 
+class TrainedPolicy(TrainedModel):
+    """A causal language model at its sampling temperature."""
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        temperature: float,
+        parallel: ParallelConfig | None = None,
+        ranks: Ranks | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.temperature = temperature
+        self.experts, routers = expert_layers(model)
+        """The layers with experts whose choices can be replayed; None for a model without."""
+        self._replay = RouterReplay(routers) if routers else None
+        super().__init__(model, parallel=parallel, ranks=ranks, dtype=dtype)
+
+    def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy [M] of a micro-batch's loss tokens, in the order of `micro.pick`."""
+        if self._replay is not None:
+            self._replay.chosen = micro.experts
+        logits = self.scorer(micro.ids, micro.at).to(self.dtype)
+        if self._replay is not None and not torch.is_grad_enabled():
+            self._replay.chosen = None
+        if self.temperature != 1.0:
+            logits = logits / self.temperature
+        free, total = micro.free, len(micro.pick)
+        parts = []
+        if free or not total:
+            parts.append(_score(logits[:free], actions.target[micro.pick[:free]], entropy_grad))
+        if free < total:
+            pick = micro.pick[free:]
+            legal = actions.legal[pick]
+            narrow = logits[free:].gather(1, actions.legal_ids[legal])
+            narrow = narrow.masked_fill(~actions.legal_valid[legal], ILLEGAL_LOGIT)
+            parts.append(_score(narrow, actions.slot[pick], entropy_grad))
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def loss_tokens(self, batch: TrainingBatch, column: FloatArray) -> Tensor:
+        """The loss tokens [N] of a column [T], on the device."""
+        return torch.from_numpy(column[batch.loss.position]).to(self.device, self.dtype)
+
+
 class ActionTensors:
     """The loss tokens of a batch on the device: sampled token ids and legal sets."""
 
@@ -232,7 +246,8 @@ class ActionTensors:
 
 
 class Scorer(nn.Module):
-    """Computes logits at loss tokens. A single module, so that FSDP2 sees one forward pass."""
+    """Computes the outputs of the head at loss tokens: logits, or values (`critic.py`). A single module, so that FSDP2
+    sees one forward pass."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()

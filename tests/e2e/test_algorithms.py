@@ -40,8 +40,12 @@ def metrics(home: Home) -> list[dict[str, float]]:
             },
             {"entropy_factor", "kl_factor", "reference_kl"},
         ),
+        (
+            {"algorithm": "ppo", "critic": {"warmup_steps": 1}, "loss": {"kl": 0.01, "kl_in": "reward"}},
+            {"value_loss", "explained_variance", "return_mean", "reference_kl"},
+        ),
     ],
-    ids=["gspo", "cispo"],
+    ids=["gspo", "cispo", "ppo"],
 )
 def test_an_algorithm_trains_to_the_end(home: Home, training: dict[str, Any], names: set[str]) -> None:
     home.launch(tiny(steps=STEPS, training={"lr": 1e-3, **training})).finished()

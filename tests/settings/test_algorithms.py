@@ -13,7 +13,7 @@ from rollart.errors import SpecError
 from rollart.settings.algorithms import PRESETS
 from rollart.settings.load import load_run
 from rollart.settings.run import RunSpec
-from rollart.settings.training import AdvantageSpec, LossSpec
+from rollart.settings.training import AdvantageSpec, CriticSpec, LossSpec
 
 Write = Callable[..., Path]
 RUN = yaml.safe_load((Path(__file__).parent / "run.yaml").read_text())
@@ -30,6 +30,8 @@ def test_an_algorithm_sets_what_is_not_given(write: Write, name: Any) -> None:
     run = loaded(write, {"algorithm": name, "loss": given})
     assert run.training.loss == LossSpec(**PRESETS[name].loss, **given)
     assert run.domains[0].advantage == AdvantageSpec(**PRESETS[name].advantage)
+    own = PRESETS[name].critic
+    assert run.training.critic == (None if own is None else CriticSpec(**own))
     assert loaded(write, {"loss": given}, f"training.algorithm={name}") == run
     assert loaded(write, yaml.safe_load(yaml.safe_dump(run.training.model_dump()))).training == run.training
 
@@ -50,6 +52,9 @@ def test_what_a_spec_gives_itself_stays(write: Write) -> None:
     )
     assert loaded(write, training, "training.loss.ratio=token").training.loss.ratio == "token"
     assert loaded(write, training, "training.loss.kind=decoupled").training.loss.kind == "decoupled"
+    run = loaded(write, {"algorithm": "ppo", "critic": {"lr": 0.1}}, "training.critic.value_clip=null")
+    assert run.training.critic == CriticSpec(lr=0.1, value_clip=None)
+    assert (run.training.epochs, run.training.passes) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +113,32 @@ def test_switches_that_do_not_fit_are_refused(write: Write, loss: dict[str, Any]
             {"algorithm": "kimi", "loss": {"kind": "ppo"}},
             {},
             "algorithm 'kimi' with loss.kind 'ppo', another loss: give kind kimi or none, or remove the algorithm",
+        ),
+        (
+            {"algorithm": "ppo", "stream": True},
+            {},
+            "critic with stream: values are of the whole batch's step; set stream",
+        ),
+        (
+            {"algorithm": "ppo", "lora": {}},
+            {},
+            "critic with lora: it is trained in full, beside frozen weights; remove",
+        ),
+        (
+            {"algorithm": "ppo", "columns": ["advantage"]},
+            {},
+            "has advantage.baseline 'critic', with values of the step (rule: group or none with advantage in training",
+        ),
+        ({"loss": {"kind": "dpo", "kl": 1}, "critic": {}}, {}, "critic with loss.kind 'dpo': pairs have no advantage"),
+        (
+            {"algorithm": "ppo"},
+            {"advantage": {"baseline": "none"}},
+            "training.critic is given, and no domain has advantage.baseline 'critic': give it to those that the critic",
+        ),
+        (
+            {},
+            {"advantage": {"baseline": "critic"}},
+            "a domain has advantage.baseline 'critic', and training.critic is not given: give it ({} for its defaults)",
         ),
         ({"algorithm": "opd"}, {}, "algorithm 'opd' without a teacher: give loss.reference, a model's directory"),
         ({"algorithm": "rloo"}, {"group_size": 1}, "at least 2 for `advantage.baseline: leave_one_out`"),

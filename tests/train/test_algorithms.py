@@ -33,12 +33,14 @@ GROUPS, SIZE = 3, 4
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Samples of groups of four, with log-probabilities under the policy, the reference and the start of the step."""
+    """Samples of groups of four, with log-probabilities under the policy, the reference and the start of the step, and
+    a critic's values."""
 
     samples: list[TrainSample]
     now: Tensor
     reference: np.ndarray
     start: Tensor
+    values: np.ndarray
 
     @classmethod
     def drawn(cls, seed: int, spread: float = 0.5) -> Case:
@@ -53,7 +55,8 @@ class Case:
         made = batch(samples)
         moved = lambda: made.logprobs + np.array([rng.gauss(0, spread) for _ in made.tokens])  # noqa: E731
         at = made.loss.position
-        return cls(samples, torch.from_numpy(moved()[at]).requires_grad_(), moved(), torch.from_numpy(moved()[at]))
+        now, reference, start = torch.from_numpy(moved()[at]).requires_grad_(), moved(), torch.from_numpy(moved()[at])
+        return cls(samples, now, reference, start, np.array([rng.gauss(0, 1) for _ in at]))
 
 
 def preset(name: str | None, **loss: Any) -> TrainerConfig:
@@ -72,7 +75,7 @@ def product_loss(
     objective = PolicyObjective(
         setup.loss,
         made,
-        batch_advantages(paid, setup.domains),
+        batch_advantages(paid, setup.domains, case.values),
         0,
         device=torch.device("cpu"),
         dtype=torch.float64,
@@ -194,6 +197,8 @@ def paper_loss(name: str, case: Case) -> tuple[float, Tensor]:
         return reinforce_pp(case, size, behaviour)
     if name == "opd":
         return opd(case, behaviour)
+    if name == "ppo":
+        return ppo(case, behaviour)
     if name == "online_dpo":
         return online_dpo(case)
     objective, advantage = PAPERS[name]
@@ -221,6 +226,29 @@ def reinforce_pp(case: Case, size: np.ndarray, behaviour: Tensor) -> tuple[float
     value = (value - value.mean()) / value.std()
     ratio = (case.now - behaviour).exp()
     loss = -torch.min(ratio * value, ratio.clamp(0.8, 1.2) * value).mean()
+    (gradient,) = torch.autograd.grad(loss, case.now)
+    return loss.item(), gradient
+
+
+def ppo(case: Case, behaviour: Tensor) -> tuple[float, Tensor]:
+    """arXiv:1707.06347, eq. 7 and 11: Â_t = δ_t + γλ Â_{t+1}, δ_t = r_t + γ V_{t+1} − V_t, γ = 1, λ = 0.95, whitened
+    over all tokens; the reward is paid at the last one."""
+    made = batch(case.samples)
+    values = []
+    for s in range(len(made)):
+        value = case.values[made.loss.first[s] : made.loss.first[s + 1]].tolist()
+        rewards = [0.0] * (len(value) - 1) + [made.score[s]]
+        estimate, following = 0.0, 0.0
+        mine: list[float] = []
+        for reward, v in zip(reversed(rewards), reversed(value), strict=True):
+            estimate = reward + following - v + 0.95 * estimate
+            following = v
+            mine.insert(0, estimate)
+        values += mine
+    advantage = torch.tensor(values, dtype=torch.float64)
+    advantage = (advantage - advantage.mean()) / advantage.std()
+    ratio = (case.now - behaviour).exp()
+    loss = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
     (gradient,) = torch.autograd.grad(loss, case.now)
     return loss.item(), gradient
 

@@ -50,7 +50,14 @@ SETUP: dict[str, Any] = {
         "entropy_target": 3.0,
     },
     "domain_balance": "domains",
+    "critic": {"lr": 2e-3},
+    "domains": {
+        "a": {"advantage": {"level": "turn", "gamma": 0.8, "baseline": "critic"}},
+        "b": {"advantage": {"level": "turn", "baseline": "domain"}},
+    },
 }
+"""A critic for one of two domains."""
+
 CLOSE = 1e-9
 """Of weights, after updates of some 1e-3; float32 would be 1e-7."""
 INIT = {
@@ -76,10 +83,6 @@ def setup(root: Path, **changes: Any) -> dict[str, Any]:
             "model": {"init": INIT, "seed": 3, "dtype": "float64"},
             "weights_root": str(root),
             "durable": False,
-            "domains": {
-                "a": {"advantage": {"level": "turn", "gamma": 0.8, "baseline": "domain"}},
-                "b": {"advantage": {"level": "turn", "baseline": "domain"}},
-            },
             "parallel": {"ranks": 2, "activation_checkpointing": True},
         }
         | SETUP
@@ -167,9 +170,13 @@ def weights(learner: Learner) -> dict[str, torch.Tensor]:
 
 
 def moments(learner: Learner) -> dict[str, torch.Tensor]:
-    names = {p: n for n, p in learner.policy.model.named_parameters()}
-    state = learner.optimizers["policy"].state
-    return {f"{names[p]}/{key}": value for p, one in state.items() for key, value in one.items()}
+    """The critic's weights too."""
+    assert learner.critic is not None
+    critic = {f"critic.{n}": p for n, p in learner.critic.model.named_parameters()}
+    names = {p: n for n, p in [*learner.policy.model.named_parameters(), *critic.items()]}
+    states = [learner.optimizers[name].state for name in ("policy", "critic")]
+    found = {f"{names[p]}/{key}": value for state in states for p, one in state.items() for key, value in one.items()}
+    return found | {n: p.detach() for n, p in critic.items()}
 
 
 def test_every_rank_broadcasts_what_it_writes(two: Ranks) -> None:

@@ -26,16 +26,24 @@ def step(learner: Learner, version: int) -> None:
 
 
 def state(learner: Learner) -> dict[str, torch.Tensor]:
-    return {n: t.clone() for n, t in learner.policy.model.state_dict().items()}
+    critic = {} if learner.critic is None else learner.critic.model.state_dict(prefix="critic.")
+    return {n: t.clone() for n, t in (learner.policy.model.state_dict() | critic).items()}
+
+
+PPO: dict[str, Any] = {"algorithm": "ppo", "domains": {"a": {}}}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[n], b[n]) for n in a)
 
 
-@pytest.mark.parametrize(("published", "optimizer"), [(None, "adamw"), ("bfloat16", "adamw"), (None, "muon")])
-def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path, published: str | None, optimizer: str) -> None:
-    setup = config(tmp_path, epochs=2, minibatches=2, warmup=20, published_dtype=published, optimizer=optimizer)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"published_dtype": "bfloat16"}, {"optimizer": "muon"}, PPO],
+    ids=["adamw", "bfloat16", "muon", "critic"],
+)
+def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path, changes: dict[str, Any]) -> None:
+    setup = config(tmp_path, epochs=2, minibatches=2, warmup=20, **changes)
     straight = Learner(setup)
     straight.imitate(batch(SAMPLES), 2)
     step(straight, 0)
@@ -64,6 +72,39 @@ def test_a_fork_starts_with_the_weights_and_a_fresh_optimizer(tmp_path: Path) ->
     step(fork, 0)
     step(new, 0)
     assert same(state(new), state(fork))
+
+
+def test_a_critic_is_beside_a_version_and_starts_anew_where_there_is_none(tmp_path: Path) -> None:
+    from safetensors import safe_open
+
+    first, plain = Learner(config(tmp_path, **PPO)), Learner(config(tmp_path))
+    before = publish_version(first, tmp_path, 0, ())
+    step(first, 0)
+    after = publish_version(first, tmp_path, 1, ())
+    with (
+        safe_open(after / "model.safetensors", "pt") as model,
+        safe_open(after / "trainer/optimizer.safetensors", "pt") as kept,
+    ):
+        assert set(model.keys()) == {n for n, _ in plain.policy.model.named_parameters()}
+        assert "critic/lm_head.weight/weight" in kept.keys()  # noqa: SIM118 - not a mapping
+    checkpoint.restore_version(plain, after, 1)  # a trainer without a critic leaves it
+    assert same(state(plain), state(first))
+    step(plain, 1)
+    without = publish_version(plain, tmp_path, 2, ())
+    for path, version, optimizer in ((before, 0, True), (without, 2, True), (after, 1, False)):
+        fresh, used = Learner(config(tmp_path, **PPO)), Learner(config(tmp_path, **PPO))
+        step(used, 0)
+        for learner in (fresh, used):
+            checkpoint.restore_version(learner, path, version, optimizer=optimizer)
+            assert learner.critic is not None
+            assert not learner.critic.started
+            step(learner, version)
+        assert same(state(fresh), state(used)), "the critic begins with the restored policy"
+    other = Learner(config(tmp_path, layers=1, **PPO))
+    checkpoint.restore_version(other, after, 1)
+    assert other.critic is not None
+    assert other.critic.started
+    assert same(state(other), state(first))
 
 
 def test_a_version_from_before_any_training_can_be_restored(tmp_path: Path) -> None:
