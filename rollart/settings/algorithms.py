@@ -67,7 +67,7 @@ PRESETS: Mapping[Algorithm, AlgorithmPreset] = {
     "ppo": AlgorithmPreset(
         {"kind": "ppo", "clip_low": 0.2, "clip_high": 0.2, "aggregation": "token"},
         {"level": "token", "gamma": 1.0, "gae_lambda": 0.95, "baseline": "critic", "normalize": "whiten"},
-        critic={"value_clip": 0.5},
+        critic={"value_clip": None},
     ),
     "topr": AlgorithmPreset(
         {"kind": "topr", "cap": 1.0, "correction_level": "product", "aggregation": "constant"}, _GROUP_CENTRED

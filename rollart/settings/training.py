@@ -193,12 +193,12 @@ class CriticSpec(SpecEntry):
     value of each action token (docs/training.md)."""
 
     lr: float | None = Field(default=None, gt=0)
-    """Learning rate of AdamW; `training.lr` if not given. `lr_schedule` applies, `warmup` does not."""
+    """Learning rate of AdamW; three times `training.lr` if not given. `lr_schedule` applies, `warmup` does not."""
     epochs: int | None = Field(default=None, ge=1, le=1000)
     """Passes over a batch; `training.epochs` if not given."""
-    value_clip: float | None = Field(default=0.5, gt=0)
-    """A value that has moved by more than this in the step has no further gradient in that direction; null: no
-    clip."""
+    value_clip: float | None = Field(default=None, gt=0)
+    """A value that has moved by more than this in the step, in units of the reward, has no further gradient in that
+    direction."""
     warmup_steps: int = Field(default=0, ge=0, le=1_000_000)
     """First steps, in which the critic alone is trained."""
 

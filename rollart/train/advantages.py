@@ -89,12 +89,12 @@ def punish_overlong(batch: TrainingBatch, domains: Mapping[str, CreditSpec]) -> 
 def group_advantages(batch: TrainingBatch, domains: Mapping[str, CreditSpec], *, by_id: bool) -> FloatArray:
     """Advantage of every token [T] of whole groups before `normalize: batch`, 0.0 for tokens without loss: the part
     that does not depend on the rest of the batch. `by_id`: add up samples of a group in the order of their ids, as a
-    streamed step does. `ValueError` for a domain whose baseline is of the whole batch."""
+    streamed step does. `ValueError` for a domain whose baseline is of the whole batch or of the step's critic."""
     batch = punish_overlong(batch, domains)
     out = np.zeros(len(batch.tokens), np.float64)
     for name, _ in _by_domain(batch, domains):
-        if domains[name].advantage.baseline == "domain":
-            raise ValueError(f"the advantages of domain {name!r} are known only with the whole batch")
+        if domains[name].advantage.baseline in ("domain", "critic"):
+            raise ValueError(f"the advantages of domain {name!r} are known only in the step, with the whole batch")
     order = sorted(range(len(batch)), key=batch.ids.__getitem__) if by_id else range(len(batch))
     for number in np.unique(batch.group):
         rows = np.array([s for s in order if batch.group[s] == number], np.int64)

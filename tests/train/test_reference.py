@@ -299,7 +299,7 @@ def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path, vocab: int
 
 def test_advantages_of_the_whole_batch_are_no_column(tmp_path: Path) -> None:
     made = Learner(config(tmp_path, domains={"a": {"advantage": {"baseline": "domain"}}}))
-    with pytest.raises(ValueError, match="domain 'a' are known only with the whole batch"):
+    with pytest.raises(ValueError, match="domain 'a' are known only in the step, with the whole batch"):
         made.advantages(batch([sample("s")]))
 
 
