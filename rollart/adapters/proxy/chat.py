@@ -6,6 +6,7 @@ from __future__ import annotations
 import datetime as dt
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,11 @@ from rollart.model import CompletionChunk
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}"
 """For a tokenizer without a chat template, like the quickstart's: one content per line, without roles."""
 
-_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""Tags around responses, which mark them for loss masks. Here the captured tokens define the mask instead."""
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Begins a response, which it marks for loss masks."""
+
+MARKS = "\ufdd0\ufdd1"
+"""Begin and end of a marked response in a template's output: noncharacters, which no text has."""
 
 REPLACEMENT_CHARACTER = "\ufffd"
 """The last character of a decoded text whose final character is still incomplete."""
@@ -55,6 +59,8 @@ class ChatFormat:
         self.templated = source is not None
         """False if the tokenizer has no chat template, and `PLAIN_TEMPLATE` stands in."""
         self._template = _compiled(PLAIN_TEMPLATE if source is None else source)
+        self.marks_answers = source is not None and _GENERATION_TAG.search(source) is not None
+        """True if the template marks what a policy generates, with `{% generation %}`."""
         self._special = {
             name: _text(config[name])
             for name in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -65,15 +71,22 @@ class ChatFormat:
         self.stops = {i: self.text((i,)) for i in self.stop_ids}
         """Texts of the stop tokens, by id."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
-        """The conversation as text; with `prompt`, it ends with the generation prompt. BadRequest if the template
-        refuses the messages."""
+    def render(
+        self,
+        messages: Sequence[Message | Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        *,
+        prompt: bool,
+        marked: bool = False,
+    ) -> str:
+        """The conversation as text; with `prompt`, it ends with the generation prompt; `marked`, with `MARKS` around
+        responses, if the template marks them. BadRequest if the template refuses the messages."""
         from jinja2 import TemplateError
 
         try:
-            return str(
+            text = str(
                 self._template.render(
-                    messages=[m.for_template() for m in messages],
+                    messages=[m.for_template() if isinstance(m, Message) else dict(m) for m in messages],
                     tools=[dict(t) for t in tools] or None,
                     add_generation_prompt=prompt,
                     **self._special,
@@ -81,6 +94,18 @@ class ChatFormat:
             )
         except (TemplateError, TypeError) as error:
             raise BadRequest(f"the chat template refuses these messages: {error}", field="messages") from None
+        return text if marked or not self.marks_answers else text.replace(MARKS[0], "").replace(MARKS[1], "")
+
+    def encode_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, ...], bytes]:
+        """Ids as `encode` gives them, and a 1 for each token with a character in one of the `spans`, ascending ranges
+        of characters; else 0."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        starts, ends = zip(*encoding.offsets, strict=True) if encoding.ids else ((), ())
+        mask = bytearray(len(starts))
+        for begin, end in spans:
+            first, last = bisect_right(ends, begin), bisect_left(starts, end)
+            mask[first:last] = b"\1" * (last - first)
+        return tuple(encoding.ids), bytes(mask)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Ids of a text, in which special tokens may be spelled out. No special tokens are added."""
@@ -198,8 +223,8 @@ def _own_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 def _compiled(source: str) -> Any:
     """Compile in the same environment as transformers: sandboxed, blocks trimmed, JSON not escaped for HTML."""
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
@@ -208,12 +233,27 @@ def _compiled(source: str) -> Any:
     def raise_exception(message: str) -> None:
         raise TemplateError(message)
 
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    class Generation(Extension):
+        """Puts `MARKS` around the output of `{% generation %}` blocks."""
+
+        tags = {"generation"}  # noqa: RUF012 - as Jinja reads it
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
+
+        def marked(self, caller: Callable[[], str]) -> str:
+            return MARKS[0] + caller() + MARKS[1]
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
+    )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: dt.datetime.now().strftime(form)
     try:
-        return environment.from_string(_GENERATION_TAG.sub("", source))
+        return environment.from_string(source)
     except TemplateError as error:
         raise SpecError(
             f"the chat template cannot be read: {error}", remedy="mend it, or give --chat-template"
