@@ -235,18 +235,26 @@ class TrainSample:
         cls, name: str, domain: str, prompt: tuple[int, ...], answer: tuple[int, ...], score: float = 0.0
     ) -> TrainSample:
         """A turn that no policy has sampled, alone in its group, with loss on the answer."""
-        p, a = len(prompt), len(answer)
+        mask = (False,) * len(prompt) + (True,) * len(answer)
+        return cls.given(name, domain, prompt + answer, mask, score)
+
+    @classmethod
+    def given(
+        cls, name: str, domain: str, tokens: tuple[int, ...], loss_mask: tuple[bool, ...], score: float = 0.0
+    ) -> TrainSample:
+        """Tokens that no policy has sampled, alone in their group, with loss where the mask says."""
+        n, at = len(tokens), tuple(0 if loss else -1 for loss in loss_mask)
         return cls(
             id=TrajectoryId(name),
             group=GroupId(name),
             domain=domain,
             v0=0,
-            token_ids=prompt + answer,
-            loss_mask=(False,) * p + (True,) * a,
-            logprobs=(0.0,) * (p + a),
-            versions=(-1,) * p + (0,) * a,
-            turn=(-1,) * p + (0,) * a,
-            rewards=(0.0,) * (p + a),
+            token_ids=tokens,
+            loss_mask=loss_mask,
+            logprobs=(0.0,) * n,
+            versions=at,
+            turn=at,
+            rewards=(0.0,) * n,
             score=score,
             success=True if score > 0 else None,
         )

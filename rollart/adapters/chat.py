@@ -44,8 +44,10 @@ class EpisodeChat:
             # Some templates end a whole conversation in a way of its own, so only what both begin with ends an answer.
             at_end = self._around_answer(form.render(self._example, (), prompt=False))[1]
             alike = takewhile(lambda two: two[0] == two[1], zip(following, at_end, strict=False))
-            self._closing = "".join(one for one, _ in alike)
-            self._thoughts = self._opened_thoughts()
+            self.closing = "".join(one for one, _ in alike)
+            """What the template writes after any answer."""
+            self.thoughts = self._opened_thoughts()
+            """Thoughts that the template opens before a new answer alone; '' for none."""
             self._refuse_rewriting(following)
         except BadRequest as error:
             raise SpecError(str(error), remedy="leave out `system`, or use the role that it knows") from None
@@ -60,16 +62,22 @@ class EpisodeChat:
         return self._short(text, last) if len(text) <= CACHED_CHARACTERS else self._encoded(text, last)
 
     def answer(self, text: str) -> tuple[int, ...]:
-        stops = [stop for stop in self.stop_ids if self._form.text((stop,)) in self._closing][:1]
+        stops = [stop for stop in self.stop_ids if self._form.text((stop,)) in self.closing][:1]
         token_ids = self._form.encode(text)
         return token_ids if not stops or token_ids[-1:] == tuple(stops) else (*token_ids, *stops)
+
+    def after_answer(self, role: str | None) -> str:
+        """What the template writes after an answer: up to the content of a message of `role`, or at the end (None)."""
+        message = [] if role is None else [Message(role, QUESTION)]
+        after = self._around_answer(self._form.render([*self._example, *message], (), prompt=False))[1]
+        return after.partition(QUESTION)[0]
 
     @property
     def drops_thoughts(self) -> bool:
         """True if the template leaves thoughts out of earlier answers, or the `<think>` with which it begins each new
         one."""
         thinking = [*self._head, Message("user", QUESTION), Message("assistant", THOUGHTS), self._observation(QUESTION)]
-        return bool(self._thoughts) or THOUGHTS not in self._form.render(thinking, (), prompt=True)
+        return bool(self.thoughts) or THOUGHTS not in self._form.render(thinking, (), prompt=True)
 
     def _observation(self, text: str) -> Message:
         return Message(self._role, text)
@@ -81,7 +89,7 @@ class EpisodeChat:
     def _encoded(self, text: str, stop: int | None) -> tuple[int, ...]:
         """`stop`: the sampled stop token, which the template writes as well."""
         written = self._text(text)
-        if stop is not None and (at := self._closing.find(token := self._form.text((stop,)))) >= 0:
+        if stop is not None and (at := self.closing.find(token := self._form.text((stop,)))) >= 0:
             written = written[at + len(token) :]
         return self._form.encode(written)
 
@@ -109,8 +117,8 @@ class EpisodeChat:
         """SpecError unless a conversation of three questions is the same text as its parts, one after the other, but
         for opened thoughts."""
         whole = [*self._example, self._observation(QUESTION), Message("assistant", ANSWER), self._observation(QUESTION)]
-        parts = [part.removesuffix(self._thoughts) for part in (self._opening_text(), following, following)]
-        if ANSWER.join(parts) != self._form.render(whole, (), prompt=True).removesuffix(self._thoughts):
+        parts = [part.removesuffix(self.thoughts) for part in (self._opening_text(), following, following)]
+        if ANSWER.join(parts) != self._form.render(whole, (), prompt=True).removesuffix(self.thoughts):
             raise SpecError(
                 "the chat template renders earlier messages in other words once more follow (rule: a conversation is "
                 "continued token by token)",
@@ -119,6 +127,6 @@ class EpisodeChat:
 
     def _stops(self) -> tuple[int, ...]:
         """The model's stop tokens, and the special token with which the template ends an answer."""
-        first = self._form.encode(self._closing.lstrip())[:1]
+        first = self._form.encode(self.closing.lstrip())[:1]
         ends = [token for token in first if self._form.is_special(token)]
         return tuple(dict.fromkeys((*ends, *self._form.stop_ids)))

@@ -13,7 +13,7 @@ from rollart.cli.context import RESOLVED, find_run, native_output_to_stderr, spl
 from rollart.errors import StorageFailed, UsageError
 from rollart.report.profile import measured_profiles
 from rollart.settings.planning import PUBLISH
-from rollart.settings.resolve import Resolved, resolve_files, resolve_saved
+from rollart.settings.resolve import Resolved, refuse_given_data, resolve_files, resolve_saved
 from rollart.settings.rules import quotas
 from rollart.settings.run import RunSpec
 from rollart.tools.calibrate import calibrate as run_calibration
@@ -37,6 +37,7 @@ def calibrate(
 
     with native_output_to_stderr():
         resolved = resolve_files(run_file, cluster, overrides, measure=measured_profiles)
+        refuse_given_data(resolved.run, "calibrate")
         if resolved.cluster.engines.kind == "vllm":
             raise UsageError(
                 "the engines are vLLM's, and calibrate probes the embedded engine (rule: engines.kind embedded)",

@@ -118,6 +118,8 @@ class ProgressLines:
             return ""
         bars = "   ".join(f"{d} {self._bar(rate)} {rate:.2f}" for d, rate in _successes(event))
         staleness = fields.get("staleness_mean")
+        if staleness is None and isinstance(loss := fields.get("loss"), float):  # nothing was rolled out
+            bars = f"loss {loss:.4f}"
         late = f"  staleness {staleness:.2f}" if isinstance(staleness, float) else ""
         return f"step {step:>3}/{steps}  {bars}  train {fields['train_s']:.2f}s  wait {fields['waited_s']:.2f}s{late}"
 

@@ -209,7 +209,9 @@ class SampleBuffer:
         self._changed.set()
 
     async def take(self, version: int) -> tuple[Group, ...]:
-        """The next batch for training from `version`."""
+        """The next batch for training from `version`; of no groups, at once, in a run without quotas."""
+        if not self._quotas:
+            return ()
         due = None if self._due is None else asyncio.get_running_loop().time() + self._due.seconds
         late = False
         while True:

@@ -109,6 +109,8 @@ class ControlSettings:
     token_budget: int | None = None
     samples: Callable[[Sequence[Group], int], list[TrainSample]] = all_samples
     """The trained samples of a batch, given its groups and its step."""
+    rollout: bool = True
+    """Roll out the domains' prompts. False: `samples` needs no groups, and domains are evaluated alone."""
     due: BatchDeadline | None = None
     columns: Sequence[SampleColumn] = ()
     """Columns that are filled once samples are complete, before training takes them."""
@@ -198,12 +200,13 @@ class ControlPlane:
         """The condition that ended the run early; '' for none."""
         rules = settings.schedule.rules
         aborts, bound = rules.aborts_stale, rules.bound
+        trained = domains if settings.rollout else ()
         colocation = GroupColocation() if settings.colocation else None
         self.gateway = _gateway(leases, recorder, version, settings, hooks, colocation)
         self._meter: WorkloadMeter | None = None
         options = settings.options(
             RolloutContext(
-                domains,
+                trained,
                 settings.schedule,
                 settings.waits,
                 self.gateway,
@@ -237,9 +240,9 @@ class ControlPlane:
             prefetch=options.environments,
             experts=settings.experts,
         )
-        buffer = _buffer(domains, leases, recorder, settings, options.shares)
+        buffer = _buffer(trained, leases, recorder, settings, options.shares)
         self.scheduler = Scheduler(
-            domains,
+            trained,
             runner,
             TrajectoryScorer(rewarder, leases, reward_s=settings.waits.reward_s),
             buffer,

@@ -58,6 +58,7 @@ from rollart.launch.hosts import function_actor, hosted_domains, image_hook_conf
 from rollart.launch.layout import attached_urls, engine_actor, engine_command, torch_device, trainer_actors
 from rollart.launch.prepare import (
     domain_chats,
+    given_samples,
     harness_factory,
     prepare_tokenizer,
     refuse_incomplete,
@@ -412,6 +413,10 @@ def _tokenizer_problems(specs: Specs, vocabulary: int | None) -> Iterator[RuleVi
         except SpecError as error:
             number = next(i for i, domain in enumerate(specs.run.domains) if f"'{domain.name}'" in error.message)
             yield RuleViolation(("run", "domains", number, "chat"), error.message, error.remedy)
+        try:
+            given_samples(specs, tokenizer.directory)
+        except SpecError as error:
+            yield RuleViolation(("run", "training", "data"), error.message, error.remedy)
     for number, domain in enumerate(specs.run.domains):
         try:
             stop_token_ids(domain, tokenizer)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from placement.types import Role
 from rollart.adapters.chat import EpisodeChat
+from rollart.adapters.conversations import read_samples
 from rollart.adapters.envs.in_process import in_process
 from rollart.adapters.envs.worked import METHOD, worked_example_domain
 from rollart.adapters.proxy.chat import ChatFormat
@@ -29,7 +30,7 @@ from rollart.launch.layout import torch_device, trainer_ranks
 from rollart.leases import Expiry, Leases
 from rollart.model import TrainSample
 from rollart.ports import ChatPrompts, EnvironmentFactory, HarnessFactory, RunEvent
-from rollart.settings.planning import Specs, hub_model, initial_config, model_directory
+from rollart.settings.planning import Specs, data_digest, hub_model, initial_config, model_directory
 from rollart.settings.resolve import Resolved, trainer_dtype
 from rollart.settings.run import DomainSpec, ModelSpec
 from rollart.settings.training import CreditSpec, ImitationSpec, ParallelConfig, PolicyConfig, TrainerConfig
@@ -202,6 +203,8 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
     imitation = run.warm_start.model_dump(include=set(ImitationSpec.model_fields)) if run.warm_start else {}
     most = {d.name: d.max_turns * d.max_tokens for d in run.domains}
     training = run.training.model_dump()
+    if run.training.data is not None:
+        training["epochs"] = 1  # passes over the file, which the steps make
     if run.training.loss.aggregation == "constant" and run.training.loss.length is None:
         training["loss"]["length"] = max(most.values())
     if run.training.loss.reference is not None:
@@ -218,7 +221,7 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
             for d in run.domains
         },
         imitation=ImitationSpec(**imitation),
-        temperature=run.domains[0].temperature,
+        temperature=1.0 if run.training.data is not None else run.domains[0].temperature,
         threads=max(1, len(trainer.devices) // trainer_ranks(resolved)),
         device=device,
         parallel=ParallelConfig(
@@ -339,6 +342,27 @@ async def warm_start_samples(
                 tokens = chat.opening(prompt), chat.answer(answer)
             samples.append(TrainSample.unsampled(f"worked-{name}-{index}", name, *tokens, score=1.0))
     return samples
+
+
+def given_samples(specs: Specs, tokenizer: Path) -> Sequence[tuple[Sequence[int], bytes]]:
+    """Tokens and loss flags of each conversation of `training.data`, whose digest is `training.data_sha256` if that is
+    given; none without the key. SpecError names the line and the key of a bad one."""
+    training = specs.run.training
+    if training.data is None:
+        return ()
+    digest = data_digest(specs)
+    if training.data_sha256 not in (None, digest):
+        raise SpecError(
+            f"training.data is '{training.data}' with SHA-256 {digest} (rule: {training.data_sha256}, as "
+            "training.data_sha256 says)",
+            remedy="restore the file, or start a new run",
+        )
+    try:
+        return read_samples(Path(specs.base) / training.data, digest, tokenizer, specs.run.model.context)
+    except SpecError as error:
+        raise SpecError(f"training.data: {error.message}", remedy=error.remedy) from None
+    except ImportError as error:
+        raise SpecError(f"chat templates need Jinja: {error}", remedy="pip install 'rollart[proxy]'") from None
 
 
 @guard

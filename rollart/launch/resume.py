@@ -35,6 +35,7 @@ FIXED_SETTINGS: Mapping[str, str] = {
     "domains.*.chat": "recorded trajectories are rendered so",
     **{f"training.lora.{key}": "the optimizer's state is of those parameters" for key in ("rank", "alpha", "targets")},
     "training.algorithm": "its switches are recorded; set them one by one",
+    "training.data_sha256": "the samples of each step follow from that file",
     "training.optimizer": "the optimizer's state is of that kind",
 }
 """Settings that recorded samples, groups or versions depend on, with the reason."""
@@ -83,10 +84,12 @@ def refuse_changed(resolved: Resolved, directory: Path) -> list[SettingChange]:
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key)
     ]
-    fixed = [change for change in found if change.why_fixed]
+    order = {"batch.trajectories": "the samples of each step follow from it"}
+    given = order if resolved.run.training.data is not None else {}
+    fixed = [(change, why) for change in found if (why := change.why_fixed or given.get(change.key, ""))]
     if fixed:
         raise SpecError(
-            "\n".join(f"a resume changes {change} (rule: as recorded; {change.why_fixed})" for change in fixed),
+            "\n".join(f"a resume changes {change} (rule: as recorded; {why})" for change, why in fixed),
             remedy="resume without it, or start a new run with it",
         )
     return found

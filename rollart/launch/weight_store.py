@@ -247,7 +247,7 @@ def agreement_sample(resolved: Resolved) -> TrainSample | None:
     """The probe; None where engines are not compared. The trainer scores at the run's temperature and vLLM scores
     prompts at 1, so the temperature must be 1."""
     run, engines = resolved.run, resolved.cluster.engines
-    if engines.kind != "vllm" or engines.vllm.probe == 0 or run.domains[0].temperature != 1.0:
+    if engines.kind != "vllm" or engines.vllm.probe == 0 or not run.domains or run.domains[0].temperature != 1.0:
         return None
     n = min(PROBE_TOKENS, run.model.context - 1)
     first, *others = (1 + 7 * i % PROBE_VOCABULARY for i in range(n))

@@ -27,6 +27,7 @@ from rollart.control.buffer import BatchDeadline, SampleColumn
 from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
 from rollart.control.domain import Domain
 from rollart.control.evaluation import EvaluationResult
+from rollart.control.given import GivenBatches
 from rollart.control.training import StepDone, all_samples
 from rollart.control.trajectory import WaitLimits
 from rollart.controller_loop import ControllerLoop
@@ -54,7 +55,7 @@ from rollart.launch.hosts import (
 )
 from rollart.launch.layout import part_clock
 from rollart.launch.plan import RunStart, engines_are_movable, rebalance_settings
-from rollart.launch.prepare import prepare_tokenizer, runtime_domains, trainer_config
+from rollart.launch.prepare import given_samples, prepare_tokenizer, runtime_domains, trainer_config
 from rollart.launch.rewards import RunRewards, reward_cases
 from rollart.launch.routing import concurrency_settings, engine_placements, make_router
 from rollart.launch.servers import open_harnesses
@@ -213,6 +214,10 @@ class RunContext:
             experts=may_have_experts(self.weights.path(weights.version)),
             reshard=launch_reshard_settings(self.resolved),
         )
+        if self.resolved.run.training.data is not None:
+            run, samples = self.resolved.run, given_samples(self.resolved, self.tokenizer.directory)
+            batches = GivenBatches(samples, run.batch.trajectories, run.seed)
+            settings = replace(settings, samples=batches, rollout=False)
         if (metric := settings.checkpoints.best_by) is not None:
             settings = replace(settings, best=best_version(self.directory, metric, weights.version))
         self.control = ControlPlane(

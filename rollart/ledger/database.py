@@ -367,10 +367,12 @@ class Database:
             f"UPDATE samples SET state = {DROPPED}, payload = NULL WHERE grp = ? AND state = {LIVE}",
             [(g.id,) for g in consumed],
         )
-        tokens = sum(map(self._with_loss, samples))
+        count, tokens = len(samples), sum(map(self._with_loss, samples))
+        if not consumed:  # given samples, which have no rows: the trainer counts them
+            count, tokens = int(metrics.get("samples", 0)), int(metrics.get("trained_tokens", 0))
         self.connection.execute(
             "INSERT INTO versions VALUES (?,?,?,?,?,?)",
-            (version, step, len(consumed), len(samples), tokens, json.dumps(dict(metrics))),
+            (version, step, len(consumed), count, tokens, json.dumps(dict(metrics))),
         )
         if stamp:
             self.connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (f"{STAMP}{version}", stamp))

@@ -11,7 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Algorithm = Literal[
-    "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_pp", "ppo", "topr", "kimi", "online_dpo", "opd"
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_pp",
+    "ppo",
+    "topr",
+    "kimi",
+    "online_dpo",
+    "opd",
+    "sft",
 ]
 
 
@@ -87,6 +99,7 @@ PRESETS: Mapping[Algorithm, AlgorithmPreset] = {
         },
         {"level": "token", "gamma": 0.0, "baseline": "none", "normalize": "none"},
     ),
+    "sft": AlgorithmPreset({"kind": "nll", "aggregation": "token"}),
 }
 """The algorithms by name. `loss.length` of the constant aggregation is the longest domain's."""
 

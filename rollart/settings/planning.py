@@ -5,6 +5,7 @@ only caller of `placement`. Solving imports numpy, and does so late.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -103,7 +104,7 @@ def planning_problem(specs: Specs, fixed: Sequence[Deployment] | None = None) ->
     domains = profiles_of(run, quotas(run), specs.measured, specs.base, specs.releases)
     usable = {p.name: _unservable_reason(performance, p, degrees) for p in pools}
     affinity, fallbacks = affinity_of(run, pools, usable)
-    pool, devices = _trainer_placement(run, cluster, pools, fixed)
+    pool, devices = trainer_placement(run, cluster, pools, fixed)
     windowed = run.schedule not in LAG and spec.in_flight is None
     only = None if cluster.engines.device is None else frozenset({device_name(cluster.engines.device)})
     try:
@@ -366,9 +367,29 @@ def model_directory(model: ModelSpec, base: str) -> Path:
     return Path(base) / model.path if hub is None else hub.snapshot()
 
 
+def data_digest(specs: Specs) -> str:
+    """SHA-256 of the file of `training.data`, in hexadecimal. SpecError if it cannot be read."""
+    data = specs.run.training.data
+    assert data is not None, "the run trains on a file"
+    path = Path(specs.base) / data
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise SpecError(
+            f"training.data is '{data}', and {path} cannot be read: {error.strerror}",
+            remedy="give a JSON Lines file, relative to the run file",
+        ) from None
+
+
 def pinned(specs: AnySpecs) -> AnySpecs:
-    """The specs with the commit of a model of the Hub as their `model.revision`: from then on every part, on any node
-    and after any resume, uses the same files. The same object if there is nothing to pin."""
+    """The specs with the commit of a model of the Hub as their `model.revision`, and the digest of `training.data`:
+    from then on every part, on any node and after any resume, uses the same files. The same object if there is nothing
+    to pin."""
+    training = specs.run.training
+    if training.data is not None and training.data_sha256 is None:
+        training = training.model_copy(update={"data_sha256": data_digest(specs)})
+        specs = replace(specs, run=specs.run.model_copy(update={"training": training}))
     hub = hub_model(specs.run.model, specs.base)
     if hub is None or is_commit(hub.revision):
         return specs
@@ -461,7 +482,7 @@ def _unservable_reason(performance: RooflinePerformance, pool: Pool, degrees: Se
     return reasons[-1]
 
 
-def _trainer_placement(
+def trainer_placement(
     run: RunSpec, cluster: ClusterSpec, pools: Sequence[Pool], fixed: Sequence[Deployment] | None
 ) -> tuple[str | None, int | None]:
     """Pool and devices of the trainer, None where not given. Of several pools with the type, the largest."""

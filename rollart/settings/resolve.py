@@ -28,6 +28,7 @@ from rollart.settings.planning import (
     planning_problem,
     pools_of,
     solve_placement,
+    trainer_placement,
 )
 from rollart.settings.prices import PriceList, merged_prices
 from rollart.settings.providers import with_plugin_prices
@@ -165,13 +166,17 @@ def resolve_specs(specs: Specs) -> Resolved:
 
     Where the engines are given and every domain's work is known, the plan's rate is predicted as well.
     """
+    specs = replace(specs, run=_with_steps_of_data(specs.run, specs.base))
     run, cluster, base = specs.run, specs.cluster, specs.base
     _check_engine_support(run, cluster)
     listed = merged_prices(specs.prices, cluster.price_list)
     specs = replace(specs, prices=listed)
     pools = pools_of(cluster, listed)
     hourly = {pool.name: pool.usd_per_device_hour for pool in pools}
-    plan, problem, notes = _fixed_plan(specs, pools) if cluster.engines.fixed else _computed_plan(specs, pools)
+    if not run.domains:
+        plan, problem, notes = _trainer_plan(specs, pools)
+    else:
+        plan, problem, notes = _fixed_plan(specs, pools) if cluster.engines.fixed else _computed_plan(specs, pools)
     functions = {entry.name: effective_spec(entry, base, specs.releases.get(entry.name)) for entry in run.functions}
     notes += _plan_independent_notes(run, cluster, functions)
     if run.training.stream and cluster.trainer.sharded:
@@ -198,6 +203,15 @@ def resolve_specs(specs: Specs) -> Resolved:
         problem=problem,
         functions=functions,
     )
+
+
+def refuse_given_data(run: RunSpec, action: str) -> None:
+    """SpecError for a run that trains on `training.data`, where `action` needs roll-outs."""
+    if run.training.data is not None:
+        raise SpecError(
+            f"run '{run.name}' has training.data, and rolls nothing out (rule: {action} is for runs that do)",
+            remedy="name a run without training.data",
+        )
 
 
 def forecast(specs: Specs) -> Resolved:
@@ -341,6 +355,11 @@ def _measured_profiles(run: RunSpec, base: str, measure: ProfileReader | None) -
 
 def _check_engine_support(run: RunSpec, cluster: ClusterSpec) -> None:
     """SpecError for settings that the engines do not support."""
+    if cluster.trainer.external is not None and run.training.data is not None:
+        raise SpecError(
+            "training.data is given, and trainer.external is another program's trainer (rule: one of them)",
+            remedy="leave out trainer.external",
+        )
     cut = [d.name for d in run.domains if d.top_p < 1.0]
     if cluster.engines.kind == "vllm" and cut:
         raise SpecError(
@@ -382,6 +401,34 @@ def _check_engine_support(run: RunSpec, cluster: ClusterSpec) -> None:
 
 PlanningResult = tuple[Plan, Problem | None, tuple[str, ...]]
 """A plan, the problem that its placement solves, and notes."""
+
+
+def _with_steps_of_data(run: RunSpec, base: str) -> RunSpec:
+    """The run with as many steps as its `epochs` over `training.data` take, if it gives no number. SpecError for a file
+    that cannot be read."""
+    if run.training.data is None or "steps" in run.model_fields_set:
+        return run
+    try:
+        with (Path(base) / run.training.data).open("rb") as lines:
+            count = sum(1 for line in lines if line.strip())
+    except OSError as error:
+        why = f"training.data is '{run.training.data}', which cannot be read: {error.strerror}"
+        raise SpecError(why, remedy="give a JSON Lines file, relative to the run file") from None
+    steps = run.training.epochs * math.ceil(count / run.batch.trajectories)
+    return run.model_copy(update={"steps": steps})
+
+
+def _trainer_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:
+    """The trainer alone, for a run without roll-outs and evaluations. On a cluster whose engines are not counted it has
+    `placement.train.devices`, or the whole pool."""
+    cluster, run, note = specs.cluster, specs.run, "no engines: training.data is trained without roll-outs"
+    pool, devices = trainer_placement(run, cluster, pools, None)
+    if cluster.engines.fixed:
+        threads = cluster.trainer.threads
+    else:
+        chosen = max(pools, key=lambda p: p.count) if pool is None else next(p for p in pools if p.name == pool)
+        pool, threads = chosen.name, devices or chosen.count
+    return _assigned_plan(cluster, pools, [Demand(Role.TRAINER, 1, threads, pool=pool)]), None, (note,)
 
 
 def _fixed_plan(specs: Specs, pools: Sequence[Pool]) -> PlanningResult:

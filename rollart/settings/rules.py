@@ -18,9 +18,13 @@ from rollart.errors import SpecError, did_you_mean, some_of
 from rollart.settings.cluster import ClusterSpec, DeviceSpec, PoolSpec
 from rollart.settings.document import KeyPath
 from rollart.settings.prices import PriceEntry, PriceList
+from rollart.settings.rollout import RolloutSpec
 from rollart.settings.run import LAG, DomainSpec, FunctionEntry, RunSpec, WeightStoreSpec
 from rollart.settings.training import critic_problem
 from rollart.shares import bounded_shares
+
+SUPERVISED_METRICS = ("entropy", "grad_norm", "held_out_success")
+"""Metrics of `stop_when` that a run on given conversations has."""
 
 ROUNDING = 1e-9
 """Tolerance for rounding in sums and products of fractions."""
@@ -41,9 +45,12 @@ Violations: TypeAlias = Iterator[str | RuleViolation]
 
 def run_problems(run: RunSpec) -> list[RuleViolation]:
     """Every broken rule of a run spec, in file order."""
+    if not run.domains and run.training.data is None:  # the rules below are about tasks
+        return located(iter(["domains has no entry (rule: at least one, unless training.algorithm is sft)"]))
     problems = located(
         _model(run),
         _deterministic(run),
+        _supervised(run),
         _rollout(run),
         _chat(run),
         _filter(run),
@@ -126,6 +133,8 @@ def quotas(run: RunSpec) -> dict[str, int]:
     groups and at least one; what remains goes group by group to the domain furthest below its share (ties: the
     first named). SpecError when group sizes cannot fill the batch exactly.
     """
+    if run.training.data is not None:  # nothing is rolled out: relative weights for a plan of evaluations
+        return {d.name: d.group_size for d in run.domains}
     explicit = {d.name: d.trajectories for d in run.domains if d.trajectories is not None}
     if len(explicit) == len(run.domains):
         return explicit
@@ -190,7 +199,11 @@ def _deterministic(run: RunSpec) -> Violations:
     """Nothing that is trained depends on what ends first."""
     rollout = run.rollout
     for broken, setting, rule in (
-        (run.schedule not in LAG, f"schedule {run.schedule}", "sync, sync_plus or one_off: one version per batch"),
+        (
+            run.schedule not in LAG and run.training.data is None,
+            f"schedule {run.schedule}",
+            "sync, sync_plus or one_off: one version per batch",
+        ),
         (max(rollout.redundancy.groups, rollout.redundancy.size) > 1, "rollout.redundancy", "none: it takes the first"),
         (rollout.tail_batching is not None, "rollout.tail_batching", "none: it takes the first"),
         (rollout.filter.zero_variance, "rollout.filter.zero_variance", "none: it draws replacements as groups end"),
@@ -201,6 +214,34 @@ def _deterministic(run: RunSpec) -> Violations:
             yield f"deterministic is given with {setting} (rule: {rule})"
 
 
+def _supervised(run: RunSpec) -> Violations:
+    """With `training.data` nothing is rolled out or scored; domains are for evaluations alone."""
+    if run.training.data is None:
+        return
+    nothing = "with training.data, where nothing is rolled out"
+    for key, given in (
+        ("rollout", run.rollout != RolloutSpec()),
+        ("schedule", run.schedule not in ("async", "rollart")),
+        ("weights.update", run.weights.update != "all"),
+        ("batch.tokens", run.batch.tokens is not None),
+        ("batch.sampler", run.batch.sampler != "fifo"),
+        ("functions", bool(run.functions)),
+        ("warm_start", run.warm_start is not None),
+        ("domains", bool(run.domains) and not run.evaluation.episodes),
+    ):
+        if given:
+            less = " and evaluation.episodes is 0" if key == "domains" else ""
+            yield f"{key} is given {nothing}{less} (rule: leave it out)"
+    if run.evaluation.episodes and not run.domains:
+        yield f"evaluation.episodes is {run.evaluation.episodes} without domains (rule: those whose episodes it plays)"
+    if (run.checkpoints.best_by or "").startswith("reward"):
+        yield f"checkpoints.best_by is {run.checkpoints.best_by} {nothing} (rule: success, of held-out episodes)"
+    for i, condition in enumerate(run.stop_when):
+        if condition.metric.partition(".")[0] not in SUPERVISED_METRICS:
+            rule = f"rule: {', '.join(SUPERVISED_METRICS)}"
+            yield f"stop_when.{i}.metric is {condition.metric} {nothing} ({rule})"
+
+
 def _rollout(run: RunSpec) -> Violations:
     """Redundancy and tail batching, beside the rest of the run."""
     rollout = run.rollout
@@ -208,7 +249,7 @@ def _rollout(run: RunSpec) -> Violations:
         if not isinstance(domain.environment, str) and rollout.prefetch != 0:
             text = f"is a harness with rollout.prefetch {rollout.prefetch} (rule: 0, since it has no reset)"
             yield _at(f"domains.{i}.environment", f"domain '{domain.name}' {text}")
-    largest, size = max(d.group_size for d in run.domains), rollout.redundancy.size
+    largest, size = max((d.group_size for d in run.domains), default=1), rollout.redundancy.size
     if size > 1 and int(largest * size + ROUNDING) == largest:
         yield (
             f"rollout.redundancy.size is {size:g} (rule: at least {1 + 1 / largest:g} with groups of {largest}, or 1: "
@@ -305,6 +346,8 @@ def _fairness(run: RunSpec) -> Violations:
             text = f"domain '{domain.name}' has floor {domain.floor:g} (rule: at most its cap, {domain.cap:g})"
             yield _at(f"domains.{i}.floor", text)
             return
+    if not run.domains:
+        return
     floors, caps = sum(d.floor for d in run.domains), sum(d.cap for d in run.domains)
     if floors > 1 + ROUNDING or caps < 1 - ROUNDING:
         text = f"the domains' floors add up to {floors:g}, their caps to {caps:g} (rule: 1 lies between them)"
@@ -476,8 +519,8 @@ def _stop_when(run: RunSpec) -> Violations:
 
 def _temperatures(run: RunSpec) -> Violations:
     """All domains share a temperature: the trainer recomputes log-probabilities at one sampling temperature."""
-    first = run.domains[0]
     for i, domain in enumerate(run.domains):
+        first = run.domains[0]
         if domain.temperature != first.temperature:
             rule = f"that of every other domain, {first.temperature} in '{first.name}'"
             text = f"domain '{domain.name}' has temperature {domain.temperature} (rule: {rule})"

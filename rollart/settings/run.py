@@ -50,7 +50,7 @@ class BatchSpec(SpecEntry):
     """The batch of one training step."""
 
     trajectories: int = Field(default=128, ge=1, le=10_000_000)
-    """Trajectories per step, over all domains."""
+    """Trajectories per step, over all domains; with `training.data` conversations per step."""
     tokens: int | None = Field(default=None, ge=1, le=1_000_000_000_000)
     """Optional bound on the tokens of one batch; groups stay whole. With sampler fifo only under a schedule with a
     window of groups."""
@@ -470,7 +470,8 @@ class KeepSpec(SpecEntry):
 
 
 class RunSpec(SpecEntry):
-    """A training run. Only `name`, `model` and `domains` have no default."""
+    """A training run. Only `name` and `model` have no default, and `domains` has at least one entry in a run that rolls
+    out."""
 
     name: Name
     """Name of the run; its directory under the runs directory is called after it."""
@@ -493,11 +494,13 @@ class RunSpec(SpecEntry):
     rollout: RolloutSpec = Field(default_factory=RolloutSpec)
     """Redundant environments and tail batching (docs/schedules.md)."""
     steps: int = Field(default=100, ge=0)
-    """Training steps; each publishes one policy version."""
+    """Training steps; each publishes one policy version. With `training.data` by default as many as its `epochs`
+    take."""
     batch: BatchSpec = Field(default_factory=BatchSpec)
     """The batch of one training step."""
-    domains: list[DomainSpec] = Field(min_length=1)
-    """Tasks, each with its environment and rewards."""
+    domains: list[DomainSpec] = Field(default_factory=list)
+    """Tasks, each with its environment and rewards. At least one, unless `training.data` replaces the roll-outs: then
+    those of evaluations."""
     functions: list[FunctionEntry] = Field(default_factory=list)
     """Reward functions."""
     hw_affinity: dict[str, str] = Field(default_factory=dict)

@@ -60,10 +60,11 @@ class AdvantageSpec(SpecEntry):
 class LossSpec(SpecEntry):
     """The policy loss. For its parts under staleness see docs/training.md."""
 
-    kind: Literal["pg", "ppo", "decoupled", "tis", "topr", "kimi", "dpo"] = "ppo"
+    kind: Literal["pg", "ppo", "decoupled", "tis", "topr", "kimi", "dpo", "nll"] = "ppo"
     """pg: plain policy gradient; ppo: clipped on behaviour log-probabilities; decoupled: proximal and behaviour
     policies apart; tis: truncated importance sampling, with cap 5 CISPO; topr: the same for negative advantages alone;
-    kimi: plain, with a squared log-ratio of the sample; dpo: pairs of the best and the worst sample of each group."""
+    kimi: plain, with a squared log-ratio of the sample; dpo: pairs of the best and the worst sample of each group; nll:
+    negative log-likelihood of given answers (`training.data`)."""
     ratio: Level = "token"
     """Ratio that ppo and decoupled clip: of a token, or of the sample (geometric: GSPO; product: RLOO)."""
     clip_low: float = Field(default=0.2, gt=0, le=1)
@@ -145,6 +146,18 @@ class LossSpec(SpecEntry):
             (
                 self.kind == "dpo" and self.correction == "mask",
                 "correction 'mask' with kind 'dpo', whose pairs are of whole samples: use truncate",
+            ),
+            (
+                self.kind == "nll"
+                and (
+                    self.kl or self.entropy or self.entropy_target or self.mask_truncated or self.correction == "mask"
+                ),
+                "kl, entropy, entropy_target, mask_truncated or correction 'mask' with kind 'nll', the log-likelihood "
+                "alone: remove it",
+            ),
+            (
+                self.kind == "nll" and self.aggregation == "constant",
+                "aggregation 'constant' with kind 'nll', a mean over answers of any length: use token or sample",
             ),
             (self.floor > self.cap, f"floor {self.floor:g} above cap {self.cap:g}: give at most cap"),
             (
@@ -228,8 +241,13 @@ class TrainingSpec(SpecEntry):
     """Largest norm of the gradient; 0: not clipped."""
     loss: LossSpec = Field(default_factory=LossSpec)
     """The policy loss."""
+    data: str | None = Field(default=None, min_length=1)
+    """JSON Lines file of conversations to imitate (sft), relative to the run file: an object with `messages`, or with
+    `prompt` and `completion`, per line (docs/training.md)."""
+    data_sha256: str | None = Field(default=None, pattern=r"^[0-9a-f]{64}$")
+    """Digest of that file, without which another one is refused. A run records it."""
     epochs: int = Field(default=1, ge=1, le=1000)
-    """Passes over a batch."""
+    """Passes over a batch; with `data` passes over the file, unless the run gives `steps`."""
     minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per pass."""
     max_tokens_per_microbatch: int = Field(default=16_384, ge=1)
@@ -272,6 +290,16 @@ class TrainingSpec(SpecEntry):
                 f"algorithm '{self.algorithm}' with loss.kind '{self.loss.kind}', another loss: give kind {wanted} or "
                 "none, or remove the algorithm"
             )
+        if (self.loss.kind == "nll") != (self.data is not None):
+            raise ValueError(
+                "loss.kind 'nll' (algorithm sft) without data: give data, a JSON Lines file of conversations"
+                if self.data is None
+                else f"data with loss.kind '{self.loss.kind}', which trains on roll-outs: give algorithm sft"
+            )
+        if self.data_sha256 is not None and self.data is None:
+            raise ValueError("data_sha256 without data: give both or neither")
+        if self.data is not None and (self.stream or self.columns):
+            raise ValueError("stream or columns with data, where nothing is rolled out meanwhile: remove them")
         if self.algorithm == "opd" and self.loss.reference is None:
             raise ValueError(
                 "algorithm 'opd' without a teacher: give loss.reference, a model's directory with the policy's "

@@ -83,11 +83,12 @@ def model_card(run: str, reader: LedgerReader, kept: KeptVersion) -> str:
     config, rows = reader.config(), collect(reader, run)
     spec = config.get("run", {})
     model, training = spec.get("model", {}), spec.get("training", {})
+    given = training.get("data") is not None
     base, fork = _base_model(model), spec.get("fork")
     head: dict[str, Any] = {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["rollart", "reinforcement-learning"],
+        "tags": ["rollart", "sft" if given else "reinforcement-learning"],
     }
     if base.hub is not None:
         head["base_model"] = base.hub
@@ -99,7 +100,7 @@ def model_card(run: str, reader: LedgerReader, kept: KeptVersion) -> str:
         ("Training steps", f"{kept.step:,} of {spec.get('steps', 0):,}"),
         ("Trained samples", f"{sum(v.samples for v in rows.versions if v.version <= kept.version):,}"),
         ("Trained tokens", f"{sum(v.tokens for v in rows.versions if v.version <= kept.version):,}"),
-        ("Schedule", f"{spec.get('schedule')}, staleness {spec.get('staleness')}"),
+        *([] if given else [("Schedule", f"{spec.get('schedule')}, staleness {spec.get('staleness')}")]),
         ("Hours of the whole run", f"{rows.facts.seconds / 3600:.3g}"),
         ("Cost of the whole run", f"${usd:,.2f}" if usd >= 1 else f"${usd:.3g}"),
         ("Trained with", f"rollart {__version__}"),
@@ -108,7 +109,8 @@ def model_card(run: str, reader: LedgerReader, kept: KeptVersion) -> str:
     parts = [
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {run} v{kept.version}",
-        "Trained by reinforcement learning with [rollart](https://pypi.org/project/rollart).",
+        f"Trained by {'supervised fine-tuning' if given else 'reinforcement learning'} with "
+        "[rollart](https://pypi.org/project/rollart).",
         _table(("", ""), facts),
         "## Held-out success",
         _table(

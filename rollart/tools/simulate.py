@@ -38,7 +38,7 @@ from rollart.ports import Recorder, Rewarder, RunEvent
 from rollart.report.simulation import ObservedFaults
 from rollart.settings.faults import LINK, FaultPlanSpec, matching_names
 from rollart.settings.planning import publishing_of
-from rollart.settings.resolve import NO_PREDICTION, Resolved
+from rollart.settings.resolve import NO_PREDICTION, Resolved, refuse_given_data
 from rollart.settings.run import EvaluationSpec, RewardUse
 from rollart.settings.variants import adapt_to_schedule
 from rollart.sim import loop as virtual
@@ -125,6 +125,7 @@ def simulate(
 
     SpecError for a run or cluster that cannot be modelled, ValueError for an unknown schedule.
     """
+    refuse_given_data(resolved.run, "simulate")
     name = schedule or resolved.run.schedule
     run, left = adapt_to_schedule(resolved.run, name)
     wanted = replace(resolved, run=run) if left else resolved

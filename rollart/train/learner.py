@@ -134,6 +134,8 @@ class Learner:
             self.begin(version)
             self.accumulate(batch)
             return self.finish()
+        if self.config.loss.kind == "nll":
+            return self._train_given(batch, version)
         started, cpu = time.perf_counter(), time.thread_time()
         used, alive = _samples_with_loss(batch)
         loss, factors = self.config.loss, self._factors()
@@ -257,16 +259,7 @@ class Learner:
         value.
         """
         started, cpu = time.perf_counter(), time.thread_time()
-        used, alive = _samples_with_loss(batch)
-        job = _LearnerJob(
-            batch=batch,
-            used=used,
-            actions=ActionTensors(batch, self.policy.device),
-            weight=np.ones(len(batch.domains)),
-            objective=lambda logprobs, entropy, pick: (-logprobs, {"entropy": entropy.detach()}),  # cross-entropy
-            entropy_grad=False,
-            aggregation=LossSpec(),
-        )
+        job, alive = self._likelihood(batch, LossSpec())
         rng = np.random.default_rng([self.config.seed, 1, self.counters.imitate_calls])
         optimizer = self.optimizer("imitation")
         stop, recent = self.config.imitation.stop_loss, deque[float](maxlen=STOP_WINDOW)
@@ -278,6 +271,42 @@ class Learner:
         job.meter.merge(self.ranks, self.policy.device)
         metrics = job.meter.metrics() | {"cpu_seconds": time.thread_time() - cpu}
         return TrainReport(job.meter.tokens, time.perf_counter() - started, metrics)
+
+    def _train_given(self, batch: TrainingBatch, version: int) -> TrainReport:
+        """A step on answers that no policy sampled: negative log-likelihood, with the policy's optimizer and learning
+        rate."""
+        started, cpu = time.perf_counter(), time.thread_time()
+        job, alive = self._likelihood(batch, self.config.loss)
+        rng = np.random.default_rng([self.config.seed, 0, self.counters.train_calls])
+        self.optimizers.pop("imitation", None)
+        optimizer = self.optimizer("policy")
+        for part in _minibatches(alive, self.config.epochs, self.config.minibatches, rng):
+            self._set_rate(optimizer, version)
+            self._update(optimizer, job, part)
+            self.counters.updates += 1
+        self.counters.train_calls += 1
+        job.meter.merge(self.ranks, self.policy.device)
+        metrics = job.meter.metrics() | {
+            "trained_tokens": float(len(batch.loss)),
+            "samples": float(len(batch)),
+            "lr": optimizer.param_groups[0]["lr"],
+            "cpu_seconds": time.thread_time() - cpu,
+        }
+        return TrainReport(len(batch.loss), time.perf_counter() - started, metrics)
+
+    def _likelihood(self, batch: TrainingBatch, aggregation: LossSpec) -> tuple[_LearnerJob, IntArray]:
+        """Cross-entropy on the masked tokens, and the samples that have some."""
+        used, alive = _samples_with_loss(batch)
+        job = _LearnerJob(
+            batch=batch,
+            used=used,
+            actions=ActionTensors(batch, self.policy.device),
+            weight=np.ones(len(batch.domains)),
+            objective=lambda logprobs, entropy, pick: (-logprobs, {"entropy": entropy.detach()}),
+            entropy_grad=False,
+            aggregation=aggregation,
+        )
+        return job, alive
 
     def logprobs(self, batch: TrainingBatch) -> FloatArray:
         """Log-probability of every token [T] under the current weights, 0.0 for tokens without loss."""

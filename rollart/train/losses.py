@@ -14,6 +14,7 @@ ago), π₀ the proximal policy (the weights at the start of the step), A the ad
                of the sample
     dpo        −log σ(β (Σ_w log π/π_ref − Σ_l log π/π_ref)),           arXiv:2305.18290, eq. 7; on samples of the
                w and l the best and the worst sample of a group         policy: arXiv:2402.04792, 2410.18252
+    nll        −log π of answers that are given, not sampled            supervised fine-tuning (`Learner`)
 
 c(x) = min(max(x, floor), cap) (`correction: truncate`), or x within [floor, cap] and 0 elsewhere (`mask`). With `mask`
 the other kinds have the factor 1 within and 0 outside, of π₀/μ (MIS; IcePop).

@@ -82,8 +82,11 @@ CORPUS = ["You are a helpful assistant.\n\n", "user\n\nthe answer is 12, the oth
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("model"))
+
+
+def write_tokenizer(path: Path) -> Path:
     """A byte-level BPE with merges. Its end-of-sequence token is none that a template but Mistral's writes."""
-    path = tmp_path_factory.mktemp("model")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(WORDS), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]

@@ -101,8 +101,9 @@ def test_missing_keys(write: Write) -> None:
     found = problems(write("name: x\n"))
     assert [line.split(" (")[0] for line in found] == [
         "run.yaml:1:1: key 'model' is missing in run",
-        "run.yaml:1:1: key 'domains' is missing in run",
     ]
+    (found,) = problems(write("name: x\nmodel: {config: {}}\n"))
+    assert "domains has no entry (rule: at least one, unless training.algorithm is sft)" in found
 
 
 def test_numbers_are_yaml_1_2(write: Write) -> None:
