@@ -281,7 +281,7 @@ class Learner:
         self.optimizers.pop("imitation", None)
         optimizer = self.optimizer("policy")
         for part in _minibatches(alive, self.config.epochs, self.config.minibatches, rng):
-            self._set_rate(optimizer, version)
+            self._set_rate(optimizer, self.config.lr, version, warmup=self.config.warmup)
             self._update(optimizer, job, part)
             self.counters.updates += 1
         self.counters.train_calls += 1
