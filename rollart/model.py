@@ -231,29 +231,29 @@ class TrainSample:
             raise ValueError(f"sample {self.id}: per-token fields of lengths {sorted(lengths)} for {n} tokens")
 
     @classmethod
-    def unsampled(
-        cls, name: str, domain: str, prompt: tuple[int, ...], answer: tuple[int, ...], score: float = 0.0
-    ) -> TrainSample:
-        """A turn that no policy has sampled, alone in its group, with loss on the answer."""
-        mask = (False,) * len(prompt) + (True,) * len(answer)
-        return cls.given(name, domain, prompt + answer, mask, score)
+    def unsampled(cls, name: str, domain: str, *turns: tuple[int, ...], score: float = 0.0) -> TrainSample:
+        """Turns that no policy has sampled, alone in their group, with loss on the answers. `turns`: the tokens of an
+        observation and of its answer, in turn."""
+        answers = [(ids, index // 2 if index % 2 else -1) for index, ids in enumerate(turns)]
+        turn = tuple(at for ids, at in answers for _ in ids)
+        return cls.given(name, domain, tuple(token for ids in turns for token in ids), turn, score)
 
     @classmethod
     def given(
-        cls, name: str, domain: str, tokens: tuple[int, ...], loss_mask: tuple[bool, ...], score: float = 0.0
+        cls, name: str, domain: str, tokens: tuple[int, ...], turn: tuple[int, ...], score: float = 0.0
     ) -> TrainSample:
-        """Tokens that no policy has sampled, alone in their group, with loss where the mask says."""
-        n, at = len(tokens), tuple(0 if loss else -1 for loss in loss_mask)
+        """Tokens that no policy has sampled, alone in their group, with loss on those that have a `turn` (else -1)."""
+        n = len(tokens)
         return cls(
             id=TrajectoryId(name),
             group=GroupId(name),
             domain=domain,
             v0=0,
             token_ids=tokens,
-            loss_mask=loss_mask,
+            loss_mask=tuple(at >= 0 for at in turn),
             logprobs=(0.0,) * n,
-            versions=at,
-            turn=at,
+            versions=tuple(min(at, 0) for at in turn),
+            turn=turn,
             rewards=(0.0,) * n,
             score=score,
             success=True if score > 0 else None,

@@ -8,9 +8,10 @@ so that it depends on no earlier text, and costs one short rendering per turn.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import takewhile
+from typing import Any
 
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.proxy.messages import BadRequest, Message
@@ -29,20 +30,27 @@ class EpisodeChat:
     """Implements `ChatPrompts` with a chat template. SpecError for a model without a template, and for a template that
     refuses the messages or does not keep earlier ones as they were."""
 
-    def __init__(self, form: ChatFormat, *, system: str | None = None, role: str = "user") -> None:
-        """`role`: that of observations after the first."""
+    def __init__(
+        self,
+        form: ChatFormat,
+        *,
+        system: str | None = None,
+        role: str = "user",
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """`role`: that of observations after the first. `tools`: schemas of the tools that the template shows."""
         if not form.templated:
             raise SpecError(
                 "the model has no chat template (rule: chat_template in tokenizer_config.json, or chat_template.jinja)",
                 remedy="leave `chat` out, or add the template of the model's family to model.tokenizer",
             )
-        self._form, self._role = form, role
+        self._form, self._role, self._tools = form, role, tools
         self._head = [] if system is None else [Message("system", system)]
         self._example = [*self._head, Message("user", QUESTION), Message("assistant", ANSWER)]
         try:
             following = self._text(QUESTION)
             # Some templates end a whole conversation in a way of its own, so only what both begin with ends an answer.
-            at_end = self._around_answer(form.render(self._example, (), prompt=False))[1]
+            at_end = self._around_answer(self._render(self._example, prompt=False))[1]
             alike = takewhile(lambda two: two[0] == two[1], zip(following, at_end, strict=False))
             self.closing = "".join(one for one, _ in alike)
             """What the template writes after any answer."""
@@ -55,7 +63,7 @@ class EpisodeChat:
         self._short = lru_cache(maxsize=CACHED_TEXTS)(self._encoded)
 
     def opening(self, text: str) -> tuple[int, ...]:
-        return self._form.encode(self._form.render([*self._head, Message("user", text)], (), prompt=True))
+        return self._form.encode(self._render([*self._head, Message("user", text)], prompt=True))
 
     def following(self, text: str, answer: Sequence[int]) -> tuple[int, ...]:
         last = answer[-1] if answer and answer[-1] in self.stop_ids else None
@@ -69,7 +77,7 @@ class EpisodeChat:
     def after_answer(self, role: str | None) -> str:
         """What the template writes after an answer: up to the content of a message of `role`, or at the end (None)."""
         message = [] if role is None else [Message(role, QUESTION)]
-        after = self._around_answer(self._form.render([*self._example, *message], (), prompt=False))[1]
+        after = self._around_answer(self._render([*self._example, *message], prompt=False))[1]
         return after.partition(QUESTION)[0]
 
     @property
@@ -77,14 +85,17 @@ class EpisodeChat:
         """True if the template leaves thoughts out of earlier answers, or the `<think>` with which it begins each new
         one."""
         thinking = [*self._head, Message("user", QUESTION), Message("assistant", THOUGHTS), self._observation(QUESTION)]
-        return bool(self.thoughts) or THOUGHTS not in self._form.render(thinking, (), prompt=True)
+        return bool(self.thoughts) or THOUGHTS not in self._render(thinking, prompt=True)
+
+    def _render(self, messages: Sequence[Message], *, prompt: bool) -> str:
+        return self._form.render(messages, self._tools, prompt=prompt)
 
     def _observation(self, text: str) -> Message:
         return Message(self._role, text)
 
     def _text(self, text: str) -> str:
         """What follows an answer until the next one begins."""
-        return self._around_answer(self._form.render([*self._example, self._observation(text)], (), prompt=True))[1]
+        return self._around_answer(self._render([*self._example, self._observation(text)], prompt=True))[1]
 
     def _encoded(self, text: str, stop: int | None) -> tuple[int, ...]:
         """`stop`: the sampled stop token, which the template writes as well."""
@@ -101,14 +112,12 @@ class EpisodeChat:
         return before, after
 
     def _opening_text(self) -> str:
-        return self._form.render([*self._head, Message("user", QUESTION)], (), prompt=True)
+        return self._render([*self._head, Message("user", QUESTION)], prompt=True)
 
     def _opened_thoughts(self) -> str:
         """The beginning of thoughts, or the empty thoughts, that the template writes before a new answer and leaves out
         of earlier ones; '' if it treats both alike."""
-        earlier = self._around_answer(
-            self._form.render([*self._example, self._observation(QUESTION)], (), prompt=True)
-        )[0]
+        earlier = self._around_answer(self._render([*self._example, self._observation(QUESTION)], prompt=True))[0]
         opening = self._opening_text()
         more = opening.removeprefix(earlier)
         return more if more != opening and "think" in more else ""
@@ -118,7 +127,7 @@ class EpisodeChat:
         for opened thoughts."""
         whole = [*self._example, self._observation(QUESTION), Message("assistant", ANSWER), self._observation(QUESTION)]
         parts = [part.removesuffix(self.thoughts) for part in (self._opening_text(), following, following)]
-        if ANSWER.join(parts) != self._form.render(whole, (), prompt=True).removesuffix(self.thoughts):
+        if ANSWER.join(parts) != self._render(whole, prompt=True).removesuffix(self.thoughts):
             raise SpecError(
                 "the chat template renders earlier messages in other words once more follow (rule: a conversation is "
                 "continued token by token)",

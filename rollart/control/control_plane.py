@@ -241,10 +241,12 @@ class ControlPlane:
             experts=settings.experts,
         )
         buffer = _buffer(trained, leases, recorder, settings, options.shares)
+        success_at = {domain.name: domain.success_at for domain in domains}
+        scorer = TrajectoryScorer(rewarder, leases, reward_s=settings.waits.reward_s, success_at=success_at)
         self.scheduler = Scheduler(
             trained,
             runner,
-            TrajectoryScorer(rewarder, leases, reward_s=settings.waits.reward_s),
+            scorer,
             buffer,
             journal,
             recorder,
@@ -288,7 +290,8 @@ class ControlPlane:
         self._columns = ColumnFiller(
             settings.columns, trainer, buffer, leases, column_s=settings.train_s, training=self._training
         )
-        self.evaluation = Evaluation(domains, runner, recorder, self.scheduler.faults, seed=settings.schedule.seed)
+        faults = self.scheduler.faults
+        self.evaluation = Evaluation(domains, runner, scorer, recorder, faults, seed=settings.schedule.seed)
 
     async def run(
         self,

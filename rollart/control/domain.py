@@ -26,6 +26,8 @@ class Domain:
     """An agent program that replaces the environment."""
     chat: ChatPrompts | None = None
     """Renders observations as messages; None: their text is the prompt."""
+    success_at: float | None = None
+    """Score from which an episode without a verdict of its environment is a success; None: it stays open."""
 
     def sampling(self, *, seed: int, max_tokens: int, allowed: tuple[int, ...] | None, greedy: bool) -> Sampling:
         return Sampling(

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from rollart.control.domain import Domain
+from rollart.control.rewarding import TrajectoryScorer
 from rollart.control.scheduler import FaultMeter, trajectory_charge
 from rollart.control.trajectory import TrajectoryAborted, TrajectoryRunner, TrajectoryState
 from rollart.ledger.events import EVALUATION_SAMPLED
@@ -62,10 +63,12 @@ class EvaluationResult:
 @dataclass(eq=False)
 class Evaluation:
     """Plays the held-out episodes of each domain, at most `concurrency` at a time. An episode that ends in a fault is
-    retried once, then excluded from the success rate; its faults count towards the run's fault rate, as in training."""
+    retried once, then excluded from the success rate; its faults count towards the run's fault rate, as in training.
+    Episodes of a domain with `success_at` are scored."""
 
     domains: Sequence[Domain]
     runner: TrajectoryRunner
+    scorer: TrajectoryScorer
     recorder: Recorder
     faults: FaultMeter
     _: KW_ONLY
@@ -125,6 +128,8 @@ class Evaluation:
             )
             try:
                 trajectory = await self.runner.run(state)
+                if trajectory.success is None and domain.success_at is not None:
+                    trajectory = replace(trajectory, success=(await self.scorer.score(trajectory)).success)
             except TrajectoryAborted as aborted:
                 self.recorder.charge(trajectory_charge(state, str(aborted.reason), None, None))
                 self.faults.ended(aborted.reason, aborted.detail, incident=aborted.incident)

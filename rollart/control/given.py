@@ -43,4 +43,6 @@ class GivenBatches:
 
     def _sample(self, index: int) -> TrainSample:
         tokens, mask = self.samples[index]
-        return TrainSample.given(f"{GIVEN}-{index + 1}", GIVEN, tuple(tokens), tuple(map(bool, mask)))
+        return TrainSample.given(
+            f"{GIVEN}-{index + 1}", GIVEN, tuple(tokens), tuple(0 if loss else -1 for loss in mask)
+        )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from rollart.control.trajectory import TrajectoryAborted
 from rollart.errors import LeaseExpired
@@ -26,7 +27,16 @@ from rollart.ports import Rewarder
 class TrajectoryScorer:
     """Called by each trajectory's own task, so admission bounds the number of trajectories that wait for a reward."""
 
-    def __init__(self, rewarder: Rewarder, leases: Leases, *, reward_s: float) -> None:
+    def __init__(
+        self,
+        rewarder: Rewarder,
+        leases: Leases,
+        *,
+        reward_s: float,
+        success_at: Mapping[str, float | None] = MappingProxyType({}),
+    ) -> None:
+        """`success_at`: by domain, the score from which a trajectory without a verdict is a success."""
+        self._success_at = success_at
         self._rewarder = rewarder
         self._leases = leases
         self._reward_s = reward_s
@@ -40,12 +50,13 @@ class TrajectoryScorer:
             raise TrajectoryAborted(AbortReason.INFRA_FAULT, error.cause) from None
         if isinstance(outcome, InfraFault):
             raise TrajectoryAborted(AbortReason.INFRA_FAULT, f"reward {outcome.kind}: {outcome.detail}")
-        return train_sample(trajectory, outcome)
+        return train_sample(trajectory, outcome, self._success_at.get(trajectory.domain))
 
 
-def train_sample(trajectory: Trajectory, outcome: Outcome) -> TrainSample:
+def train_sample(trajectory: Trajectory, outcome: Outcome, success_at: float | None = None) -> TrainSample:
     """Flatten a scored trajectory into columns per token. Step rewards are assigned one per action token; without them
-    the value goes to the last action token, and so does the floor of a ModelFault."""
+    the value goes to the last action token, and so does the floor of a ModelFault. `success_at`: score from which a
+    trajectory without a verdict is a success."""
     match outcome:
         case Scored(value=value, steps=steps):
             score = value
@@ -74,7 +85,7 @@ def train_sample(trajectory: Trajectory, outcome: Outcome) -> TrainSample:
         turn=tuple(spread.turn),
         rewards=tuple(spread.rewards),
         score=score,
-        success=trajectory.success,
+        success=score >= success_at if success_at is not None and trajectory.success is None else trajectory.success,
         allowed=tuple(spread.allowed) if spread.restricted else (),
         truncated=trajectory.truncated,
         experts=_padded(trajectory.experts, len(spread.token_ids)),

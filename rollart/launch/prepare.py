@@ -19,7 +19,7 @@ from placement.types import Role
 from rollart.adapters.chat import EpisodeChat
 from rollart.adapters.conversations import read_samples
 from rollart.adapters.envs.in_process import in_process
-from rollart.adapters.envs.worked import METHOD, worked_example_domain
+from rollart.adapters.envs.worked import METHOD, checked_example, worked_example_domain
 from rollart.adapters.proxy.chat import ChatFormat
 from rollart.adapters.text import HubTokenizer
 from rollart.architecture import weight_names
@@ -262,6 +262,7 @@ def runtime_domains(
             stop_token_ids=tuple(dict.fromkeys((*stop_token_ids(spec, tokenizer), *(chat.stop_ids if chat else ())))),
             harness=harness_factory(spec, harnesses),
             chat=chat,
+            success_at=spec.success_at,
         )
         for spec, chat in zip(resolved.run.domains, domain_chats(resolved, tokenizer.directory), strict=True)
     ]
@@ -276,10 +277,26 @@ def domain_chats(specs: Specs, tokenizer: Path) -> list[EpisodeChat | None]:
             continue
         try:
             form = form or chat_format(tokenizer)
-            found.append(EpisodeChat(form, system=spec.chat.system, role=spec.chat.observations))
+            tools = () if spec.chat.tools is None else _tool_schemas(spec.chat.tools)
+            found.append(EpisodeChat(form, system=spec.chat.system, role=spec.chat.observations, tools=tools))
         except SpecError as error:
             raise SpecError(f"chat of domain '{spec.name}': {error.message}", remedy=error.remedy) from None
     return found
+
+
+def _tool_schemas(path: str) -> list[dict[str, Any]]:
+    schemas = import_attribute(path, "chat.tools")
+    if not isinstance(schemas, list | tuple) or not all(_is_tool(schema) for schema in schemas):
+        raise SpecError(
+            f"{path} is no list of tools",
+            remedy='[{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}]',
+        )
+    return list(schemas)
+
+
+def _is_tool(schema: object) -> bool:
+    function = schema.get("function") if isinstance(schema, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def chat_format(directory: Path, *, template: Path | None = None, tools: str | None = None) -> ChatFormat:
@@ -331,15 +348,11 @@ async def warm_start_samples(
         seeds = [derive_seed(resolved.run.seed, "warm", name, i) % 2**30 for i in range(warm.examples if warm else 0)]
         if hosts is not None and isinstance(spec.environment, str):
             make = hosts.environment(worked_example_domain(name))
-            pairs = await _examples_from_hosts(make, seeds, leases, resolved.run.leases.env_step_s)
+            examples = await _examples_from_hosts(make, seeds, leases, resolved.run.leases.env_step_s)
         else:
-            pairs = _examples_in_process(spec, seeds)
-        for index, (prompt, answer) in enumerate(pairs):
-            chat = chats[name]
-            if chat is None:
-                tokens = tokenizer.encode(prompt), tokenizer.encode(answer)
-            else:
-                tokens = chat.opening(prompt), chat.answer(answer)
+            examples = _examples_in_process(spec, seeds)
+        for index, texts in enumerate(examples):
+            tokens = _worked_tokens(texts, tokenizer, chats[name])
             samples.append(TrainSample.unsampled(f"worked-{name}-{index}", name, *tokens, score=1.0))
     return samples
 
@@ -365,8 +378,18 @@ def given_samples(specs: Specs, tokenizer: Path) -> Sequence[tuple[Sequence[int]
         raise SpecError(f"chat templates need Jinja: {error}", remedy="pip install 'rollart[proxy]'") from None
 
 
+def _worked_tokens(texts: Sequence[str], tokenizer: HubTokenizer, chat: ChatPrompts | None) -> list[tuple[int, ...]]:
+    """The tokens of an example's observations and answers, in turn."""
+    if chat is None:
+        return [tokenizer.encode(text) for text in texts]
+    tokens = [chat.opening(texts[0])]
+    for index, text in enumerate(texts[1:], start=1):
+        tokens.append(chat.answer(text) if index % 2 else chat.following(text, tokens[-1]))
+    return tokens
+
+
 @guard
-def _examples_in_process(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[str, str]]:
+def _examples_in_process(spec: DomainSpec, seeds: Sequence[int]) -> list[Sequence[str]]:
     """Worked examples from an environment in this process."""
     solve = getattr(environment_factory(spec)(), METHOD, None)
     if solve is None:
@@ -376,7 +399,7 @@ def _examples_in_process(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[s
         )
     try:
         with UserCodeGuard():
-            return [(str(prompt), str(answer)) for prompt, answer in map(solve, seeds)]
+            return [checked_example(solve(seed)) for seed in seeds]
     except Exception as error:
         raise SpecError(
             f"warm_start.domains: environment '{spec.environment}' gave no worked example: {one_line(error)}",
@@ -386,20 +409,24 @@ def _examples_in_process(spec: DomainSpec, seeds: Sequence[int]) -> list[tuple[s
 
 async def _examples_from_hosts(
     make: EnvironmentFactory, seeds: Sequence[int], leases: Leases, limit_s: float
-) -> list[tuple[str, str]]:
+) -> list[Sequence[str]]:
     """Worked examples from hosts. A request is repeated if its host ends."""
     semaphore = asyncio.Semaphore(CONCURRENT_EXAMPLES)
 
-    async def once(seed: int) -> tuple[str, str]:
+    async def once(seed: int) -> Sequence[str]:
         environment = make()
         try:
             async with leases.hold("launch", "a worked example", limit_s, Expiry.FAIL_RUN):
-                prompt = (await environment.reset(seed)).text
-                return prompt, (await environment.step("")).observation.text
+                texts, done = [(await environment.reset(seed)).text], False
+                while not done:
+                    step = await environment.step("")
+                    texts.append(step.observation.text)
+                    done = step.done
+                return texts
         finally:
             await environment.close()
 
-    async def one(seed: int) -> tuple[str, str]:
+    async def one(seed: int) -> Sequence[str]:
         async with semaphore:
             for _ in range(EXAMPLE_TRIES - 1):
                 with contextlib.suppress(EnvironmentFault):

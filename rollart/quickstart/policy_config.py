@@ -10,10 +10,15 @@ def policy_config() -> dict[str, object]:
 
     Two layers: copying the letter that follows a number takes two (find the number, then the letter after it).
     """
+    return small_qwen3(vocabulary=len(vocabulary()), pad=PAD_ID, eos=EOS_ID)
+
+
+def small_qwen3(*, vocabulary: int, pad: int, eos: int) -> dict[str, object]:
+    """`config.json` of a small Qwen3ForCausalLM with a vocabulary of this size."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "vocab_size": len(vocabulary()),
+        "vocab_size": vocabulary,
         "hidden_size": 96,
         "intermediate_size": 192,
         "num_hidden_layers": 2,
@@ -30,7 +35,7 @@ def policy_config() -> dict[str, object]:
         "initializer_range": 0.05,
         "use_cache": True,
         "torch_dtype": "float32",
-        "pad_token_id": PAD_ID,
-        "eos_token_id": EOS_ID,
+        "pad_token_id": pad,
+        "eos_token_id": eos,
         "bos_token_id": None,
     }

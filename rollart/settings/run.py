@@ -97,6 +97,9 @@ class ChatSpec(SpecEntry):
     """System message before the first observation; the template's own default, if it has one, if not given."""
     observations: Literal["user", "tool"] = "user"
     """Role of the observations after the first, which is always the user's."""
+    tools: ImportPath | None = None
+    """`package.module:attribute`, a list of the tools' schemas (`{type: function, function: {name, ...}}`), which the
+    template shows."""
 
 
 class DomainSpec(SpecEntry):
@@ -139,6 +142,9 @@ class DomainSpec(SpecEntry):
     """Reward functions and their weights."""
     env_reward_weight: float = 1.0
     """Factor of the rewards that the environment pays."""
+    success_at: float | None = None
+    """Reward from which an episode is a success, where the environment leaves that open (a `success` of None): held-out
+    episodes are then scored too. The environment alone decides if not given."""
     loss_weight: LossWeight = 1.0
     shape: Literal["swe", "frozenlake", "webshop", "gem_math", "gem_game", "math_14b", "production"] | None = None
     """Published shape that `rollart simulate` draws trajectories from; from `profile` if not given."""

@@ -185,13 +185,13 @@ async def _episode(domain: Domain, seed: int, tokenizer: HubTokenizer) -> Observ
     input_tokens: list[int] = []
     output_tokens, answer = 0, tuple[int, ...]()
     try:
-        for _ in range(domain.max_turns):
+        for turn in range(domain.max_turns):
             input_tokens.append(len(_encoded(domain, tokenizer, observation.text, answer)))
             if observation.actions:
                 text = rng.choice(observation.actions)
                 answer = tokenizer.encode(text)[:1]
             elif (example := getattr(environment, "worked_example", None)) is not None:
-                _, text = example(seed)
+                text = (*example(seed)[1::2][turn : turn + 1], "")[0]
                 answer = tokenizer.encode(text) if domain.chat is None else domain.chat.answer(text)
             else:
                 raise SpecError(

@@ -1,8 +1,11 @@
 """A ready-made reward for generated programs: the last ```python block of the completion against tests.
 
 An item's metadata:
-  tests      a list of {"stdin": text, "stdout": text} (a program that reads and prints) or {"assert": code} (run after
-             the program, in its namespace); or
+  program    the program, where an environment has read it from a tool call, or None if none was submitted; by default
+             the last ```python block
+  tests      a list of {"stdin": text, "stdout": text} (a program that reads and prints), {"call": expression,
+             "returns": value} (the value of an expression in its namespace, as JSON) or {"assert": code} (run after the
+             program, in its namespace); or
   check      one such code for all
   scoring    "all" (default): 1.0 if every test passed, else 0.0; "share": the share of tests that passed
   timeout_s  time limit of one test (default 6); adaptive limits arrive here
@@ -13,17 +16,20 @@ ModelFault  0.0 without a program, or if no test came to a result: it raised, ra
             output limit or attacked its sandbox. The reason names the cause for the first test
 InfraFault  ENVIRONMENT, retryable, if no sandbox is available: never a score
 
-Expected outputs never enter the sandbox, so tests with `stdout` cannot be read by the program. Code of `assert` shares
-the process of the program: a program that merely ends early does not pass, but a program written to tamper with its
-tests can. Lines are compared without white space at their ends, and without empty lines at the end of the output.
+Expected outputs never enter the sandbox, so tests with `stdout` or `returns` cannot be read by the program; all tests
+with `returns` share one run of the program and its time limit, and those after one that ends the run are failed. Code
+of `assert` shares the process of the program: a program that merely ends early does not pass, but a program written to
+tamper with its tests can. Lines are compared without white space at their ends, and without empty lines at the end of
+the output.
 """
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,18 +76,23 @@ class CodeTests:
 
     def __call__(self, item: Item) -> Outcome:
         tests, share, limits = _settings(item)
-        program = extract(item.completion)
-        if program is None:
-            return ModelFault(0.0, "the completion has no ```python block")
+        submitted = "program" in item.metadata
+        program = item.metadata["program"] if submitted else extract(item.completion)
+        if not isinstance(program, str):
+            return ModelFault(0.0, "no program was submitted" if submitted else "the completion has no ```python block")
         verdicts: list[_TestVerdict] = []
         spent = 0.0
         try:
+            calls = [test for test in tests if "call" in test]
+            if calls:
+                verdicts += _call_tests(self._box, program, calls, limits)
+                spent = verdicts[0].seconds
             for test in tests:
-                verdict = _test(self._box, program, test, limits)
-                verdicts.append(verdict)
-                spent += verdict.seconds
-                if spent >= _TOTAL_S or not (share or verdict.passed):
+                if spent >= _TOTAL_S or not (share or all(verdict.passed for verdict in verdicts)):
                     break
+                if "call" not in test:
+                    verdicts.append(_test(self._box, program, test, limits))
+                    spent += verdicts[-1].seconds
         except SandboxUnavailable as error:
             return InfraFault(FaultKind.ENVIRONMENT, retryable=True, detail=str(error))
         return _outcome(verdicts, len(tests), share)
@@ -98,7 +109,8 @@ def _settings(item: Item) -> tuple[list[Mapping[str, Any]], bool, Limits]:
     metadata = item.metadata
     tests = [{"assert": metadata["check"]}] if "check" in metadata else metadata.get("tests")
     if not isinstance(tests, list) or not tests or not all(map(_is_test, tests)):
-        raise ValueError(f"item {item.id}: metadata has no tests ({{stdin, stdout}} or {{assert}}) and no check")
+        kinds = "{stdin, stdout}, {call, returns} or {assert}"
+        raise ValueError(f"item {item.id}: metadata has no tests ({kinds}) and no check")
     scoring = metadata.get("scoring", "all")
     if scoring not in ("all", "share"):
         raise ValueError(f"item {item.id}: scoring={scoring!r} is neither 'all' nor 'share'")
@@ -111,9 +123,44 @@ def _settings(item: Item) -> tuple[list[Mapping[str, Any]], bool, Limits]:
 def _is_test(test: object) -> bool:
     if not isinstance(test, Mapping):
         return False
+    if "call" in test:
+        return isinstance(test["call"], str) and "returns" in test
     return isinstance(test.get("assert"), str) or (
         isinstance(test.get("stdout"), str) and isinstance(test.get("stdin", ""), str)
     )
+
+
+def _call_tests(box: Box, program: str, tests: Sequence[Mapping[str, Any]], limits: Limits) -> list[_TestVerdict]:
+    """One run of the program, which prints a line of JSON for each expression; they are compared here, where the
+    program cannot reach. The marker tells these lines from what the program prints by itself: a program that finds it
+    still lacks the values."""
+    marker = secrets.token_hex(16)
+    driver = "".join(_CALL.format(marker=marker, number=number, call=test["call"]) for number, test in enumerate(tests))
+    ran = box.run(f"{program}\n\n{driver}", "", limits)
+    shown = dict(re.findall(rf"^{marker} (\d+) (.*)$", ran.stdout, re.MULTILINE))
+    verdicts = []
+    for number, test in enumerate(tests):
+        line = shown.get(str(number))
+        passed = line is not None and _equals(line, test["returns"])
+        # The run ended before this test, or its expression raised.
+        reason = "" if passed else "wrong value" if line else _reason(ran.status, ran.stderr)
+        verdicts.append(_TestVerdict(passed, line is not None, ran.wall_s, reason))
+    return verdicts
+
+
+_CALL = """
+try:
+    print("\\n{marker} {number}", __import__("json").dumps({call}))
+except Exception as error:
+    print("\\n{marker} {number} raised", type(error).__name__)
+"""
+
+
+def _equals(line: str, value: object) -> bool:
+    try:
+        return bool(json.loads(line) == value)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _test(box: Box, program: str, test: Mapping[str, Any], limits: Limits) -> _TestVerdict:

@@ -37,7 +37,7 @@ class Versions(MemoryWeights):
 
 
 def group(*rewards: float, domain: str = "a") -> Group:
-    samples = [TrainSample.unsampled(str(n), domain, (1,), (2,), score) for n, score in enumerate(rewards)]
+    samples = [TrainSample.unsampled(str(n), domain, (1,), (2,), score=score) for n, score in enumerate(rewards)]
     return Group(GroupId("g"), domain, tuple(samples))
 
 

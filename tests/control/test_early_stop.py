@@ -36,7 +36,7 @@ def test_a_condition_holds_in_a_row_of_steps_with_a_value(values: list[float | N
 
 
 def group(*scores: float, tokens: int = 2, success: bool | None = None, domain: str = "a") -> Group:
-    samples = [TrainSample.unsampled(str(n), domain, (1,), (2,) * tokens, s) for n, s in enumerate(scores)]
+    samples = [TrainSample.unsampled(str(n), domain, (1,), (2,) * tokens, score=s) for n, s in enumerate(scores)]
     return Group(GroupId("g"), domain, tuple(dataclasses.replace(s, success=success) for s in samples))
 
 

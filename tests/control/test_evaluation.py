@@ -13,18 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollart.control.evaluation import Evaluation, SampledSuccess, pass_at_k
+from rollart.control.rewarding import TrajectoryScorer
 from rollart.control.scheduler import FaultMeter
 from rollart.errors import FaultRateExceeded
-from rollart.model import Completion, GenerateRequest, Observation, Step
+from rollart.leases import Leases
+from rollart.model import Completion, GenerateRequest, InfraFault, Observation, Outcome, Scored, Step, Trajectory
 from rollart.settings.run import EvaluationSpec
 from rollart.sim import loop
 from rollart.testing.ledger import MemoryRecorder
 from rollart.testing.parts import SimulatedEngine
 from rollart.testing.run import make_simulated_run
+from serverless.types import FaultKind
 
 
 class Judge:
-    """Ends at once with the verdict it is given, or breaks."""
+    """Ends at once with the verdict it is given, or with a reward and none, or breaks."""
 
     def __init__(self, verdict: Any) -> None:
         self.verdict = verdict
@@ -35,23 +38,39 @@ class Judge:
         return Observation("look")
 
     async def step(self, action: str) -> Step:
+        if isinstance(self.verdict, float):
+            return Step(Observation(""), min(self.verdict, 2.0), done=True)
         return Step(Observation(""), done=True, success=self.verdict)
 
     async def close(self) -> None:
         return None
 
 
-def evaluate(verdicts: list[Any], faults: FaultMeter) -> tuple[Any, MemoryRecorder]:
+class EnvironmentRewards:
+    """The rewards of the environment; an infinite one is a fault of the platform."""
+
+    async def score(self, trajectory: Trajectory, deadline_s: float) -> Outcome:
+        reward = sum(turn.env_reward for turn in trajectory.turns)
+        return Scored(reward) if reward < 2.0 else InfraFault(FaultKind.CRASH, retryable=False)
+
+
+def evaluate(verdicts: list[Any], faults: FaultMeter, success_at: float | None = None) -> tuple[Any, MemoryRecorder]:
     world = make_simulated_run()
     left = list(verdicts)
     held: list[Any] = []
 
     async def main() -> None:
         async def run() -> None:
-            domain = dataclasses.replace(world.domains[0], environment=lambda: Judge(left.pop(0)))
+            domain = dataclasses.replace(
+                world.domains[0], environment=lambda: Judge(left.pop(0)), success_at=success_at
+            )
             runner = world.control.evaluation.runner
-            evaluation = Evaluation([domain], runner, world.recorder, faults, seed=0)
-            episodes = sum(v != "broken" for v in verdicts) + verdicts.count("broken") // 2
+            scorer = TrajectoryScorer(
+                EnvironmentRewards(), Leases(world.recorder), reward_s=1.0, success_at={"a": success_at}
+            )
+            evaluation = Evaluation([domain], runner, scorer, world.recorder, faults, seed=0)
+            broken = verdicts.count("broken") + verdicts.count(float("inf"))
+            episodes = len(verdicts) - broken + broken // 2
             held.append((await evaluation.run("end", 0, EvaluationSpec(episodes=episodes), concurrency=1))["a"])
 
         async with asyncio.TaskGroup() as tasks:
@@ -83,6 +102,18 @@ def test_faults_of_an_evaluation_end_the_run() -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
         evaluate(["broken"] * 6, FaultMeter(0.05, 3))
     assert caught.value.subgroup(FaultRateExceeded) is not None
+
+
+def test_an_open_episode_of_a_domain_with_success_at_is_judged_by_its_score() -> None:
+    result, _ = evaluate([True, 0.2, 0.5, False], FaultMeter(1.0, 100), success_at=0.5)
+    assert (result.episodes, result.successes, result.unknown) == (4, 2, 0)
+    result, _ = evaluate([0.2, 0.5], FaultMeter(1.0, 100))
+    assert (result.episodes, result.unknown) == (0, 2)
+
+
+def test_a_reward_that_fails_in_an_evaluation_is_a_fault() -> None:
+    result, _ = evaluate([1.0, float("inf"), float("inf")], FaultMeter(1.0, 100), success_at=0.5)
+    assert (result.episodes, result.successes, result.faults) == (1, 1, 1)
 
 
 @given(n=st.integers(1, 9), data=st.data())

@@ -65,6 +65,34 @@ def test_an_example_is_an_episode() -> None:
     virtual.run(main())
 
 
+class Dialogue(Sums):
+    """An example of two turns."""
+
+    def worked_example(self, seed: int) -> tuple[str, ...]:  # type: ignore[override]
+        return ("1", "2", "3", "4") if seed else ("1", "2", "3")
+
+
+def test_an_example_may_have_several_turns() -> None:
+    async def main() -> None:
+        one = WorkedExamples(f"{__name__}:Dialogue", {})
+        texts = [(await one.reset(1)).text]
+        steps = [await one.step("") for _ in range(3)]
+        assert texts + [step.observation.text for step in steps] == ["1", "2", "3", "4"]
+        assert [step.done for step in steps] == [False, False, True]
+        with pytest.raises(ValueError, match="a worked example is"):
+            await one.reset(0)
+
+    virtual.run(main())
+
+
+def test_the_loss_of_an_example_is_on_its_answers() -> None:
+    sample = TrainSample.unsampled("a", "code", (1, 2), (3,), (4,), (5, 6), score=1.0)
+    assert sample.token_ids == (1, 2, 3, 4, 5, 6)
+    assert sample.loss_mask == (False, False, True, False, True, True)
+    assert sample.turn == (-1, -1, 0, -1, 1, 1)
+    assert sample.versions == (-1, -1, 0, -1, 0, 0)
+
+
 def test_an_environment_without_examples_is_told_by_its_line() -> None:
     specs = read_specs(QUICKSTART, None, ["warm_start.domains=[spell_backward, frozen_lake]"])
     with pytest.raises(
@@ -98,6 +126,11 @@ def test_examples_of_a_chat_are_a_question_and_an_answer_with_its_end(tmp_path: 
         question, answer = one.token_ids[:3], one.token_ids[3:]  # `7 + 1`, `8`
         assert other.token_ids == (*encode("user"), *question, *end, *encode("assistant"), *answer, *end)
         assert other.loss_mask == (*[False] * (len(question) + 3), *[True] * (len(answer) + 1))
+
+    turns = samples("domains.0.chat={observations: tool}", f"domains.0.environment={__name__}:Dialogue")[0]
+    whole = "user 1 <eos> assistant 2 <eos> tool 3 <eos> assistant 4 <eos>"
+    assert turns.token_ids == encode(whole)
+    assert [token for token, mask in zip(whole.split(), turns.loss_mask, strict=True) if mask] == ["2", EOS, "4", EOS]
 
 
 @pytest.mark.slow

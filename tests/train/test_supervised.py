@@ -24,9 +24,9 @@ def answers(count: int = 7) -> list[TrainSample]:
     """Conversations of one to three turns, of different lengths."""
     found = []
     for i in range(count):
-        mask = sum(((False,) * (1 + (i + turn) % 3) + (True,) * (1 + i % 4) for turn in range(1 + i % 3)), ())
-        tokens = tuple((7 * i + 3 * at + 1) % VOCAB for at in range(len(mask)))
-        found.append(TrainSample.given(str(i), "data", tokens, mask))
+        turn = sum(((-1,) * (1 + (i + turn) % 3) + (0,) * (1 + i % 4) for turn in range(1 + i % 3)), ())
+        tokens = tuple((7 * i + 3 * at + 1) % VOCAB for at in range(len(turn)))
+        found.append(TrainSample.given(str(i), "data", tokens, turn))
     return found
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollart.adapters.envs.worked import METHOD
+from rollart.adapters.envs.worked import METHOD, checked_example
 from rollart.errors import did_you_mean, one_line
 from rollart.user_code import UserCodeGuard, declares_quick
 
@@ -91,7 +91,7 @@ def _check_environment(
     elif worked and solve is not None:
         try:
             with UserCodeGuard():
-                _, _ = solve(0)
+                checked_example(solve(0))
         except Exception as error:  # user code may raise anything
             message = f"'{path}' gave no worked example: {one_line(error, 500)}"
             yield EnvironmentProblem(domain, WARM_START_ARGUMENT, message)

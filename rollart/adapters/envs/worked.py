@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollart.adapters.envs.lookup import attribute_at
 from rollart.model import Observation, Step
 
 METHOD = "worked_example"
-"""Method of an environment that has worked examples: `worked_example(seed) -> (prompt, answer)`."""
+"""Method of an environment that has worked examples: `worked_example(seed) -> (prompt, answer)`, or, for one of several
+turns, `(prompt, answer, observation, answer, ...)`."""
 
 WORKED = "rollart.adapters.envs.worked:WorkedExamples"
 
@@ -19,8 +20,15 @@ def worked_example_domain(domain: str) -> str:
     return f"worked examples of {domain}"
 
 
+def checked_example(texts: Sequence[str]) -> Sequence[str]:
+    """ValueError unless `texts` are observations and answers in turn, the last one an answer."""
+    if isinstance(texts, str) or len(texts) < 2 or len(texts) % 2 or not all(isinstance(text, str) for text in texts):
+        raise ValueError(f"a worked example is (prompt, answer, observation, answer, ...), got {texts!r:.200}")
+    return texts
+
+
 class WorkedExamples:
-    """One example per episode: `reset(seed)` shows its prompt, any step its answer. Implements
+    """One example per episode: `reset(seed)` shows its first text, each step the next one. Implements
     `rollart.ports.Environment` over an environment by import path, which is made at the first reset and never reset
     itself."""
 
@@ -30,7 +38,7 @@ class WorkedExamples:
         """As declared by the environment's class."""
         self._path = environment
         self._inner: Any = None
-        self._answer = ""
+        self._rest: list[str] = []
 
     async def reset(self, seed: int) -> Observation:
         if self._inner is None:
@@ -38,13 +46,13 @@ class WorkedExamples:
         solve = getattr(self._inner, METHOD, None)
         if solve is None:
             raise ValueError(f"environment '{self._path}' gives no worked examples")
-        prompt, self._answer = solve(seed)
+        prompt, *self._rest = checked_example(solve(seed))
         return Observation(prompt)
 
     async def step(self, action: str) -> Step:
         if self._inner is None:
             raise RuntimeError("step before reset")
-        return Step(Observation(self._answer), done=True)
+        return Step(Observation(self._rest.pop(0)), done=not self._rest)
 
     async def close(self) -> None:
         inner, self._inner = self._inner, None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rollart.adapters.rewards.offload import OffloadRewarder, RewardCalls
 from rollart.ledger.kept import KeptItem, KeptScore
-from rollart.model import InfraFault, Item, ModelFault, Outcome, Scored, Trajectory
+from rollart.model import InfraFault, Item, ModelFault, Outcome, Purpose, Scored, Trajectory
 from rollart.settings.run import DomainSpec, KeepSpec
 from serverless.inline import InlineScorer
 
@@ -31,7 +31,7 @@ class KeepingRewarder(OffloadRewarder):
 
     def _combined(self, trajectory: Trajectory, domain: DomainSpec, item: Item, outcomes: Sequence[Outcome]) -> Outcome:
         combined = super()._combined(trajectory, domain, item, outcomes)
-        if is_kept(self._keep, trajectory.group, outcomes):
+        if trajectory.purpose is Purpose.TRAIN and is_kept(self._keep, trajectory.group, outcomes):
             scores = [
                 KeptScore(use.function, self._versions.get(use.function, ""), use.weight, outcome)
                 for use, outcome in zip(domain.rewards, outcomes, strict=True)

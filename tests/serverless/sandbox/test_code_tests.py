@@ -8,6 +8,7 @@ import pathlib
 import signal
 import textwrap
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from serverless.workers.local import LocalBackend
 from tests.serverless.support import alive, children, descendants, until
 
 DOUBLE = "print(2 * int(input()))"
+CALLS = [{"call": "f(1)", "returns": [2]}, {"call": "f(0)", "returns": [1]}]
 PAIRS = [{"stdin": "1\n", "stdout": "2\n"}, {"stdin": "3\n", "stdout": "6"}]
 
 
@@ -75,6 +77,10 @@ def score() -> Iterator[CodeTests]:
         ("print(2 * int(input()) if input else 1 / 0)", {"tests": [*PAIRS, {"stdin": "x", "stdout": ""}]}, 0.0, 2),
         ("def f(x): return x + 1", {"tests": [{"assert": "assert f(1) == 2"}, {"assert": "assert f(0) == 1"}]}, 1.0, 2),
         ("def f(x): return x", {"tests": [{"assert": "assert f(1) == 2"}]}, 0.0, 0),
+        ("def f(x): return [x + 1]", {"tests": CALLS}, 1.0, 2),
+        ("def f(x): return [2]", {"tests": CALLS, "scoring": "share"}, 0.5, 1),
+        ("def f(x): return [x + 1] if x else 1 / 0", {"tests": [*CALLS, PAIRS[0]], "scoring": "share"}, 1 / 3, 1),
+        ("print('{'); f = lambda x: [print(x), x + 1][1:]", {"tests": CALLS}, 1.0, 2),
         ("def f(x): return x * 2", {"check": "def check(g):\n    assert g(2) == 4\ncheck(f)"}, 1.0, 1),
     ],
 )
@@ -128,6 +134,45 @@ def test_a_program_cannot_read_what_is_expected_of_it(score: CodeTests) -> None:
     outcome = score(item(program, tests=[{"stdin": "", "stdout": "0 False []"}]))
     assert isinstance(outcome, Scored)
     assert outcome.value == 1.0
+
+
+@pytest.mark.slow  # real processes
+@pytest.mark.parametrize(
+    "program",
+    [
+        "f = lambda x: [x + 1] if x else exit()",
+        "import os\nos._exit(0)",
+        "def f(x):\n    while True: pass",
+        "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
+        "import json\njson.dumps = lambda value: '[2] [1] true'\nf = id",
+        "class Equal(list):\n    __eq__ = lambda self, other: True\nf = lambda x: Equal()",
+        "class Any(int):\n    __repr__ = lambda self: '[2]'\nf = Any",
+        "open('result', 'w').write('[2]')\nfor at in range(9): print(f'{at} [2]')",
+        """
+        import sys
+        text = repr(sys._getframe().f_code.co_consts)
+        mark = next((w for w in text.replace('\\\\n', ' ').split() if len(w.strip("'")) == 32), '')
+        for at in range(2): print(mark.strip("'"), at, [7])
+        import os; sys.stdout.flush(); os._exit(0)
+        """,
+        "import gc\nprint([o for o in gc.get_objects() if o == [2]])\ndef f(x): raise SystemExit(0)",
+    ],
+)
+def test_a_program_earns_nothing_for_tests_that_it_does_not_solve(score: CodeTests, program: str) -> None:
+    """It ends early, never ends, forks, writes files, prints results, replaces what prints them, or looks for them."""
+    outcome = score(item(program, tests=CALLS, timeout_s=0.5))
+    assert isinstance(outcome, Scored | ModelFault)
+    assert (outcome.value if isinstance(outcome, Scored) else outcome.floor) == 0.0
+
+
+@pytest.mark.slow  # real processes
+def test_a_program_may_come_from_a_tool_call(score: CodeTests) -> None:
+    shown = item("def f(x): return 0", tests=CALLS)
+    submitted = score(replace(shown, metadata={**shown.metadata, "program": "def f(x): return [x + 1]"}))
+    assert isinstance(submitted, Scored)
+    assert submitted.value == 1.0
+    none = replace(shown, metadata={**shown.metadata, "program": None})
+    assert score(none) == ModelFault(0.0, "no program was submitted")
 
 
 def test_without_a_sandbox_it_is_the_platforms_fault(monkeypatch: pytest.MonkeyPatch) -> None:
