@@ -32,7 +32,7 @@ OPERATIONS: dict[str, tuple[str, Callable[[int, int], int]]] = {
 PLUS, MINUS, TIMES = OPERATIONS
 TESTS = 4
 
-CARELESS = 0.65
+CARELESS = 0.75
 """Share of worked examples that forget the parentheses of `(max(x) + 3) * 4`. They teach how tools are called, and how
 some tasks are solved; tests teach the rest."""
 

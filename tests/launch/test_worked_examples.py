@@ -4,7 +4,6 @@ start."""
 from __future__ import annotations
 
 import asyncio
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from rollart.launch.preflight import environment_problems, refuse_files
 from rollart.launch.prepare import domain_chats, warm_start_samples
 from rollart.leases import Leases
 from rollart.model import TrainSample
+from rollart.quickstart import code_agent
 from rollart.quickstart.spelling import EOS
 from rollart.quickstart.tokenizer import EOS_ID, write_tokenizer
 from rollart.settings.load import SpecSources, builtin
@@ -135,20 +135,20 @@ def test_examples_of_a_chat_are_a_question_and_an_answer_with_its_end(tmp_path: 
 
 @pytest.mark.slow
 def test_hosts_give_the_same_examples_as_the_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("reasoning_gym")
+    """Conversations of two turns."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    resolved = resolve_files(QUICKSTART, None, HOSTS)
-    tokenizer = HubTokenizer(write_tokenizer(tmp_path / "tokenizer").parent)
+    resolved = resolve_files(builtin("runs/code-agent.yaml"), None, HOSTS)
+    tokenizer = HubTokenizer(code_agent.write_tokenizer(tmp_path / "tokenizer").parent)
     leases = Leases(MemoryRecorder())
 
     async def main() -> None:
         async with asyncio.timeout(LIMIT_S), hosts_of(resolved, tmp_path) as hosts:
-            chats = {domain.name: None for domain in resolved.run.domains}
+            chats = {"code": domain_chats(resolved, tokenizer.directory)[0]}
             here = await warm_start_samples(resolved, tokenizer, None, leases, chats)
             there = await warm_start_samples(resolved, tokenizer, hosts.fleet, leases, chats)
             assert there == here
             assert len(there) == 40
+            assert {turn for sample in there for turn in sample.turn} == {-1, 0, 1}
             assert set(hosts.fleet.faults().values()) == {0}
 
     asyncio.run(main())
-    assert sys.modules["reasoning_gym"], "the controller has made its own to compare with"
