@@ -21,14 +21,19 @@ def vocabulary() -> dict[str, int]:
 
 
 def write_tokenizer(directory: Path) -> Path:
-    """Write `tokenizer.json` and `tokenizer_config.json`, as any Hugging Face loader expects them.
+    return write_word_tokenizer(vocabulary(), directory)
+
+
+def write_word_tokenizer(words: dict[str, int], directory: Path) -> Path:
+    """Write `tokenizer.json` and `tokenizer_config.json`, as any Hugging Face loader expects them. `words`: ids by
+    word, with those of `PAD`, `EOS` and `UNKNOWN`.
 
     Encoding splits at white space and adds nothing; decoding joins with single spaces, as the backend does without
     a decoder.
     """
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-    tokenizer = Tokenizer(models.WordLevel(vocabulary(), unk_token=UNKNOWN))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)])
     directory.mkdir(parents=True, exist_ok=True)
