@@ -52,6 +52,8 @@ class DecoderShape:
     """Tokens that layers with a sliding window attend to."""
     window_layers: int = 0
     mla: Mla | None = None
+    linear: LinearLayers | None = None
+    """Layers with linear attention in place of attention over keys and values."""
     weight_bytes_per_parameter: float = 2.0
     kv_bytes_per_element: float = 2.0
     notes: tuple[str, ...] = ()
@@ -87,8 +89,9 @@ class DecoderShape:
 
     def kv_bytes(self, tokens: float) -> float:
         """Bytes of one copy of a sequence's KV cache (`kv_copies` is the number of copies per TP size); windows cap
-        their layers."""
-        return self._reach(tokens) * self.kv_elements_per_layer * self.kv_bytes_per_element
+        their layers, and linear attention has a state whatever the length."""
+        state = self.linear.state_bytes if self.linear is not None and tokens > 0 else 0.0
+        return state + self._reach(tokens) * self.kv_elements_per_layer * self.kv_bytes_per_element
 
     def kv_copies(self, tp: int) -> int:
         """How often a cache is held over `tp` devices: heads that cannot be divided further are replicated, and so is
@@ -102,7 +105,7 @@ class DecoderShape:
         """
         positions = new if logits is None else logits
         return (
-            2.0 * self.body_parameters * new
+            (2.0 * self.body_parameters + self._state_flops) * new
             + 2.0 * self.embedding_parameters * positions
             + self._pair_flops * self._pairs(cached, cached + new)
         )
@@ -116,13 +119,15 @@ class DecoderShape:
         per_pair = self._pair_flops
         if self.mla is not None:
             per_pair = 2.0 * self.heads * (2 * self.mla.kv_lora_rank + self.mla.rope)
-        return 2.0 * (self.body_parameters + self.embedding_parameters) + per_pair * self._reach(context)
+        every = 2.0 * (self.body_parameters + self.embedding_parameters) + self._state_flops
+        return every + per_pair * self._reach(context)
 
     def train_flops(self, tokens: float, context: float) -> float:
         """Forward and backward (3 × forward) of `tokens` tokens that have `context` tokens before them on average, as
         in sequences of twice that length. Recomputed activations are not counted."""
         attention = self._pair_flops * self._pairs(0.0, 2.0 * context) / (2.0 * context) if context > 0 else 0.0
-        return 3.0 * tokens * (2.0 * (self.body_parameters + self.embedding_parameters) + attention)
+        every = 2.0 * (self.body_parameters + self.embedding_parameters) + self._state_flops
+        return 3.0 * tokens * (every + attention)
 
     def activation_bytes(self, tokens: float, *, recompute: bool) -> float:
         """Activations that a training pass over `tokens` tokens keeps for its backward pass, in bf16, with attention
@@ -147,13 +152,21 @@ class DecoderShape:
         """Inputs, outputs and number of the linear modules, by the name that Llama and Qwen give them. Routed experts
         and latent attention are left out: adapters of theirs are not counted."""
         wide, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        found = {"o_proj": (wide, self.hidden, self.layers)}
+        linear, attending = self.linear, self.layers - (0 if self.linear is None else self.linear.layers)
+        found = {"o_proj": (wide, self.hidden, attending)}
         if self.mla is None:
             found |= {
-                "q_proj": (self.hidden, wide, self.layers),
-                "k_proj": (self.hidden, kv, self.layers),
-                "v_proj": (self.hidden, kv, self.layers),
+                "q_proj": (self.hidden, wide * (1 if linear is None else 2), attending),
+                "k_proj": (self.hidden, kv, attending),
+                "v_proj": (self.hidden, kv, attending),
             }
+        if linear is not None:
+            found |= {
+                "in_proj_qkv": (self.hidden, linear.channels, linear.layers),
+                "in_proj_z": (self.hidden, linear.value_width, linear.layers),
+                "out_proj": (linear.value_width, self.hidden, linear.layers),
+            }
+            found |= dict.fromkeys(("in_proj_a", "in_proj_b"), (self.hidden, linear.value_heads, linear.layers))
         dense = self.layers - self.expert_layers
         if self.intermediate is not None and dense:
             found |= dict.fromkeys(("gate_proj", "up_proj"), (self.hidden, self.intermediate, dense))
@@ -190,14 +203,25 @@ class DecoderShape:
             return 2.0 * self.heads * (self.mla.nope + self.mla.rope + self.mla.value)
         return 4.0 * self.heads * self.head_dim
 
+    @property
+    def _state_flops(self) -> float:
+        """FLOPs of one token in the states of all layers with linear attention: what it reads of the state, what it
+        writes, and what the query reads."""
+        return 0.0 if self.linear is None else 6.0 * self.linear.layers * self.linear.matrices
+
+    @property
+    def _full_layers(self) -> int:
+        """Layers that attend to every earlier token."""
+        return self.layers - self.window_layers - (0 if self.linear is None else self.linear.layers)
+
     def _reach(self, position: float) -> float:
         """Keys that the token at `position` attends to, summed over layers: also the tokens that a cache holds."""
         near = position if self.window is None else min(position, self.window)
-        return (self.layers - self.window_layers) * position + self.window_layers * near
+        return self._full_layers * position + self.window_layers * near
 
     def _pairs(self, start: float, end: float) -> float:
         """Query-key pairs of the tokens from `start` to `end`, summed over layers: the integral of `_reach`."""
-        full = (self.layers - self.window_layers) * (end - start) * (start + end) / 2
+        full = self._full_layers * (end - start) * (start + end) / 2
         return full + self.window_layers * (self._near_pairs(end) - self._near_pairs(start))
 
     def _near_pairs(self, position: float) -> float:
@@ -236,12 +260,15 @@ def shape_of(
     intermediate = fields.whole("intermediate_size") if dense_layers else None
     window, window_layers = _window(fields, family, layers)
     tied = fields.flag("tie_word_embeddings", family.tied)
-    per_layer = _attention(fields, family, hidden, (heads, kv_heads, head_dim), mla) + family.layer_norms * hidden
+    linear = _linear(fields, family, layers)
+    attention = _attention(fields, family, hidden, (heads, kv_heads, head_dim), mla)
     expert = 3 * hidden * experts.width + (2 * experts.width + hidden) * family.expert_bias
     routed = experts.layers * experts.count * expert
     router = (hidden + family.expert_bias) * experts.count
     shared = _feed_forward(fields, hidden, experts.shared) if experts.shared else 0
-    total = vocab * hidden * (1 if tied else 2) + hidden + layers * per_layer + routed
+    total = vocab * hidden * (1 if tied else 2) + hidden + layers * (attention + family.layer_norms * hidden) + routed
+    if linear is not None:
+        total += linear.layers * (linear.parameters(hidden) - attention)
     total += dense_layers * _feed_forward(fields, hidden, intermediate or 0)
     total += experts.layers * (router + shared + hidden * experts.shared_gate)
     if fields.has("quantization_config"):
@@ -271,6 +298,7 @@ def shape_of(
         window=window,
         window_layers=window_layers,
         mla=mla,
+        linear=linear,
         weight_bytes_per_parameter=weight_bytes_per_parameter,
         kv_bytes_per_element=kv_bytes_per_element,
         notes=tuple(notes),
@@ -323,6 +351,7 @@ def _attention(
         return total + heads * mla.value * hidden + hidden * biased
     q, kv = heads * dim, kv_heads * dim
     total = hidden * (q + 2 * kv) + q * hidden
+    total += hidden * q if family.gated else 0
     qkv_bias = biased if family.qkv_bias is None else fields.flag("qkv_bias", family.qkv_bias)
     total += (q + 2 * kv) * qkv_bias
     total += hidden * (biased if family.output_bias is None else family.output_bias)
@@ -374,6 +403,8 @@ class Family:
     """Biases of the experts and of the router."""
     sinks: bool = False
     """One learned attention sink per head."""
+    gated: bool = False
+    """A gate of the attention's result, as wide as the queries; and linear attention in some layers."""
     tied: bool = False
     """The default of `tie_word_embeddings`."""
     defaults: Mapping[str, int] | None = None
@@ -392,6 +423,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen2_moe": Family(qkv_bias=True, output_bias=False, window=LayerSelection.FLAG, experts=LayerSelection.STEP),
     "qwen3": Family(head_norms=True, window=LayerSelection.FLAG),
     "qwen3_moe": Family(head_norms=True, window=LayerSelection.FLAG, experts=LayerSelection.STEP),
+    "qwen3_5_text": Family(head_norms=True, gated=True),
     "deepseek_v2": _MOE_AFTER,
     "deepseek_v3": _MOE_AFTER,
     "kimi_k2": _MOE_AFTER,
@@ -512,6 +544,56 @@ def _mla(fields: ConfigFields) -> Mla | None:
 
 
 @dataclass(frozen=True, slots=True)
+class LinearLayers:
+    """Layers with linear attention by gated delta networks (arXiv:2412.06464), of queries, keys and values under a
+    causal convolution of `kernel` tokens. A sequence has a state of one size in each."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def value_width(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Queries, keys and values of a token."""
+        return 2 * self.key_heads * self.key_dim + self.value_width
+
+    @property
+    def matrices(self) -> int:
+        """Elements of a state's matrices, one per value head."""
+        return self.value_width * self.key_dim
+
+    @property
+    def state_bytes(self) -> float:
+        """Of a sequence's states in all layers, in float32."""
+        return 4.0 * self.layers * (self.matrices + self.channels * (self.kernel - 1))
+
+    def parameters(self, hidden: int) -> int:
+        """Of one layer: projections in (queries, keys, values; gate; two numbers per head) and out, convolution, norm,
+        and two numbers per head."""
+        projections = hidden * (self.channels + 2 * self.value_width + 2 * self.value_heads)
+        return projections + self.channels * self.kernel + self.value_dim + 2 * self.value_heads
+
+
+def _linear(fields: ConfigFields, family: Family, layers: int) -> LinearLayers | None:
+    """The layers of `layer_types`, or all but every `full_attention_interval`-th."""
+    if not family.gated:
+        return None
+    types, every = fields.items("layer_types", str), fields.whole("full_attention_interval", 4)
+    count = layers - layers // every if types is None else types.count("linear_attention")
+    if not count:
+        return None
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    return LinearLayers(count, *(fields.whole(f"linear_{name}") for name in names))
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """`count` experts of width `width` in each of `layers` layers, `per_token` of them used; `shared` width besides."""
 
@@ -556,7 +638,7 @@ def _window(fields: ConfigFields, family: Family, layers: int) -> tuple[int | No
     types, where, count = fields.items("layer_types", str), family.window, 0
     if types is not None:
         fields.check("layer_types", len(types) == layers, f"one per layer, of which there are {layers}")
-        known = {"full_attention", "sliding_attention"}
+        known = {"full_attention", "linear_attention" if family.gated else "sliding_attention"}
         fields.check("layer_types", set(types) <= known, f"each of {', '.join(sorted(known))}")
         count = types.count("sliding_attention")
     elif where is LayerSelection.FLAG:

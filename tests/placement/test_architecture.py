@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from placement.architecture import FAMILIES, DecoderShape, shape_of
+from rollart.architecture import architecture_of
 from rollart.quickstart.policy_config import policy_config
 
 Config = dict[str, Any]
@@ -429,6 +430,15 @@ _LATENT = {
     "qk_nope_head_dim": 12,
     "v_head_dim": 10,
 }
+_LINEAR = {
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
 _LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2}
 MODELS: list[tuple[str, Config]] = [
     ("llama", {}),
@@ -444,6 +454,8 @@ MODELS: list[tuple[str, Config]] = [
     ("qwen3", {"head_dim": 16}),
     ("qwen3", {"head_dim": 16, "attention_bias": True}),
     ("qwen3_moe", {**{k: v for k, v in _STEP.items() if "shared" not in k}, "head_dim": 16, "mlp_only_layers": [0]}),
+    ("qwen3_5_text", _LINEAR),
+    ("qwen3_5_text", {**_LINEAR, "layer_types": ["full_attention", "linear_attention"] * 2}),
     ("deepseek_v2", _LATENT),
     ("deepseek_v2", {**_LATENT, "q_lora_rank": None, "attention_bias": True}),
     ("deepseek_v3", _LATENT),
@@ -484,6 +496,18 @@ def test_parameters_equal_those_of_the_model(model_type: str, changes: Config) -
         assert typed.window_layers == types.count("sliding_attention")
     routed = sum(p.numel() for n, p in model.named_parameters() if ".mlp.experts." in n)
     assert typed.expert_parameters == routed
+
+
+def test_layers_with_linear_attention_have_a_state_of_one_size() -> None:
+    """As the engine allocates it; keys and values are of the other layers alone."""
+    config = {"model_type": "qwen3_5_text", **_TINY, **_LINEAR, "architectures": ["Qwen3_5ForCausalLM"]}
+    shape = shape_of(config, kv_bytes_per_element=4.0)
+    linear = architecture_of({**config, "tie_word_embeddings": False}, "config.json").linear
+    assert linear is not None
+    state = 3 * 4.0 * linear.state_size
+    assert shape.kv_bytes(0) == 0.0
+    assert [shape.kv_bytes(n) - state for n in (1, 100)] == [4.0 * 2 * 2 * 16, 100 * 4.0 * 2 * 2 * 16]
+    assert shape.flops(2, 0, 0) - 2 * 2 * shape.body_parameters == 2 * 3 * 6 * 4 * 8 * 12 + 2 * 4 * 4 * 16
 
 
 def test_every_family_is_compared_with_its_model() -> None:
