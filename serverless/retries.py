@@ -153,6 +153,14 @@ TRAINER_WORK = RetryPolicy(
 DRAINED_ENGINE = RetryPolicy(
     "Restart of engines that were drained for a failed change of the layout", "any, while no engine serves", 5, 0.5, 5.0
 )
+TEACHER = RetryPolicy(
+    "Request to a teacher's endpoint (`training.loss.reference`)",
+    "the connection is lost, or status 408, 429 or 5xx",
+    6,
+    1.0,
+    16.0,
+    jitter="half",
+)
 VLLM_KV = RetryPolicy(
     "Removal of a vLLM server's KV cache", "it holds KV that other engines were promised", 0, 0.25, 0.25
 )

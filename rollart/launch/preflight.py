@@ -479,9 +479,10 @@ def _directory_problems(specs: Specs, name: str) -> Iterator[RuleViolation]:
 
 
 def _reference_problems(specs: Specs) -> Iterator[RuleViolation]:
-    """A reference policy that is not of the run is a model with the policy's vocabulary."""
+    """A reference policy that is not of the run is a model with the policy's vocabulary. The trainer asks an endpoint
+    for its own at its start."""
     name, key = specs.run.training.loss.reference, ("run", "training", "loss", "reference")
-    if name is None or runs_remotely(specs):
+    if not isinstance(name, str) or runs_remotely(specs):
         return
     shown = f"training.loss.reference is '{name}'"
     try:

@@ -207,7 +207,7 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
         training["epochs"] = 1  # passes over the file, which the steps make
     if run.training.loss.aggregation == "constant" and run.training.loss.length is None:
         training["loss"]["length"] = max(most.values())
-    if run.training.loss.reference is not None:
+    if isinstance(run.training.loss.reference, str):
         training["loss"]["reference"] = str(Path(resolved.base) / run.training.loss.reference)
     config = TrainerConfig(
         **training,

@@ -9,6 +9,7 @@ import ipaddress
 import itertools
 import sys
 import typing
+import urllib.parse
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationInfo, field_validator
@@ -21,6 +22,13 @@ ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z
 
 LARGEST = 10**24
 """Largest magnitude of any whole number: fields have their own bounds; this one keeps arithmetic on them finite."""
+
+
+def http_url(value: str) -> str:
+    parts = urllib.parse.urlsplit(value)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("an http or https URL")
+    return value
 
 
 def descriptions(model: type[BaseModel]) -> dict[str, str]:

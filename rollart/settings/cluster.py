@@ -4,7 +4,6 @@ trainer, environments, functions, and the runtime that launches them.
 
 from __future__ import annotations
 
-import urllib.parse
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -21,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails
 
-from rollart.settings.base import ImportPath, Name, SpecEntry, host_and_port, is_loopback
+from rollart.settings.base import ImportPath, Name, SpecEntry, host_and_port, http_url, is_loopback
 from rollart.settings.prices import PriceEntry
 from rollart.settings.providers import ALIASES, BUILT_IN, PLUGIN_NAME, installed_plugins, provider_names
 from serverless.secrets import private_url
@@ -341,13 +340,6 @@ class LocalFunctions(SpecEntry):
     @classmethod
     def _also_called(cls, value: object) -> object:
         return "aws_lambda" if value in ("lambda", "aws") else value
-
-
-def http_url(value: str) -> str:
-    parts = urllib.parse.urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("an http or https URL")
-    return value
 
 
 class HttpFunction(SpecEntry):

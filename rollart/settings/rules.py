@@ -20,7 +20,7 @@ from rollart.settings.document import KeyPath
 from rollart.settings.prices import PriceEntry, PriceList
 from rollart.settings.rollout import RolloutSpec
 from rollart.settings.run import LAG, DomainSpec, FunctionEntry, RunSpec, WeightStoreSpec
-from rollart.settings.training import critic_problem
+from rollart.settings.training import TeacherSpec, critic_problem
 from rollart.shares import bounded_shares
 
 SUPERVISED_METRICS = ("entropy", "grad_norm", "held_out_success")
@@ -583,7 +583,12 @@ def _critic(run: RunSpec) -> Violations:
 
 
 def _reference(run: RunSpec) -> Violations:
-    """A new reference is on disk before the step that refers to it."""
+    """A new reference is on disk before the step that refers to it. An endpoint's log-probabilities are of temperature
+    1."""
+    for i, domain in enumerate(run.domains):
+        if isinstance(run.training.loss.reference, TeacherSpec) and domain.temperature != 1.0:
+            text = f"domain '{domain.name}' has temperature {domain.temperature:g} with a training.loss.reference"
+            yield _at(f"domains.{i}.temperature", f"{text} behind a URL (rule: 1, at which its server scores tokens)")
     if run.training.loss.reference_reset and run.weights.overlap:
         yield (
             "training.loss.reference_reset is given with weights.overlap (rule: without it, since a version is written "

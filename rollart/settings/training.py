@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rollart.settings.algorithms import PRESETS, Algorithm, with_advantage_defaults, with_training_defaults
-from rollart.settings.base import SpecEntry
+from rollart.settings.base import SpecEntry, http_url
 
 Level = Literal["token", "geometric", "product"]
 """Whose probability ratio: a token's, the geometric mean of the sample's tokens, or their product."""
@@ -55,6 +55,19 @@ class AdvantageSpec(SpecEntry):
                 "around the group's mean; use normalize 'batch' or 'none'"
             )
         return self
+
+
+class TeacherSpec(SpecEntry):
+    """A reference policy behind a server with the OpenAI completions API, such as vLLM's. A URL alone is its `url`."""
+
+    url: Annotated[str, AfterValidator(http_url)]
+    """Base of the API, as `http://host:8000/v1`."""
+    model: str | None = Field(default=None, min_length=1)
+    """Name of the model there; without it the server chooses."""
+    token_env: str | None = Field(default=None, min_length=1)
+    """Variable of the trainer's process that holds a bearer token (API key)."""
+    concurrency: int = Field(default=16, ge=1, le=1024)
+    """Maximum requests at a time, of one sample each."""
 
 
 class LossSpec(SpecEntry):
@@ -109,10 +122,16 @@ class LossSpec(SpecEntry):
     """Factor of the task's rewards beside a penalty in the reward; 0: on-policy distillation from the reference."""
     kl_target: float | None = Field(default=None, gt=0)
     """KL, nats per token, that the factor is adapted to: by up to 2 % per step."""
-    reference: str | None = None
-    """Directory of the reference policy; by default the run's first version (after a warm start)."""
+    reference: str | TeacherSpec | None = None
+    """Reference policy: a model's directory, or a model behind an endpoint (its URL, or a mapping); by default the
+    run's first version (after a warm start)."""
     reference_reset: int | None = Field(default=None, ge=1)
     """The reference is the run's latest version whose number is a multiple of this."""
+
+    @field_validator("reference", mode="before")
+    @classmethod
+    def _endpoint(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) and value.startswith(("http://", "https://")) else value
 
     @model_validator(mode="after")
     def _switches_that_fit(self) -> LossSpec:
@@ -302,8 +321,8 @@ class TrainingSpec(SpecEntry):
             raise ValueError("stream or columns with data, where nothing is rolled out meanwhile: remove them")
         if self.algorithm == "opd" and self.loss.reference is None:
             raise ValueError(
-                "algorithm 'opd' without a teacher: give loss.reference, a model's directory with the policy's "
-                "vocabulary"
+                "algorithm 'opd' without a teacher: give loss.reference, a model with the policy's vocabulary: its "
+                "directory, or the URL of a server"
             )
         if "advantage" in self.columns and self.loss.kl and self.loss.kl_in == "reward":
             raise ValueError(

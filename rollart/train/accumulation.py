@@ -40,6 +40,7 @@ from rollart.train.losses import (
 )
 from rollart.train.microbatch import build_microbatch, plan_microbatches
 from rollart.train.policy import ActionTensors, ReferencePolicy, TrainedPolicy
+from rollart.train.teacher import TeacherEndpoint
 
 COARSE = 1.5 * 2.0**28
 """Adding and subtracting it rounds to multiples of 2⁻²⁴, for |x| < 2²⁷."""
@@ -65,7 +66,7 @@ class GradientAccumulation:
         config: TrainerConfig,
         parameters: Sequence[nn.Parameter],
         version: int,
-        reference: ReferencePolicy,
+        reference: ReferencePolicy | TeacherEndpoint,
         factors: LossFactors,
     ) -> None:
         self.version = version

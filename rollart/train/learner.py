@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rollart.errors import RollartError, TrainerError
 from rollart.model import TrainReport
-from rollart.settings.training import LossSpec, TrainerConfig
+from rollart.settings.training import LossSpec, TeacherSpec, TrainerConfig
 from rollart.train.accumulation import GradientAccumulation
 from rollart.train.advantages import batch_advantages, group_advantages, punish_overlong, value_targets
 from rollart.train.batch import BoolArray, FloatArray, IntArray, TrainingBatch
@@ -51,6 +51,7 @@ from rollart.train.policy import (
     parameter_dtype,
 )
 from rollart.train.ranks import Ranks
+from rollart.train.teacher import TeacherEndpoint
 
 DECAY_MIN_FRACTION = 0.1
 """Share of the learning rate at the end of its decay."""
@@ -117,7 +118,11 @@ class Learner:
         self.optimizers: dict[str, torch.optim.Optimizer] = {}
         self._parameters = [p for p in self.policy.model.parameters() if p.requires_grad]
         self.critic = Critic(config, self.ranks) if config.critic is not None else None
-        self.reference = ReferencePolicy(config, self.policy.vocab_size)
+        self.reference = (
+            TeacherEndpoint(config.loss.reference, self.policy.vocab_size, config.tokenizer, ranks=self.ranks)
+            if isinstance(config.loss.reference, TeacherSpec)
+            else ReferencePolicy(config, self.policy.vocab_size)
+        )
         self.base_digests: Mapping[str, str] | None = None
         """Of the files of the published checkpoint below the adapters, by name; None until it is published."""
         self._open: GradientAccumulation | None = None

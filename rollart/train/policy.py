@@ -336,7 +336,7 @@ class ReferencePolicy:
         number = version - version % loss.reference_reset if loss.reference_reset else 0
         if self._policy is None or number != self._number:
             path = version_path(Path(self._config.weights_root), number)
-            if loss.reference is not None:
+            if isinstance(loss.reference, str):
                 path = Path(loss.reference)
             elif not (path / MARKER).is_file():
                 raise TrainerError(

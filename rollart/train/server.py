@@ -49,6 +49,7 @@ from rollart.train.checkpoint import (
 from rollart.train.learner import Learner
 from rollart.train.ranks import SINGLE_RANK, RankChannel, Ranks
 from rollart.train.sending import BroadcastSender, OutgoingVersion, outgoing_version
+from rollart.train.teacher import TeacherEndpoint
 
 CommandMessage: TypeAlias = dict[str, Any]
 
@@ -89,6 +90,8 @@ class TrainerService:
         if self._ranks.rank == 0:
             remove_partial_writes(self._root)
         self.learner = Learner(config, self._ranks)
+        if isinstance(self.learner.reference, TeacherEndpoint) and self._ranks.rank == 0:
+            self.learner.reference.check()
         enter = self._ranks.enter
         self.torch_pool = ThreadPoolExecutor(1, "torch", initializer=enter, initargs=(config.threads,))
         self.disk_pool = ThreadPoolExecutor(1, "disk", initializer=enter, initargs=(1,))

@@ -13,7 +13,7 @@ from rollart.errors import SpecError
 from rollart.settings.algorithms import PRESETS
 from rollart.settings.load import load_run
 from rollart.settings.run import RunSpec
-from rollart.settings.training import AdvantageSpec, CriticSpec, LossSpec
+from rollart.settings.training import AdvantageSpec, CriticSpec, LossSpec, TeacherSpec
 
 Write = Callable[..., Path]
 RUN = yaml.safe_load((Path(__file__).parent / "run.yaml").read_text())
@@ -34,6 +34,15 @@ def test_an_algorithm_sets_what_is_not_given(write: Write, name: Any) -> None:
     assert run.training.critic == (None if own is None else CriticSpec(**own))
     assert loaded(write, {"loss": given}, f"training.algorithm={name}") == run
     assert loaded(write, yaml.safe_load(yaml.safe_dump(run.training.model_dump()))).training == run.training
+
+
+def test_a_teacher_is_a_directory_or_an_endpoint(write: Write) -> None:
+    for given, known in (
+        ("https/teacher", "https/teacher"),
+        ("http://teacher:8000/v1", TeacherSpec(url="http://teacher:8000/v1")),
+        ({"url": "https://t/v1", "token_env": "KEY"}, TeacherSpec(url="https://t/v1", token_env="KEY")),
+    ):
+        assert loaded(write, {"algorithm": "opd", "loss": {"reference": given}}).training.loss.reference == known
 
 
 def test_without_an_algorithm_the_defaults_are_those_of_the_models(write: Write) -> None:
@@ -140,7 +149,17 @@ def test_switches_that_do_not_fit_are_refused(write: Write, loss: dict[str, Any]
             {"advantage": {"baseline": "critic"}},
             "a domain has advantage.baseline 'critic', and training.critic is not given: give it ({} for its defaults)",
         ),
-        ({"algorithm": "opd"}, {}, "algorithm 'opd' without a teacher: give loss.reference, a model's directory"),
+        ({"algorithm": "opd"}, {}, "algorithm 'opd' without a teacher: give loss.reference, a model with"),
+        (
+            {"algorithm": "opd", "loss": {"reference": "http://teacher:8000/v1"}},
+            {"temperature": 0.7},
+            "domain 'lake' has temperature 0.7 with a training.loss.reference behind a URL (rule: 1, at which its",
+        ),
+        (
+            {"algorithm": "opd", "loss": {"reference": {"url": "teacher:8000/v1"}}},
+            {},
+            "training.loss.reference is {'url': 'teacher:8000/v1'}",
+        ),
         ({"algorithm": "rloo"}, {"group_size": 1}, "at least 2 for `advantage.baseline: leave_one_out`"),
         ({"algorithm": "grpo"}, {"advantage": {"baseline": "domain"}}, "normalize 'group' with baseline 'group' alone"),
     ],
