@@ -12,7 +12,7 @@ import pytest
 from rollart.errors import SpecError
 from rollart.launch.prepare import trainer_config
 from rollart.settings.load import builtin, load_run
-from rollart.settings.training import TrainerConfig, TrainingSpec
+from rollart.settings.training import TeacherSpec, TrainerConfig, TrainingSpec
 from rollart.train.advantages import batch_advantages
 from rollart.train.config import load_config
 from tests.launch.test_trainer_ranks import resolved
@@ -140,6 +140,11 @@ def test_lengths_and_paths_of_an_algorithm_are_those_of_the_run(tmp_path: Path) 
     assert config.loss.reference is not None
     assert Path(config.loss.reference).is_absolute()
     assert config.loss.reference.endswith("old/policy")
+
+
+def test_a_teachers_endpoint_reaches_the_trainer(tmp_path: Path) -> None:
+    config = trained(tmp_path, training={"algorithm": "opd", "loss": {"reference": "http://teacher:8000/v1"}})
+    assert config.loss.reference == TeacherSpec(url="http://teacher:8000/v1")
 
 
 @pytest.mark.parametrize(("written", "means"), [("true", "batch"), ("false", "none")])

@@ -15,11 +15,13 @@ from rollart.adapters.engines.vllm import PROBE_FILE, VllmEngine
 from rollart.collective import BroadcastOrder
 from rollart.errors import EngineError
 from rollart.model import EngineId, PauseMode, WeightsRef
+from rollart.train.learner import Learner
 from rollart.train.sending import BroadcastSender
 from tests.contracts.broadcasting import BroadcastVllm, give
 from tests.contracts.engine_contract import EngineContract, Scenario, Subject, check, request
 from tests.engine.models import greedy, reference
-from tests.vllm.hosting import TIED, needs_vllm, publish, server
+from tests.train.trainkit import batch, config, sample
+from tests.vllm.hosting import CONFIG, TIED, needs_vllm, publish, server
 
 pytestmark = [pytest.mark.slow, needs_vllm, pytest.mark.timeout(600)]
 
@@ -33,6 +35,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(root: Path) -> Iterator[str]:
     with server(publish(root / "v0", 0), root / "vllm.log") as url:
         yield url
+
+
+def test_a_teacher_scores_samples_as_the_trainer_does_with_its_directory(url: str, root: Path) -> None:
+    """Before any update of the server's weights: the file's first test."""
+    path = str(root / "v0")
+    model = {"model": {"path": path}, "device": "cpu", "domains": {"a": {}}}
+    samples = batch([sample(str(i), vocab=CONFIG["vocab_size"]) for i in range(6)], CONFIG["vocab_size"])
+    far, near = (
+        Learner(config(root, algorithm="opd", loss={"reference": reference}, **model)).reference.logprobs(samples)
+        for reference in (f"{url}/v1", path)
+    )
+    assert far == pytest.approx(near, abs=1e-4)
+    assert far.std() > 0.1
 
 
 def publisher(root: Path) -> Callable[[int], WeightsRef]:
