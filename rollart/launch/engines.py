@@ -199,6 +199,8 @@ class TrainerProgram:
         self._staged = -1
         self._probe_logprobs: tuple[int, tuple[float, ...]] = (-1, ())
         self._restarts = 0
+        self._cause = ""
+        """Why the latest restart failed."""
         self.client: HttpTrainer | None = None
 
     async def start(self) -> None:
@@ -228,16 +230,19 @@ class TrainerProgram:
         """Restart the process and continue from the current version. `TrainerError` after `max_restarts`."""
         self._restarts += 1
         if self._restarts > self._max_restarts:
-            raise TrainerError(f"the trainer died {self._restarts} times", remedy="see its log")
+            cause = f": {self._cause}" if self._cause else ""
+            raise TrainerError(f"the trainer died {self._restarts} times{cause}", remedy="see its log")
         self._clock.enter(ResourceState.DOWN, "trainer_restart")
         await self.close()
         self._probe_logprobs, self._staged = (-1, ()), -1
         self._restarted(self._restarts)
         try:
             await self._start()
-        except PartDied:  # its node may have died unnoticed until now
+        except PartDied as error:  # its node may have died unnoticed until now
+            self._cause = _start_cause(error)
             await self.recover()
             return
+        self._cause = ""
         current = self._current()
         if current is not None:
             await self.restore(current)

@@ -84,6 +84,18 @@ def test_a_trainer_that_dies_in_the_restore_of_a_resume_is_restarted() -> None:
     assert resumed(DIES, NO_START, RESTORES) == [1, 2], "a start that fails is a try"
 
 
+def test_a_trainer_that_cannot_be_restarted_says_why() -> None:
+    async def main() -> None:
+        recorder, loop = MemoryRecorder(), asyncio.get_running_loop()
+        clock = ResourceClock(role="trainer", resource="trainer-0", recorder=recorder, clock=loop.time)
+        programs = cast(Any, Programs(NO_START, NO_START, NO_START))
+        trainer = TrainerProgram(programs, Leases(recorder), recorder, clock, current=lambda: None, start_s=0.5)
+        await trainer.recover()
+
+    with pytest.raises(TrainerError, match="the trainer died 4 times: ended with status 1 before it was ready"):
+        asyncio.run(main())
+
+
 @pytest.mark.slow  # a lease of 0.5 s
 def test_a_trainer_that_hangs_in_the_restore_of_a_resume_is_restarted() -> None:
     assert resumed(HANGS, RESTORES) == [1]
