@@ -194,7 +194,7 @@ class Runner:
             logits = torch.stack(rows).to(self.network.device, torch.float32)
             ended_jobs += self._sample(logits, np.array([job.slot for job in complete], np.int64))
         slots = self._select_slots()
-        for part in np.split(slots, len(slots)) if self._deterministic else [slots]:
+        for part in slots[:, None] if self._deterministic else [slots]:
             if len(part):
                 ended_jobs += self._advance(part)
         return ended_jobs

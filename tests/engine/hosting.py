@@ -27,10 +27,14 @@ async def hosted(
     context: int = 64,
     version: int = 0,
     step_tokens: int = 2048,
+    deterministic: bool = False,
     handoff: HandoffSettings | None = None,
 ) -> AsyncIterator[tuple[str, EngineServer]]:
     """A server on this loop, and its URL."""
-    driver = Driver(runner(directory, slots=slots, context=context, version=version, step_tokens=step_tokens))
+    own = runner(
+        directory, slots=slots, context=context, version=version, step_tokens=step_tokens, deterministic=deterministic
+    )
+    driver = Driver(own)
     server = EngineServer(driver, model=str(directory), handoff=handoff)
     web_runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
     await web_runner.setup()

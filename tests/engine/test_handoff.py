@@ -52,6 +52,15 @@ def test_one_turn_equals_an_engine_alone_bit_by_bit(qwen: Path, shm: str, part: 
     with_engines(qwen, scenario, shm=shm, context=192, step_tokens=32)
 
 
+def test_a_deterministic_engine_ends_a_step_in_which_imported_prompts_alone_were_answered(qwen: Path) -> None:
+    async def scenario(p: Side, d: Side, whole: Side) -> None:
+        for tokens in (1, 3):
+            request = ask(f"{tokens}", range(40), tokens=tokens, temperature=1.0)
+            same(await split(p.client, d.client, request), await whole.client.generate(request))
+
+    with_engines(qwen, scenario, context=64, step_tokens=32, deterministic=True)
+
+
 @pytest.mark.parametrize(
     ("family", "per_token", "states"),
     [("qwen", TOKEN_BYTES, 0), ("llama", 2 * 2 * 8 * 4, 0), ("hybrid", 2 * 2 * 16 * 4, 2 * (3 * 80 + 4 * 8 * 12) * 4)],
