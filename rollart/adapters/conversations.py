@@ -34,12 +34,14 @@ def read_samples(path: Path, digest: str, tokenizer: Path, context: int) -> Sequ
     form = ChatFormat(tokenizer)
     reader = _Reader(form)
     found = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                ids, mask = reader.sample(line)
+                ids, mask = reader.sample(line.decode("utf-8-sig"))
+            except UnicodeDecodeError as error:
+                raise SpecError(f"{path.name} line {number} is not UTF-8: {error.reason}") from None
             except BadRequest as error:
                 where = f", {error.field}" if error.field else ""
                 raise SpecError(f"{path.name} line {number}{where}: {error}") from None

@@ -46,8 +46,9 @@ def model(directory: Path, to: Path, template: str | None) -> Path:
 
 def samples(tokenizer: Path, *lines: object, context: int = CONTEXT) -> Sequence[tuple[Sequence[int], bytes]]:
     path = tokenizer / "train.jsonl"
-    path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines))
-    return read_samples(path, path.read_text(), tokenizer, context)
+    text = "\n".join(one if isinstance(one, str) else json.dumps(one) for one in lines)
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    return read_samples(path, text, tokenizer, context)
 
 
 def conversation(turns: Turns) -> list[dict[str, str]]:
@@ -127,6 +128,7 @@ MESSAGES: Any = conversation([("the", "answer")])
     [
         ("{", "line 2: no JSON object"),
         ([], "line 2: no JSON object"),
+        ("\udcff", "line 2 is not UTF-8: invalid start byte"),
         ({"text": "x"}, "line 2, prompt: is missing (rule: messages, or the texts prompt and completion)"),
         ({"prompt": "x", "completion": 3}, "line 2, completion: is no text"),
         ({"messages": []}, "line 2, messages: is no list with an entry"),
