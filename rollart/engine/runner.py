@@ -390,7 +390,9 @@ class Runner:
             cached_tokens=job.cached,
             experts=self._experts(job, known - 1),
         )
-        kv = self._export(job) if (job.export or job.returns) and reason is not FinishReason.ABORT else None
+        # A prefill engine that misses returned KV would compute it with other roundings.
+        wanted = job.export or (job.returns and not self._deterministic)
+        kv = self._export(job) if wanted and reason is not FinishReason.ABORT else None
         del self._running[job.request.request_id]
         del self._by_slot[slot]
         table.retire(slot, "" if job.ends else self._session(job), job.request.cache_salt)

@@ -61,6 +61,16 @@ def test_a_deterministic_engine_ends_a_step_in_which_imported_prompts_alone_were
     with_engines(qwen, scenario, context=64, step_tokens=32, deterministic=True)
 
 
+def test_deterministic_engines_compute_each_turn_alike_whatever_came_back(qwen: Path) -> None:
+    async def scenario(p: Side, d: Side, whole: Side) -> None:
+        first = await split(p.client, d.client, ask("0", range(20), session="s", tokens=12, temperature=1.0))
+        prompt = [*range(20), *first.token_ids, 7, 8, 9]
+        request = ask("1", prompt, session="s", temperature=1.0)
+        same(await split(p.client, d.client, request, first.kv_transfer), await whole.client.generate(request))
+
+    with_engines(qwen, scenario, context=64, step_tokens=32, deterministic=True)
+
+
 @pytest.mark.parametrize(
     ("family", "per_token", "states"),
     [("qwen", TOKEN_BYTES, 0), ("llama", 2 * 2 * 8 * 4, 0), ("hybrid", 2 * 2 * 16 * 4, 2 * (3 * 80 + 4 * 8 * 12) * 4)],
