@@ -22,7 +22,7 @@ from rollart.engine.cache import KvBlock, KvCache
 from rollart.engine.decoding import GraphDecoder
 from rollart.engine.jobs import EngineJob, FinishedJob, refuse_invalid
 from rollart.engine.network import Network, pack_batch
-from rollart.engine.sampling import SamplingRows, sample, to_device
+from rollart.engine.sampling import SamplingRows, sample, sample_in_fixed_order, to_device
 from rollart.engine.slots import SlotTable
 from rollart.errors import EngineError, HandoffFailed
 from rollart.model import Completion, CompletionChunk, EngineStats, FinishReason, VersionSpan
@@ -68,6 +68,7 @@ class Runner:
         a = network.architecture
         self.table = SlotTable(slots, context, a.experts, whole_prefixes=a.linear is not None)
         self._step_tokens, self._deterministic = step_tokens, deterministic
+        self._draw = sample_in_fixed_order if deterministic and network.device.type == "cuda" else sample
         self._waiting: OrderedDict[str, EngineJob] = OrderedDict()
         self._running: dict[str, EngineJob] = {}
         self._by_slot: dict[int, EngineJob] = {}
@@ -192,7 +193,10 @@ class Runner:
             # than one of many.
             rows = [job.logits for job in complete if job.logits is not None]
             logits = torch.stack(rows).to(self.network.device, torch.float32)
-            ended_jobs += self._sample(logits, np.array([job.slot for job in complete], np.int64))
+            slots = np.array([job.slot for job in complete], np.int64)
+            together = 1 if self._deterministic else len(complete)
+            for at in range(0, len(complete), together):
+                ended_jobs += self._sample(logits[at : at + together], slots[at : at + together])
         slots = self._select_slots()
         for part in slots[:, None] if self._deterministic else [slots]:
             if len(part):
@@ -354,7 +358,7 @@ class Runner:
         for row, job in enumerate(jobs):
             if job.export and rows.index[row] == 0:
                 job.logits = logits[row].to("cpu", copy=True)
-        ids, logprobs = sample(logits, rows)
+        ids, logprobs = self._draw(logits, rows)
         table.tokens[slots, at] = ids
         table.logprobs[slots, at] = logprobs
         table.known[slots] = at + 1
