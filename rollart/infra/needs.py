@@ -88,8 +88,8 @@ def cluster_needs(run: RunSpec | None, cluster: ClusterSpec, variables: Sequence
 
 def spec_files(run: RunSpec, cluster: ClusterSpec, base: Path, cluster_base: Path) -> dict[str, str]:
     """The files that the specs name, as text by relative path; they lie beside the specs on every node. These are
-    sources and requirements of reward functions, modules of environments and producers, a model's configuration, prices
-    and calibrations. SpecError for files that cannot be copied."""
+    sources and requirements of reward functions, modules of environments, tools and producers, a model's configuration,
+    data to train on, prices and calibrations. SpecError for files that cannot be copied."""
     found: dict[str, str] = {}
     for path in dict.fromkeys([*_files(run, base), *_modules(run, base)]):
         found[path] = _text(base, path)
@@ -114,6 +114,8 @@ def _files(run: RunSpec, base: Path) -> Iterator[str]:
             )
     if isinstance(run.model.config, str) and not os.path.isabs(run.model.config):
         yield run.model.config
+    if run.training.data is not None and not os.path.isabs(run.training.data):
+        yield run.training.data
     for function in run.functions:
         if function.source.endswith(".py") and not os.path.isabs(function.source):
             yield function.source
@@ -128,6 +130,7 @@ def _modules(run: RunSpec, base: Path) -> Iterator[str]:
     for domain in run.domains:
         played = domain.environment
         named += [played if isinstance(played, str) else played.harness, *domain.environment_args.values()]
+        named += [domain.chat and domain.chat.tools]
     named += [f"{f.source}:{f.handler}" for f in run.functions if not f.source.endswith(".py")]
     for name in named:
         top = name.partition(":")[0].partition(".")[0] if isinstance(name, str) and ":" in name else ""

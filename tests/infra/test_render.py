@@ -16,8 +16,11 @@ from click.testing import CliRunner
 from rollart.cli.commands import TARGETS as OFFERED
 from rollart.cli.main import run as rollart
 from rollart.errors import SpecError, UsageError
+from rollart.infra.needs import spec_files
 from rollart.launch.layout import pool_nodes
+from rollart.settings.cluster import ClusterSpec
 from rollart.settings.resolve import read_specs, resolve_files
+from rollart.settings.run import RunSpec
 from rollart.tools.infra import TARGETS, render
 from tests.infra import goldens
 from tests.infra.goldens import AWS, CLUSTERS, FLEET, GOLDEN, MODAL, RUN, cluster
@@ -221,6 +224,18 @@ def test_an_image_for_one_pool_and_one_for_the_rest() -> None:
 def test_files_that_pods_could_not_read_are_refused(override: str, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         render("kuberay", *FLEET, [override])
+
+
+def test_data_and_tools_beside_the_run_go_along(tmp_path: Path) -> None:
+    files = {"train.jsonl": '{"prompt": "a", "completion": "b"}\n', "my_tools.py": "TOOLS = []\n"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    domain = {"name": "d", "environment": "team.worlds:Coin", "chat": {"tools": "my_tools:TOOLS"}}
+    setup: dict[str, Any] = {"name": "r", "model": {"path": "/models/m"}, "domains": [domain]}
+    where = ClusterSpec.model_validate(yaml.safe_load(cluster("local").read_text()))
+    for data, along in (("train.jsonl", {*files}), ("/data/train.jsonl", {"my_tools.py"})):
+        run = RunSpec.model_validate(setup | {"training": {"algorithm": "sft", "data": data}})
+        assert spec_files(run, where, tmp_path, tmp_path).keys() == along
 
 
 def test_a_cluster_of_ray_up_has_a_head_of_its_own() -> None:
