@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +31,13 @@ CONTEXT = 64
 """That of phi4 is no longer than the original length of its rotary scaling."""
 
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture
+def fixed_order() -> Iterator[None]:
+    """A deterministic trainer switches this on for its whole process."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def loaded(directory: Path, dtype: torch.dtype) -> Network:
@@ -113,3 +121,32 @@ def test_the_trainer_computes_the_same_steps_on_a_gpu_and_on_a_cpu(tmp_path: Pat
     models = [dict(learner.policy.model.named_parameters()) for learner in learners]
     for name, weight in models[0].items():
         torch.testing.assert_close(weight.cpu(), models[1][name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3-moe", "qwen3.5", "gemma3"])
+def test_deterministic_training_gives_the_same_bits(name: str, tmp_path: Path, fixed_order: None) -> None:
+    """Five steps, twice."""
+    from rollart.train.learner import Learner
+
+    make(name, tmp_path / "model", scale=0.05)
+    found = []
+    for _ in range(2):
+        setup = config(tmp_path, model={"path": str(tmp_path / "model")}, lr=1e-2, deterministic=True, minibatches=2)
+        learner = Learner(setup)
+        for version in range(5):
+            learner.train(batch([sample(str(i), turns=[(13, 9)], vocab=61) for i in range(12)], 61), version)
+        found.append({name: p.detach().cpu() for name, p in learner.policy.model.named_parameters()})
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
+
+
+def test_deterministic_nuclei_are_the_same_in_any_company(tmp_path: Path) -> None:
+    directory = publish(tmp_path, 1, {**QWEN, "vocab_size": 20_000})
+    ended = []
+    for slots, together in ((12, 12), (3, 4), (12, 1)):
+        r, said = runner(directory, slots=slots, deterministic=True), {}
+        for first in range(0, 12, together):
+            for i in range(first, first + together):
+                r.add(job(f"{i}", [*range(3 + i)], max_tokens=24, temperature=1.0, top_p=0.9, seed=i))
+            said |= {n: (f.completion.token_ids, f.completion.logprobs) for n, f in finish(r).items()}
+        ended.append(said)
+    assert ended[0] == ended[1] == ended[2]

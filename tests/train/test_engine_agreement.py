@@ -71,7 +71,7 @@ def test_in_bfloat16_they_agree_to_its_rounding_and_a_float32_trainer_no_better(
         "from tests.engine.models import DEVICE\n"
         "from tests.train.trainkit import VOCAB, config, publish_version\n"
         "root = pathlib.Path(sys.argv[1])\n"
-        "ranks = join_ranks(rendezvous('127.0.0.1', 0, rank=0, size=1), DEVICE, rank=0, size=1)\n"
+        "ranks = join_ranks(rendezvous('127.0.0.1', 0, rank=0, size=1), torch.device(DEVICE.type, 0), rank=0, size=1)\n"
         "learner = Learner(config(root, hidden=32, layers=2, parallel={'dtype': 'bfloat16'}), ranks)\n"
         "checkpoint.restore_version(learner, root / 'v000008', 8)\n"
         "made = decode_batch(msgpack.unpackb((root / 'samples').read_bytes()), VOCAB)\n"
