@@ -419,8 +419,8 @@ class Learner:
 
     def _has_critic(self, batch: TrainingBatch) -> BoolArray:
         """True for samples [S] of domains whose baseline is the critic."""
-        domains = np.array([self.config.domains[d].advantage.baseline == "critic" for d in batch.domains])
-        return domains[batch.domain]
+        judged = {name for name, domain in self.config.domains.items() if domain.advantage.baseline == "critic"}
+        return np.array([name in judged for name in batch.domains])[batch.domain]
 
     def _train_critic(
         self, job: _LearnerJob, paid: TrainingBatch, values: FloatArray, version: int

@@ -392,7 +392,12 @@ def said(process: subprocess.Popen[str], word: str) -> str:
 def test_a_rank_that_cannot_load_the_reference_is_named_on_all_and_the_ranks_go_on(tmp_path: Path) -> None:
     """One of two ranks cannot open files: the step is refused at once, where the other rank would have waited for it in
     the forward pass. Then pairs of samples, which any rank may hold, are on two ranks what they are on one."""
-    changes: dict[str, Any] = {"loss": {"kind": "dpo", "kl": 0.3}, "epochs": 1}
+    changes: dict[str, Any] = {
+        "loss": {"kind": "dpo", "kl": 0.3},
+        "epochs": 1,
+        "critic": None,
+        "domains": {"a": {}, "b": {}},
+    }
     one = alone(tmp_path / "one", **changes)
     publish_version(one, tmp_path / "one", 0, ())
     ranks = Ranks(tmp_path, **changes)
