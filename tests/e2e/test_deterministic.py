@@ -9,11 +9,11 @@ import pytest
 
 from tests.e2e.harness import Home, Launched
 
-pytestmark = pytest.mark.slow  # the quickstart twice, and a resume: about 25 CPU-seconds
+pytestmark = pytest.mark.slow  # the quickstart twice, and a resume: about 20 CPU-seconds
 
-STEPS = 3
-SMALL = ("steps=3", "domains.0.trajectories=24", "domains.1.trajectories=24", "batch.trajectories=48")
-SAME = (*SMALL, "deterministic=true", "schedule=sync", "staleness=0", "evaluation.episodes=0", "warm_start.batches=20")
+STEPS = 2
+SMALL = ("steps=2", "domains.0.trajectories=16", "domains.1.trajectories=16", "batch.trajectories=32")
+SAME = (*SMALL, "deterministic=true", "schedule=sync", "staleness=0", "evaluation.episodes=0", "warm_start.batches=10")
 
 
 def launch(home: Home, slots: int) -> Launched:
