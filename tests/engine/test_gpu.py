@@ -16,6 +16,7 @@ from rollart.architecture import read_architecture
 from rollart.engine.cache import KvCache
 from rollart.engine.decoding import GraphDecoder, captured_sizes
 from rollart.engine.network import Network
+from rollart.engine.runner import Runner
 from rollart.engine.weights import read_tensors
 from tests.engine.families import MODELS, make
 from tests.engine.models import DEVICE, QWEN, finish, job, publish, runner
@@ -98,7 +99,7 @@ def test_a_request_draws_the_same_tokens_on_a_gpu_and_on_a_cpu(tmp_path: Path) -
     for device in (DEVICE, torch.device("cpu")):
         network = Network(read_architecture(directory), context=64, device=device, dtype=torch.float32)
         network.load(read_tensors(directory))
-        r = type(runner(directory))(network, slots=5, context=64, step_tokens=16)
+        r = Runner(network, slots=5, context=64, step_tokens=16)
         for i in range(12):
             prompt = [(5 * i + 3 * j) % 61 for j in range(1 + (7 * i) % 19)]
             r.add(job(f"{i}", prompt, session=f"{i % 7}", max_tokens=20, temperature=0.9, top_p=0.8, seed=i))
