@@ -148,8 +148,8 @@ class Learner:
         paid = penalised_rewards(batch, reference, loss, factors)
         values = None if self.critic is None else self._values(self.critic, batch, used)
         advantage = batch_advantages(paid, self.config.domains, values)
-        # With a single update the policy of the first pass is the one at the start of the step.
-        scores = loss.kind == "decoupled" or (uses_proximal(loss) and self.config.epochs * self.config.minibatches > 1)
+        # Where the first update takes the whole batch, its pass has the log-probabilities at the start of the step.
+        scores = uses_proximal(loss) and self.config.minibatches > 1
         objective = PolicyObjective(
             loss,
             batch,
@@ -185,6 +185,7 @@ class Learner:
                     chosen, self._score(batch, np.where(np.isin(np.arange(len(batch)), part), used, 0))
                 )
             self._update(optimizer, job, part, apply=not waits)
+            objective.end_first_pass(self.ranks)
             self.counters.updates += not waits
             gaps = gaps or gap_shares(*(self._mean(job.meter, name) for name in GAP_METRICS))
         learned = {} if values is None else self._train_critic(job, paid, values, version)

@@ -135,11 +135,12 @@ class PolicyObjective:
         proximal: Tensor | None = None,
     ) -> None:
         """`version`: the trained one. `reference`: log-probabilities [N] under the reference policy, for a KL penalty;
-        `proximal`: those at the start of the step, where the loss has them (None: the step's own first pass)."""
+        `proximal`: those at the start of the step, where the loss has them (None: those of the first pass)."""
         at = batch.loss.position
         self._config, self._reference, self._proximal = config, reference, proximal
         self._factors = factors
         self._behaviour = torch.from_numpy(batch.logprobs[at]).to(device, dtype)
+        self._first = torch.zeros_like(self._behaviour) if proximal is None and uses_proximal(config) else None
         self._credit = torch.from_numpy(advantage).to(device, dtype)
         self._fresh = torch.from_numpy(batch.versions[at] == version).to(device, dtype)
         levels = {config.ratio, config.correction_level}
@@ -147,6 +148,11 @@ class PolicyObjective:
         self._sample = None
         if config.kind in ("kimi", "dpo") or levels != {"token"}:
             self._sample = torch.from_numpy(batch.loss.sample).to(device)
+
+    def end_first_pass(self, ranks: Ranks) -> None:
+        """Take the log-probabilities of the pass that ended as the proximal policy's in the passes after it."""
+        if self._first is not None:
+            self._proximal, self._first = ranks.total(self._first), None
 
     def weigh_pairs(self, pairs: IntArray, logprobs: Tensor) -> None:
         """Set the loss of kind `dpo` for one update of `pairs` [P, 2] of samples, better ones first, from the
@@ -177,6 +183,8 @@ class PolicyObjective:
         config, detached, behaviour, proximal = self._config, logprobs.detach(), self._behaviour[pick], None
         sample = None if self._sample is None else self._sample[pick]
         if uses_proximal(config):
+            if self._first is not None:
+                self._first[pick] = detached
             proximal = detached if self._proximal is None else self._proximal[pick]
         base = proximal if proximal is not None and config.kind == "decoupled" else behaviour
         token = policy_loss(

@@ -142,6 +142,18 @@ def test_on_policy_ppo_is_the_policy_gradient() -> None:
     assert results == pytest.approx([results[0]] * 4, rel=1e-4)
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_decoupled_step_clips_around_the_policy_at_its_start(minibatches: int) -> None:
+    """Without weights it is PPO on samples of that very policy, in all epochs."""
+    steps = {"epochs": 3, "minibatches": minibatches, "lr": 1e-2}
+    decoupled = Learner(config(loss={"kind": "decoupled", "floor": 1.0, "cap": 1.0}, **steps))
+    ppo = Learner(config(loss={"kind": "ppo"}, **steps))
+    reports = decoupled.train(batch(mixed()), 0), ppo.train(batch(on_policy(ppo, mixed())), 0)
+    assert reports[0].metrics["clip_fraction"] == pytest.approx(reports[1].metrics["clip_fraction"])
+    assert reports[0].metrics["clip_fraction"] > 0
+    assert torch.allclose(weights(decoupled), weights(ppo), atol=1e-5)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stale", [0, 2, 5])
 def test_what_staleness_changed_is_apart_from_what_the_engine_computes_otherwise(stream: bool, stale: int) -> None:
