@@ -3,6 +3,8 @@
 # make test     install, lint, types, layers, fast tests (no network but the package registry, no GPU)
 # make test-slow  tests with real processes
 # make families   the README's own-model example with a model of each family; test-slow runs two of them
+# make learning   success against samples: each algorithm, asynchronous and not, tasks that nothing is tuned for (hours;
+#                 goes on where it was stopped). test-slow runs two steps of each algorithm
 # make vllm-test  the same contract and runs against real vLLM, on CPU cores, in an environment of its own (2 GB)
 # make gpu-test   tests of the embedded engine and trainer on the first GPU, which the others do not need
 # make openenv    an environment of its own with OpenEnv's server (75 MB), which the slow tests run the client against
@@ -11,6 +13,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+LEARNING = $(BIN)/python benchmarks/learning.py learning.jsonl
 # What installs runs alone in this clone, and looks what is left to do once it does.
 ALONE := @.ci/locked $(VENV).lock $(MAKE) --no-print-directory
 OPENENV := .venv-openenv
@@ -23,10 +26,18 @@ GPU_TESTS := $(addprefix tests/,engine/test_gpu.py engine/test_families.py engin
 # Hypothesis draws its examples from the test itself, the same on every machine.
 test-fast test-slow vllm-test: export CI ?= true
 
-.PHONY: demo fleet-demo install lint types layers test test-fast test-slow families gpu-test test-fuzz vllm-test openenv docs benchmarks clean
+.PHONY: demo fleet-demo install lint types layers test test-fast test-slow families learning gpu-test test-fuzz vllm-test openenv docs benchmarks clean
 
 demo: install
 	$(BIN)/rollart launch --cluster configs/clusters/local.yaml
+	@grep -m1 '^Asynchronous against synchronous, ' docs/training.md
+
+learning: install
+	$(LEARNING) --run benchmarks/tasks/algorithms.yaml --settings grpo dr_grpo dapo gspo cispo rloo reinforce_pp ppo topr kimi online_dpo
+	$(LEARNING) --settings sync shipped 'alpha 2: staleness=2' 'alpha 4: staleness=4' 'alpha 4, ppo: staleness=4 training.loss.kind=ppo' \
+	  'alpha 8: staleness=8'
+	for task in cliff_walking number_sorting; do $(LEARNING) --run benchmarks/tasks/$$task.yaml --settings sync shipped; done
+	$(LEARNING) --slow 0.03 --settings sync shipped 'alpha 2: staleness=2' --seeds 0 1 2 3 4
 
 fleet-demo:
 	$(ALONE) $(VENV)/.ray

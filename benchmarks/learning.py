@@ -5,7 +5,8 @@
 
 A setting is a name of `SETTINGS`, or `NAME: KEY=VALUE …` with keys of the run spec. Each run (setting, seed) is a
 process of its own, of the quickstart or of `--run SPEC`, and ends as one line of the file ROWS. A run whose line is
-there is not repeated, so that the matrix can be made in parts, of at most `--seconds` each.
+there is not repeated, so that the matrix can be made in parts, of at most `--seconds` each. With `--slow S` a step of
+every environment first waits max(0, N(10, 10)) × S seconds (`tasks/slow_steps.py`): S is the mean time of a turn.
 
 For each domain the table has the samples until the success while training (the mean of three steps) reaches the target
 of `TARGETS`, the held-out success before training, which is the null model, and after it; then the seconds until all
@@ -29,20 +30,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rollart.settings.algorithms import PRESETS
+from rollart.settings.resolve import resolve_files
+
 SETTINGS = {
     "shipped": (),
     "sync": ("schedule=sync", "staleness=0"),
     "sync_plus": ("schedule=sync_plus", "staleness=0"),
     "async": ("schedule=async", "staleness=1"),
     "paced": ("schedule=paced", "staleness=1"),
+    **{name: (f"training.algorithm={name}",) for name in PRESETS},
 }
 TARGETS = {"frozen_lake": 0.8, "spell_backward": 0.6, "code": 0.8}
+TASKS = Path(__file__).parent / "tasks"
+
 MEAN_OF = 3
 """Steps of the mean that is compared with the target: one step of 64 samples varies by 0.05."""
 
 CHILD = """
 import json, sys
 from rollart.launch.launch import launch
+from rollart.settings.algorithms import PRESETS
 from rollart.settings.resolve import resolve_files
 found = {"steps": [], "times": [], "held_out": {}}
 began = None
@@ -66,15 +74,27 @@ def run(spec: str, overrides: Sequence[str], seed: int) -> dict[str, Any]:
     """One run in a process of its own: the values of each step, held-out success, seconds and CPU-seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.monotonic()
+    paths = os.pathsep.join((str(TASKS), *filter(None, [os.environ.get("PYTHONPATH")])))
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-c", CHILD, spec, str(Path(directory) / "run"), *overrides, f"seed={seed}"]
-        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+        environment = os.environ | {"PYTHONPATH": paths}
+        done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{' '.join(overrides)} seed={seed}: the run ended with exit code {done.returncode}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found | {"wall_s": time.monotonic() - began, "cpu_s": cpu, "load": os.getloadavg()[0]}
+
+
+def slow_steps(spec: str, turn_s: float) -> list[str]:
+    """Overrides by which the environments of `spec` take as long as those of RollArt's evaluation."""
+    overrides = []
+    for i, domain in enumerate(resolve_files(spec or None).run.domains if turn_s else ()):
+        arguments = {"of": domain.environment, "turn_s": turn_s, **domain.environment_args}
+        overrides += [f"domains.{i}.environment=slow_steps:SlowSteps"]
+        overrides += [f"domains.{i}.environment_args={json.dumps(arguments)}"]
+    return overrides
 
 
 def steps_to(row: dict[str, Any], domain: str) -> int | None:
@@ -130,16 +150,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
     parser.add_argument("--run", default="", help="a run spec in place of the quickstart")
+    parser.add_argument("--slow", type=float, default=0.0, metavar="S", help="slow environments, see above")
     parser.add_argument("--settings", nargs="+", default=["sync", "async"])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run later than this")
     parser.add_argument("--show", action="store_true", help="run nothing")
     arguments = parser.parse_args()
     began = time.monotonic()
+    slow = slow_steps(arguments.run, arguments.slow)
 
     def rows() -> list[dict[str, Any]]:
         lines = arguments.rows.read_text().splitlines() if arguments.rows.exists() else []
-        return [row for row in map(json.loads, lines) if row["run"] == arguments.run]
+        return [
+            row
+            for row in map(json.loads, lines)
+            if (row["run"], row.get("slow", 0.0)) == (arguments.run, arguments.slow)
+        ]
 
     for seed in arguments.seeds if not arguments.show else ():
         for setting in arguments.settings:
@@ -149,9 +175,10 @@ def main() -> None:
                 continue
             if time.monotonic() - began > arguments.seconds:
                 break
-            row = {"run": arguments.run, "setting": name, "overrides": overrides, "seed": seed}
+            row = {"run": arguments.run, "slow": arguments.slow, "setting": name, "overrides": overrides, "seed": seed}
+            found = run(arguments.run, [*slow, *overrides], seed)
             with arguments.rows.open("a") as file:
-                file.write(json.dumps(row | run(arguments.run, overrides, seed)) + "\n")
+                file.write(json.dumps(row | found) + "\n")
     show(rows())
 
 
