@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollart.ledger.reader import LedgerReader
 from tests.e2e.harness import BATCH, Home, tiny
@@ -59,3 +61,21 @@ def test_an_algorithm_trains_to_the_end(home: Home, training: dict[str, Any], na
     if training["algorithm"] == "gspo":
         kept = {int(path.name.removeprefix("v")) for path in (home.directory / "weights").glob("v*")}
         assert kept == {3, 4, 5}, "the last two, and the reference of a next step"
+
+
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "topr", "kimi", "online_dpo", "opd"]
+)
+def test_a_preset_trains_as_it_is(home: Home, name: str) -> None:
+    """Those above, and `sft` (test_given.py), are the other ones."""
+    spec = tiny(steps=2, training={"lr": 1e-3, "algorithm": name})
+    if name == "opd":
+        teacher = str(home.path / "teacher")
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**spec["model"]["init"]))
+        model.save_pretrained(teacher)
+        spec["training"]["loss"] = {"reference": teacher}
+    home.launch(spec).finished()
+    steps = metrics(home)
+    assert [step["samples"] for step in steps] == [BATCH, BATCH]
+    assert any(step["grad_norm"] > 0 for step in steps)
