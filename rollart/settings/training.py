@@ -73,7 +73,7 @@ class TeacherSpec(SpecEntry):
 class LossSpec(SpecEntry):
     """The policy loss. For its parts under staleness see docs/training.md."""
 
-    kind: Literal["pg", "ppo", "decoupled", "tis", "topr", "kimi", "dpo", "nll"] = "ppo"
+    kind: Literal["pg", "ppo", "decoupled", "tis", "topr", "kimi", "dpo", "nll"] = "decoupled"
     """pg: plain policy gradient; ppo: clipped on behaviour log-probabilities; decoupled: proximal and behaviour
     policies apart; tis: truncated importance sampling, with cap 5 CISPO; topr: the same for negative advantages alone;
     kimi: plain, with a squared log-ratio of the sample; dpo: pairs of the best and the worst sample of each group; nll:

@@ -31,7 +31,7 @@ def problems(path: Path, *overrides: str) -> list[str]:
 def test_a_run_is_typed_and_has_defaults(write: Write) -> None:
     run = load_run(write())
     assert run.domains[0].rewards[0].weight == 2.0
-    assert (run.schedule, run.staleness, run.training.loss.kind) == ("async", 1, "ppo")
+    assert (run.schedule, run.staleness, run.training.loss.kind) == ("async", 1, "decoupled")
     assert run.domain("lake").group_size == 8
     assert [function.handler for function in run.functions] == ["exact"]
     with pytest.raises(KeyError):
