@@ -2,13 +2,16 @@
 
     python benchmarks/controller.py [--json]
 
-Three measurements, one process each so that none warms another's caches. The ledger is the real one (SQLite, WAL,
+Four measurements, one process each so that none warms another's caches. The ledger is the real one (SQLite, WAL,
 synchronous FULL, its own thread), the event loop is real, and CPU seconds are those of the whole process.
 
 throughput   no-op engine and environment, 3 turns: finished trajectories per CPU-second (target: at least 2,000)
 live         20,000 trajectories alive at once, each waiting in an environment: resident bytes per live trajectory
 frozen_lake  128 FrozenLake environments (Gymnasium), turn limit 10, a mocked model that answers at random: CPU-ms per
              trajectory of all processes (open ROLL: 70-85 on its own scheduler, same shape; target: at most 3)
+turns        `throughput` with the turns of 1 % and of all prompts recorded (`telemetry.turns`) beside none, alternating
+             in pairs: median share of CPU that it adds (target: at most 2 % and 30 %). Exports run in a process of
+             their own
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import json
 import os
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -52,9 +56,16 @@ async def timed(run: SimulatedRun, directory: str) -> tuple[float, int]:
     return cpu() - began, sum(len(batch) for _, batch in run.trainer.batches)
 
 
-def throughput() -> dict[str, float]:
+def throughput(traced: float = 0.0, steps: int = 24) -> dict[str, float]:
     run = make_simulated_run(
-        quotas={"noop": (512, 1)}, alpha=1, steps=24, engines=4, turns=3, tokens=1, engine_s=lambda _: 0.0
+        quotas={"noop": (512, 1)},
+        alpha=1,
+        steps=steps,
+        engines=4,
+        turns=3,
+        tokens=1,
+        engine_s=lambda _: 0.0,
+        traced=traced,
     )
     with tempfile.TemporaryDirectory() as directory:
         seconds, trained = asyncio.run(timed(run, directory))
@@ -136,7 +147,20 @@ def frozen_lake() -> dict[str, float]:
     }
 
 
-CASES = {"throughput": throughput, "live": live, "frozen_lake": frozen_lake}
+PAIRS = 5
+
+
+def turns() -> dict[str, float]:
+    throughput(steps=2)  # what a first run imports is no part of any
+    more: dict[float, list[float]] = {0.01: [], 1.0: []}
+    for n in range(PAIRS):
+        for share, found in more.items():
+            cpu_s = {traced: throughput(traced, 4)["cpu_s"] for traced in ((0.0, share) if n % 2 else (share, 0.0))}
+            found.append(cpu_s[share] / cpu_s[0.0] - 1.0)
+    return {f"{100 * share:g}_percent_of_prompts_add": statistics.median(found) for share, found in more.items()}
+
+
+CASES = {"throughput": throughput, "live": live, "frozen_lake": frozen_lake, "turns": turns}
 
 
 def main() -> None:

@@ -97,16 +97,24 @@ json_option = several(
     click.option("--json", "as_json", is_flag=True, help="Short for -o json."),
 )
 
-output_option = several(
-    shown_option(
-        "-o",
-        "--output",
-        type=click.Choice(["table", "json", "csv", "html"]),
-        default="table",
-        help="For people, or for machines.",
-    ),
-    click.option("--json", "as_json", is_flag=True, help="Short for -o json."),
-)
+FORMATS = ("table", "json", "csv", "html")
+
+
+def formats_option(*more: str) -> Callable[[Declared], Declared]:
+    """`-o` with the formats of every report, and `more` of one."""
+    return several(
+        shown_option(
+            "-o",
+            "--output",
+            type=click.Choice([*FORMATS, *more]),
+            default="table",
+            help="For people, or for machines.",
+        ),
+        click.option("--json", "as_json", is_flag=True, help="Short for -o json."),
+    )
+
+
+output_option = formats_option()
 
 runs_option = shown_option("--runs-dir", type=PATH, default=Path("runs"), help="Directory that holds the runs.")
 
@@ -117,6 +125,17 @@ file_argument = click.argument("source", metavar="FILE", shell_complete=complete
 function_argument = click.argument("function", shell_complete=completed_by("functions"))
 
 report_options = several(run_argument, output_option, runs_option)
+
+
+def exported_options(form: str, into: str) -> Callable[[Declared], Declared]:
+    """Options of a report that other tools read in the format `form`; `into`: the help of `--into`."""
+    return several(
+        run_argument,
+        formats_option(form),
+        click.option("--into", type=FILE, metavar="FILE", help=into),
+        runs_option,
+    )
+
 
 spec_arguments = several(
     click.argument("arguments", nargs=-1, metavar="[RUN.yaml] [KEY=VALUE]...", shell_complete=completed_by("specs")),
@@ -705,9 +724,12 @@ def report() -> None:
 
 
 @command(report, "reports:cost")
-@report_options
+@exported_options("focus", "File to write instead of printing; with -o focus as Parquet if it ends in .parquet.")
 def report_cost() -> None:
-    """Show dollars: in all, by role and resource, per trajectory and token, and waste by cause."""
+    """Show dollars: in all, by role and resource, per trajectory and token, and waste by cause.
+
+    focus: a row per resource, hour and charge in the FinOps Open Cost and Usage Specification 1.2, as CSV or Parquet.
+    """
 
 
 @command(report, "reports:utilization")
@@ -717,9 +739,12 @@ def report_utilization() -> None:
 
 
 @command(report, "reports:timeline")
-@report_options
+@exported_options("perfetto", "File to write instead of printing.")
 def report_timeline() -> None:
-    """Show busy, waiting and syncing time over the run: devices by role and pool, trajectories, and function calls."""
+    """Show busy, waiting and syncing time over the run: devices by role and pool, trajectories, and function calls.
+
+    perfetto: a trace of the whole run for ui.perfetto.dev or chrome://tracing, down to single trajectories and calls.
+    """
 
 
 @command(report, "reports:curve")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -95,14 +95,29 @@ def colour(stream: TextIO | None = None) -> bool:
     return (stream or sys.stdout).isatty() and not os.environ.get("NO_COLOR")
 
 
-def print_report(report: Report, output: str, page: Callable[[Report], str] | None = None) -> None:
-    """Print a report in one of the formats of `-o`. `page` renders the HTML of reports that have more than
-    tables."""
+def print_report(
+    report: Report, output: str, page: Callable[[Report], str] | None = None, into: Path | None = None
+) -> None:
+    """Print a report in one of the formats of `-o`, or write it into a file. `page` renders the HTML of reports that
+    have more than tables."""
     if output == "html" and page is not None:
-        click.echo(page(report), nl=False)
-    else:
-        width = os.get_terminal_size(sys.stdout.fileno()).columns if sys.stdout.isatty() else 110
-        click.echo(render(report, output, width=width, colour=colour()), nl=False)
+        print_text(page(report), into)
+        return
+    screen = into is None and sys.stdout.isatty()
+    width = os.get_terminal_size(sys.stdout.fileno()).columns if screen else 110
+    print_text(render(report, output, width=width, colour=screen and colour()), into)
+
+
+def print_text(text: str | Iterable[str], into: Path | None) -> None:
+    """Print a text, or its pieces, that ends in a newline, or write it into a file."""
+    pieces = [text] if isinstance(text, str) else text
+    if into is None:
+        for piece in pieces:
+            click.echo(piece, nl=False)
+        return
+    create_output_file(into)
+    with into.open("w", encoding="utf-8") as file:
+        file.writelines(pieces)
 
 
 def create_output_file(path: Path) -> None:

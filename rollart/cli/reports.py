@@ -6,11 +6,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from rollart.cli.context import find_run, native_output_to_stderr, print_report
+from rollart.cli.context import (
+    create_output_file,
+    find_run,
+    native_output_to_stderr,
+    print_report,
+    print_text,
+)
 from rollart.ledger.reader import LedgerReader
 from rollart.report import bias as biases
 from rollart.report import cost as costs
 from rollart.report import curve as curves
+from rollart.report import focus, perfetto
 from rollart.report import offload as offloads
 from rollart.report import timeline as timelines
 from rollart.report import utilization as utilizations
@@ -20,8 +27,17 @@ from rollart.report.rows import RunRows, collect
 T = TypeVar("T")
 
 
-def cost(run: str | None, output: str, runs_dir: Path) -> None:
-    print_report(costs.cost(_collect(find_run(run, runs_dir))), output, page=cost_page)
+def cost(run: str | None, output: str, runs_dir: Path, into: Path | None) -> None:
+    directory = find_run(run, runs_dir)
+    if output != "focus":
+        print_report(costs.cost(_collect(directory)), output, page=cost_page, into=into)
+        return
+    rows = _read(directory, lambda reader: list(focus.focus_rows(reader, directory.resolve().name)))
+    if into is not None and into.suffix == ".parquet":
+        create_output_file(into)
+        focus.write_parquet(rows, into)
+    else:
+        print_text(focus.focus_csv(rows), into)
 
 
 def utilization(run: str | None, output: str, runs_dir: Path) -> None:
@@ -30,11 +46,15 @@ def utilization(run: str | None, output: str, runs_dir: Path) -> None:
     print_report(found, output, page=lambda report: timeline_page(report, _read(directory, timelines.timeline)))
 
 
-def timeline(run: str | None, output: str, runs_dir: Path) -> None:
+def timeline(run: str | None, output: str, runs_dir: Path, into: Path | None) -> None:
     directory = find_run(run, runs_dir)
+    if output == "perfetto":
+        with LedgerReader(directory) as reader:
+            print_text(perfetto.chrome_trace(reader, directory.resolve().name), into)
+        return
     found = _read(directory, timelines.timeline)
     shown = timelines.timeline_report(directory.resolve().name, found)
-    print_report(shown, output, page=lambda report: timeline_page(report, found))
+    print_report(shown, output, page=lambda report: timeline_page(report, found), into=into)
 
 
 def curve(run: str | None, output: str, runs_dir: Path, png: Path | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from rollart.control.publish import CheckpointKeeper, Publisher
 from rollart.control.rewarding import TrajectoryScorer
 from rollart.control.scheduler import Scheduler
 from rollart.control.strategy import RolloutStrategy
+from rollart.control.tracing import TracedTrajectoryRunner
 from rollart.control.training import ColumnFiller, StepDone, Training, all_samples
 from rollart.control.trajectory import EnvironmentSource, FreeRunning, TrajectoryRunner, TurnBarrier, WaitLimits
 from rollart.fleet import EnginePlacement
@@ -149,6 +151,8 @@ class ControlSettings:
     """Number of tokens that a sequence of ids stands for: its length, except in a simulated world."""
     experts: bool = False
     """Trajectories bring the experts that their engine chose."""
+    traced: float = 0.0
+    """Share of the prompts whose trajectories' turns are recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +232,7 @@ class ControlPlane:
             if planner is None
             else Rebalancer(self.gateway, planner, leases, recorder, self._workload(), settings=settings.rebalance)
         )
-        runner = TrajectoryRunner(
+        runner: TrajectoryRunner = _runner_type(settings.traced, recorder)(
             self.gateway,
             tokenizer,
             leases,
@@ -403,6 +407,10 @@ class ControlPlane:
     def _published(self, version: int, consumed: Sequence[Group]) -> None:
         self.scheduler.published(version, consumed)
         self._hooks.version(version)
+
+
+def _runner_type(traced: float, recorder: Recorder) -> Callable[..., TrajectoryRunner]:
+    return functools.partial(TracedTrajectoryRunner, recorder=recorder, share=traced) if traced else TrajectoryRunner
 
 
 def _buffer(

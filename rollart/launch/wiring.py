@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import functools
 import json
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -71,7 +72,7 @@ from rollart.launch.strategies import (
 from rollart.launch.trainer import place_trainer
 from rollart.launch.weight_store import SharedWeightStore, agreement_sample, weight_store
 from rollart.leases import Leases
-from rollart.ledger.events import EVALUATION_SAMPLED, FUNCTION_VERSION
+from rollart.ledger.events import EVALUATION_SAMPLED, FUNCTION_VERSION, UTC_CLOCK
 from rollart.ledger.intervals import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
@@ -505,8 +506,15 @@ def control_settings(
         options=strategy_settings(resolved, reshard),
         colocation=not run.rollout.replication,
         measure=measure,
+        traced=run.telemetry.turns,
         experts=experts and run.training.routing_replay is not False and resolved.cluster.engines.kind != "vllm",
     )
+
+
+def _utc_clock(began: float) -> RunEvent:
+    """The UTC time of the loop's second `began`, for exports with dates. No decision depends on it."""
+    now = dt.datetime.now(dt.UTC).timestamp()
+    return RunEvent(began, UTC_CLOCK, "run", {"unix_s": now - (asyncio.get_running_loop().time() - began)})
 
 
 def _stop_recording_pauses() -> None:
@@ -542,6 +550,7 @@ async def open_run(
                 kept_mb=0 if (keep := resolved.run.keep).items == "none" else keep.max_mb,
             )
         )
+        ledger.event(_utc_clock(began))
         stack.callback(_stop_recording_pauses)
         devices_before = ledger.spent_usd - ledger.functions_usd
         leases = Leases(ledger)

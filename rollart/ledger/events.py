@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+UTC_CLOCK = "utc_clock"
+"""Event at the start of each life of a run: `unix_s`, the UTC time of this second of the run."""
+
+TURN = "turn"
+"""Event of a trajectory at the end of a turn: its number, seconds of its generation (`generation_s`) and of its
+environment's step after it (`environment_s`), `engine`, `version` and `tokens`. Of the trajectories that a run traces
+(`telemetry.turns`)."""
+
 ENGINE_DID = "engine_did"
 """Event of an engine: the increase of its counters in an interval."""
 

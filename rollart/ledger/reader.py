@@ -11,14 +11,24 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollart.errors import StorageFailed, UsageError
-from rollart.ledger.database import CONSUMED, DROPPED, FILE, OLDER, SCHEMA_VERSION, TOKEN_SUMS
+from rollart.ledger.database import CONSUMED, DROPPED, FILE, MINUTE_S, OLDER, SCHEMA_VERSION, TOKEN_SUMS
+from rollart.ledger.events import UTC_CLOCK
 from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.kept import KeptItem, read_kept
+from rollart.ledger.utc import HOUR_S, UtcTimes, hourly_parts
 from rollart.ports import FINISHED, Interval, RunEvent
 from serverless.meter import Saving
 from serverless.types import Invocation, TokenUsage
 
 R = TypeVar("R")
+
+FATE = f"""CASE WHEN t.outcome <> '{FINISHED}' THEN t.outcome WHEN t.purpose = 'eval' THEN 'evaluated'
+WHEN s.state = {CONSUMED} THEN 'trained' WHEN g.state = {DROPPED} THEN g.reason
+WHEN s.state = {DROPPED} THEN 'group_dropped' ELSE 'waiting' END"""
+"""The outcome of a trajectory (`ChargeSum`)."""
+
+OF_TRAJECTORIES = """FROM trajectories t LEFT JOIN samples s ON s.id = t.id AND t.purpose <> 'eval'
+LEFT JOIN groups g ON g.id = s.grp"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +51,30 @@ class ChargeSum:
     judged: int
     successes: int
     seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectorySpan:
+    """A trajectory that ended. `outcome` is that of `ChargeSum`, `group` is '' and `version` None where there is no
+    sample, or it was not trained. `reward_s` is None if it asked for no reward."""
+
+    trajectory: str
+    domain: str
+    purpose: str
+    outcome: str
+    v0: int
+    group: str
+    version: int | None
+    turns: int
+    prompt_tokens: int
+    action_tokens: int
+    engine_seconds: float
+    score: float | None
+    t0: float
+    t1: float
+    reset_s: float
+    env_s: float
+    reward_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +138,20 @@ class WorkerSum:
     state: str
     seconds: float
     estimated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class HourSum:
+    """Intervals of one resource in one state for one cause at one price within one hour of UTC, added up. `hour` counts
+    from 1970."""
+
+    hour: int
+    role: str
+    resource: str
+    state: str
+    cause: str
+    price: float
+    unit_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,17 +263,23 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
         """Trajectories by (domain, purpose, outcome, first version)."""
         return self._rows(
             ChargeSum,
-            f"""SELECT t.domain, t.purpose,
-            CASE WHEN t.outcome <> '{FINISHED}' THEN t.outcome WHEN t.purpose = 'eval' THEN 'evaluated'
-                 WHEN s.state = {CONSUMED} THEN 'trained'
-                 WHEN g.state = {DROPPED} THEN g.reason WHEN s.state = {DROPPED} THEN 'group_dropped'
-                 ELSE 'waiting' END AS fate, t.v0,
+            f"""SELECT t.domain, t.purpose, {FATE} AS fate, t.v0,
             count(*), sum(t.engine_seconds), sum(t.turns), sum(t.prompt_tokens), sum(t.action_tokens),
             count(t.success), coalesce(sum(t.success), 0), sum(t.t1 - t.t0)
-            FROM trajectories t LEFT JOIN samples s ON s.id = t.id AND t.purpose <> 'eval'
-            LEFT JOIN groups g ON g.id = s.grp
+            {OF_TRAJECTORIES}
             GROUP BY t.domain, t.purpose, fate, t.v0 ORDER BY t.domain, t.purpose, fate, t.v0""",
         )
+
+    def trajectory_spans(self, version: int | None = None) -> Iterator[TrajectorySpan]:
+        """Every trajectory that ended, by begin; or those that were trained into `version`."""
+        rows = self._cursor(
+            f"""SELECT t.id, t.domain, t.purpose, {FATE}, t.v0, coalesce(s.grp, ''),
+            CASE WHEN s.state = {CONSUMED} THEN s.version END, t.turns, t.prompt_tokens, t.action_tokens,
+            t.engine_seconds, t.score, t.t0, t.t1, t.reset_s, t.env_s, t.reward_s
+            {OF_TRAJECTORIES}{"" if version is None else f" WHERE s.state = {CONSUMED} AND s.version = {int(version)}"}
+            ORDER BY t.t0, t.rowid"""
+        )
+        yield from (TrajectorySpan(*row) for row in rows)
 
     def finished(self) -> list[FinishedRow]:
         """Training trajectories that were scored, with any sample state, in the order in which they ended."""
@@ -340,6 +394,77 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
             "SELECT t, kind, subject, fields FROM events WHERE ? IS NULL OR kind = ? ORDER BY t, rowid", kind, kind
         )
         return [RunEvent(t, k, subject, json.loads(fields)) for t, k, subject, fields in rows]
+
+    def events_after(self, row: int, *kinds: str) -> tuple[int, list[RunEvent]]:
+        """Events of these kinds that were written after the row `row` (0: all), and the last row that was written: for
+        readers that follow a run."""
+        (last,) = self._query("SELECT coalesce(max(rowid), 0) FROM events")[0]
+        rows = self._query(
+            f"""SELECT t, kind, subject, fields FROM events WHERE rowid > ? AND rowid <= ?
+            AND kind IN ({", ".join("?" * len(kinds))}) ORDER BY rowid""",
+            row,
+            last,
+            *kinds,
+        )
+        return last, [RunEvent(t, kind, subject, json.loads(fields)) for t, kind, subject, fields in rows]
+
+    def utc(self) -> UtcTimes:
+        """UTC times of the run. A ledger without them (a simulation, or an earlier version of rollart) ended when its
+        file was last changed."""
+        starts = [(event.t, float(event.fields["unix_s"] or 0.0)) for event in self.events(UTC_CLOCK)]
+        return UtcTimes(starts or [(self.facts().seconds, self._path.stat().st_mtime)])
+
+    def interval_hours(self, utc: UtcTimes) -> list[HourSum]:
+        """Intervals by (hour of UTC, role, resource, state, cause, price): each is cut at the hours."""
+        start = utc.sql("t0")
+        rows = self._cursor(
+            f"""SELECT CAST(start / {HOUR_S} AS INTEGER) AS hour, role, resource, state, cause, price,
+            sum(seconds * units), 0.0, 0.0, 0.0
+            FROM (SELECT *, {start} AS start, t1 - t0 AS seconds FROM intervals)
+            WHERE hour = CAST((start + seconds) / {HOUR_S} AS INTEGER)
+            GROUP BY hour, role, resource, state, cause, price
+            UNION ALL
+            SELECT CAST(start / {HOUR_S} AS INTEGER) AS hour, role, resource, state, cause, price, 0.0,
+            start, seconds, units
+            FROM (SELECT *, {start} AS start, t1 - t0 AS seconds FROM intervals)
+            WHERE hour <> CAST((start + seconds) / {HOUR_S} AS INTEGER)"""
+        )
+        sums: dict[tuple[int, str, str, str, str, float], float] = {}
+        for hour, role, resource, state, cause, price, unit_seconds, start_s, seconds, units in rows:
+            if not seconds:
+                key = (hour, role, resource, state, cause, price)
+                sums[key] = sums.get(key, 0.0) + unit_seconds
+            for n, part in hourly_parts(start_s, start_s + seconds) if seconds else ():
+                key = (n, role, resource, state, cause, price)
+                sums[key] = sums.get(key, 0.0) + part * units
+        return [HourSum(*key, unit_seconds) for key, unit_seconds in sorted(sums.items())]
+
+    def invocation_hours(self, utc: UtcTimes) -> list[tuple[int, InvocationSum]]:
+        """`invocation_sums` by the hour of UTC in which the calls began."""
+        rows = self._query(
+            f"""SELECT CAST({utc.sql("t0")} / {HOUR_S} AS INTEGER) AS hour, function, provider, memory_mb, status,
+            count(*), sum(items), sum(cold_start_s > 0), sum(cold_start_s), sum(billed_s), cause, sum(cold_billed_s)
+            FROM invocations GROUP BY hour, function, provider, memory_mb, status, cause
+            ORDER BY hour, function, provider, memory_mb, status, cause"""
+        )
+        return [(hour, InvocationSum(*row)) for hour, *row in rows]
+
+    def token_hours(self, utc: UtcTimes) -> list[tuple[int, TokenSum]]:
+        """`token_sums` by hour of UTC."""
+        rows = self._query(
+            f"""SELECT CAST({utc.sql("t")} / {HOUR_S} AS INTEGER) AS hour, function, cause, {TOKEN_SUMS} FROM tokens
+            GROUP BY hour, function, cause, endpoint, model ORDER BY hour, function, endpoint, model, cause"""
+        )
+        return [(hour, TokenSum(function, cause, TokenUsage(*usage))) for hour, function, cause, *usage in rows]
+
+    def worker_hours(self, utc: UtcTimes) -> list[tuple[int, WorkerSum]]:
+        """`worker_sums` by the hour of UTC of the minutes by which they are kept."""
+        rows = self._query(
+            f"""SELECT CAST({utc.sql(f"minute * {MINUTE_S}")} / {HOUR_S} AS INTEGER) AS hour, function, provider,
+            memory_mb, state, sum(seconds) FROM worker_time GROUP BY hour, function, provider, memory_mb, state
+            ORDER BY hour, function, provider, memory_mb, state"""
+        )
+        return [(hour, WorkerSum(*row)) for hour, *row in rows]
 
     def kept(self) -> Iterator[KeptItem]:
         """The kept items in the order in which their trajectories ended; none for a run that keeps none (`keep`)."""

@@ -57,7 +57,7 @@ def lines(rows: RunRows) -> Iterator[CostLine]:
         if not start_usd:
             start_s = 0.0
         work_s, work_usd = call.billed_s - start_s, usd - start_usd
-        yield CostLine(REWARD, resource, ResourceState.BUSY, _why(call), work_s, work_usd, billed)
+        yield CostLine(REWARD, resource, ResourceState.BUSY, cause_of(call), work_s, work_usd, billed)
         if start_usd:
             yield CostLine(REWARD, resource, ResourceState.STARTUP, COLD_START, start_s, start_usd, billed)
     for worker in rows.workers:
@@ -74,7 +74,7 @@ def token_lines(rows: RunRows) -> Iterator[CostLine]:
     for row in rows.tokens:
         used = row.usage
         resource, usd = f"{used.endpoint}/{used.model}:{row.function}", rows.prices.token_usd(used)
-        cause = "tokens without a score" if row.cause == NO_SCORE else _overhead(row.cause)
+        cause = "tokens without a score" if row.cause == NO_SCORE else overhead(row.cause)
         yield CostLine(REWARD, resource, ResourceState.BUSY, cause, 0.0, usd)
 
 
@@ -88,15 +88,15 @@ def _usd(rows: RunRows, call: InvocationSum) -> float:
     )
 
 
-def _why(call: InvocationSum) -> str:
+def cause_of(call: InvocationSum) -> str:
     """The cause of a call that a run without faults and stragglers would not have made: its failure, or its trigger;
     '' for other calls."""
     if call.status != "ok":
         return f"function {call.status}"
-    return _overhead(call.cause)
+    return overhead(call.cause)
 
 
-def _overhead(cause: str) -> str:
+def overhead(cause: str) -> str:
     return "" if cause == Cause.CALL else f"function {cause}"
 
 

@@ -93,9 +93,6 @@ class RunRows:
 def collect(reader: LedgerReader, run: str) -> RunRows:
     """Read a run's sums. Prices are those of the run's start."""
     config = reader.config()
-    settings = config.get("functions", {})
-    keep_s = {name: float(given["keep_alive_s"]) for name, given in settings.items() if "keep_alive_s" in given}
-    unmetered = [call for provider in sorted(ESTIMATED) for call in reader.calls(provider)]
     return RunRows(
         run=run,
         facts=reader.facts(),
@@ -103,9 +100,9 @@ def collect(reader: LedgerReader, run: str) -> RunRows:
         charges=reader.charge_sums(),
         invocations=reader.invocation_sums(),
         versions=reader.versions(),
-        prices=_price_list(config),
+        prices=price_list(config),
         savings=reader.saving_sums(),
-        workers=[*reader.worker_sums(), *estimated_workers(unmetered, keep_s)],
+        workers=[*reader.worker_sums(), *estimated_workers(*unmetered_calls(reader, config))],
         tokens=reader.token_sums(),
         events={kind: reader.events(kind) for kind in events.REPORTED},
         device_hours=reader.device_hours(),
@@ -115,7 +112,15 @@ def collect(reader: LedgerReader, run: str) -> RunRows:
     )
 
 
-def _price_list(config: Mapping[str, Any]) -> PriceList:
+def unmetered_calls(reader: LedgerReader, config: Mapping[str, Any]) -> tuple[list[Invocation], dict[str, float]]:
+    """Calls of providers that do not meter idle workers, and seconds of keep-alive by function where known."""
+    settings = config.get("functions", {})
+    keep_s = {name: float(given["keep_alive_s"]) for name, given in settings.items() if "keep_alive_s" in given}
+    return [call for provider in sorted(ESTIMATED) for call in reader.calls(provider)], keep_s
+
+
+def price_list(config: Mapping[str, Any]) -> PriceList:
+    """The prices of a run's configuration; the shipped ones of a run without."""
     if prices := config.get("prices"):
         return PriceList.model_validate(prices)
     from rollart.settings.load import builtin, load_prices  # late: imports the schemas of all specs
@@ -147,23 +152,32 @@ def estimated_workers(calls: Iterable[Invocation], keep_s: Mapping[str, float]) 
     empty) have no idle time. At most calls x keep-alive seconds are idle.
     """
     seconds: dict[Key, dict[WorkerState, float]] = defaultdict(lambda: dict.fromkeys(WorkerState, 0.0))
-    until: dict[tuple[Key, str], float] = {}
-    for call in sorted(calls, key=lambda c: c.t0):
-        key = (call.function, call.provider, call.memory_mb)
-        states = seconds[key]
+    calls = list(calls)
+    for call in calls:
+        states = seconds[call.function, call.provider, call.memory_mb]
         states[WorkerState.COLD] += call.start_billed_s
         states[WorkerState.BUSY] += call.billed_s - call.start_billed_s
-        if not call.worker:
-            continue
-        before = until.get((key, call.worker))
-        if before is not None:
-            states[WorkerState.IDLE] += min(max(0.0, call.t0 - before), keep_s.get(call.function, KEEP_ALIVE_S))
-        until[key, call.worker] = max(call.t1, before or 0.0)
-    for key, _ in until:
-        seconds[key][WorkerState.IDLE] += keep_s.get(key[0], KEEP_ALIVE_S)
+    for key, t0, t1 in idle_stretches(calls, keep_s):
+        seconds[key][WorkerState.IDLE] += t1 - t0
     return [
         WorkerSum(*key, str(state), total, True)
         for key, states in sorted(seconds.items())
         for state, total in states.items()
         if total > 0
     ]
+
+
+def idle_stretches(calls: Iterable[Invocation], keep_s: Mapping[str, float]) -> Iterator[tuple[Key, float, float]]:
+    """The stretches in which containers are estimated to wait (see `estimated_workers`), in seconds of the run."""
+    until: dict[tuple[Key, str], float] = {}
+    for call in sorted(calls, key=lambda c: c.t0):
+        if not call.worker:
+            continue
+        key = (call.function, call.provider, call.memory_mb)
+        before = until.get((key, call.worker))
+        if before is not None:
+            idle_s = min(max(0.0, call.t0 - before), keep_s.get(call.function, KEEP_ALIVE_S))
+            yield key, before, before + idle_s
+        until[key, call.worker] = max(call.t1, before or 0.0)
+    for (key, _), t in until.items():
+        yield key, t, t + keep_s.get(key[0], KEEP_ALIVE_S)

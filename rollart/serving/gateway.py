@@ -219,6 +219,11 @@ class Gateway:
         """The sticky engine of each session that has one."""
         return {session: m.engine.id for m in self.registry.members.values() for session in m.sessions}
 
+    def engine_of(self, session: str) -> EngineId | None:
+        """The sticky engine of a session, if it has one."""
+        members = self.registry.members.values()
+        return next((m.engine.id for m in members if session in m.sessions), None)
+
     def leave(self, engine_id: EngineId, *, cause: str = "engine_down") -> None:
         """Remove the engine from the registry for good. Its unanswered turns are routed again. `cause` is recorded for
         the time until the engine is closed."""

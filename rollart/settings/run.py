@@ -13,6 +13,7 @@ from rollart.settings.algorithms import with_advantage_defaults
 from rollart.settings.base import ImportPath, Name, SpecEntry
 from rollart.settings.placement import PlacementSpec, ProfileSpec
 from rollart.settings.rollout import RolloutSpec
+from rollart.settings.telemetry import TelemetrySpec
 from rollart.settings.training import AdvantageSpec, ImitationSpec, LossWeight, TrainingSpec
 from rollart.shares import DomainShare
 from serverless.spec import FunctionImageSpec, Takes, Trust, Variable
@@ -538,6 +539,9 @@ class RunSpec(SpecEntry):
     keep: KeepSpec = Field(default_factory=KeepSpec, json_schema_extra=_or_items)
     """Scored items that stay in the ledger, for `rollart rewards rescore`: `all`, `sample 0.02`, `failed` or `none`, or
     a mapping with a bound."""
+
+    telemetry: TelemetrySpec = Field(default_factory=TelemetrySpec)
+    """Traces, metrics and trackers that other tools read (docs/observability.md)."""
 
     @field_validator("keep", mode="before")
     @classmethod

@@ -97,6 +97,7 @@ class SimulatedRun:
     colocation: bool = False
     concurrency: ConcurrencySettings | None = None
     experts: bool = False
+    traced: float = 0.0
     hosts: ModelledHosts | None = None
     """Environment hosts; None: environments run in the controller."""
     borrow: Callable[[Sequence[EngineId]], None] | None = None
@@ -202,6 +203,7 @@ class SimulatedRun:
             colocation=self.colocation,
             concurrency=self.concurrency,
             experts=self.experts,
+            traced=self.traced,
         )
 
     async def _populate(self, site: SimulatedSite) -> list[EnginePart]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
@@ -56,6 +59,8 @@ def test_reports_of_a_kept_ledger_count_tokens_not_pieces(rollart: Callable[...,
     (name,) = (path.name for path in Path("kept").iterdir())
     report = json.loads(rollart("report", "cost", f"kept/{name}", "-o", "json").out)
     total = {row["what"]: row["value"] for row in report["tables"]["total"] if row["unit"] in ("count", "USD")}
+    charged = csv.DictReader(io.StringIO(rollart("report", "cost", f"kept/{name}", "-o", "focus").out))
+    assert math.fsum(float(row["BilledCost"]) for row in charged) == pytest.approx(total["total"])
     used = json.loads(rollart("report", "utilization", f"kept/{name}", "-o", "json").out)["tables"]
     (sampled,) = (row["count"] for row in used["rates"] if row["what"] == "sampled tokens")
     assert total["trajectories generated"] >= total["trajectories trained"] > 0

@@ -5,33 +5,56 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
+import re
 import signal
 import threading
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from rollart.ledger.reader import LedgerReader
+from rollart.report.cost import cost_lines
+from rollart.report.perfetto import trace_events
+from rollart.report.rows import collect
 from tests.e2e.harness import BATCH, CLUSTER, STEPS, Home, events, held, ledger, processes, sound, tiny
 
 pytestmark = pytest.mark.slow  # every test starts a trainer and an engine: torch twice, about 6 s
 
 
 def test_a_run_reaches_its_end_and_leaves_nothing_behind(home: Home) -> None:
-    run = home.launch(tiny(**held(home)))
-    run.until_step(0)
+    run = home.launch(tiny(telemetry__turns=1.0, **held(home)))
+    run.until_step(STEPS - 1)
     running = home.run("status", "-o", "json")
     home.open()
     run.finished()
     sound(home.directory)
+    _exported(home.directory)
     assert events(home.directory, "lease_expired") == []
     assert running.returncode == 0, running.stderr
     assert (_status(running.stdout)["state"], _status(running.stdout)["process"]) == ("running", run.process.pid)
     after = _status(home.run("status", "tiny-1", "-o", "json").stdout)
     assert (after["state"], after["step"], after["trained_trajectories"]) == ("finished", 4, 4 * BATCH)
-    rows = csv.reader(io.StringIO(home.run("report", "cost", "-o", "csv").stdout))
-    assert sum(1 for _ in rows) > 1
+    rows = [*csv.DictReader(io.StringIO(home.run("report", "cost", "-o", "focus").stdout))]
+    with LedgerReader(home.directory) as reader:
+        lines = cost_lines(collect(reader, "tiny-1"))
+    assert math.fsum(float(row["BilledCost"]) for row in rows) == pytest.approx(math.fsum(line.usd for line in lines))
+    begun = datetime.fromisoformat(min(row["ChargePeriodStart"] for row in rows))
+    assert timedelta() <= datetime.now(UTC) - begun < timedelta(hours=2)
+
+
+def _exported(directory: Path) -> None:
+    """The trace of the run has every turn of its trajectories, within them, on an engine."""
+    with LedgerReader(directory) as reader:
+        turns = sum(t.turns for t in reader.trajectory_spans())
+        trace = list(trace_events(reader, "tiny-1"))
+    drawn = [event for event in trace if re.fullmatch(r"turn \d", event["name"])]
+    assert len(drawn) == turns
+    assert {event["args"]["engine"] for event in drawn} == {"engine-0"}
 
 
 def test_stop_from_another_shell_and_resume(home: Home) -> None:
