@@ -65,7 +65,7 @@ test-fast: install
 	$(PYTEST)
 
 test-slow:
-	$(ALONE) $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.ray $(VENV)/.verifiers $(OPENENV)/.installed $(VENV)/.triton
+	$(ALONE) $(VENV)/.oracles $(VENV)/.providers $(VENV)/.harnesses $(VENV)/.exports $(VENV)/.ray $(VENV)/.verifiers $(OPENENV)/.installed $(VENV)/.triton
 	$(PYTEST) -m 'slow and not matrix'
 
 # One after the other, so that the seconds of each mean something.
@@ -92,6 +92,11 @@ $(VENV)/.providers: $(VENV)/.installed
 # Clients and agent loops that are not ours, for the proxy's tests.
 $(VENV)/.harnesses: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[harnesses]'
+	touch $@
+
+# Clients of tools that read a run.
+$(VENV)/.exports: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[exports]'
 	touch $@
 
 # Environments of verifiers' v0 API: without what it would bring beside the above (565 MB) and nothing here uses.

@@ -144,6 +144,8 @@ def _start_line(event: RunEvent) -> str | None:
         case "model_fetching":
             done, of = int(fields["bytes"] or 0), int(fields["of"] or 0)
             return f"fetching {event.subject}: {done / 1e9:.2f} of {of / 1e9:.2f} GB"
+        case "exporting":
+            return "exporting" + "".join(f"   {name} at {value}" for name, value in fields.items())
         case "starting":
             return "starting trainer and reward model"
         case "resumed":

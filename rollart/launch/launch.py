@@ -23,6 +23,7 @@ from rollart.errors import (
     VersionDamaged,
     leaf_errors,
 )
+from rollart.exports.process import exporting
 from rollart.launch.clusters import follow_nodes, record_cluster_events
 from rollart.launch.hosts import host_count_keepers, watch_memory
 from rollart.launch.plan import RunStart, resolve_start
@@ -117,7 +118,10 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
     check_releases(resolved, directory)
     start = await _checked_start(pinned(resolved), directory, resume, progress)
     resolved = start.resolved
-    async with open_run(start, directory, progress, began=began) as context:
+    async with (
+        exporting(resolved.run.telemetry, directory, progress),
+        open_run(start, directory, progress, began=began) as context,
+    ):
         recovered = await context.ledger.recover() if resume else None
         async with asyncio.TaskGroup() as background, contextlib.AsyncExitStack() as ending:
             ending.callback(context.ledger.stopping)

@@ -12,6 +12,7 @@ from rollart.errors import SpecError
 from rollart.launch.layout import external_token
 from rollart.settings.planning import Specs
 from rollart.settings.run import HarnessSpec
+from rollart.settings.telemetry import TelemetrySpec
 
 ENVIRONMENT_MODULES = {
     "rollart.adapters.envs.frozen_lake": "gymnasium",
@@ -36,7 +37,10 @@ class Requirement:
 
     @property
     def here(self) -> bool:
-        return importlib.util.find_spec(self.module) is not None
+        try:
+            return importlib.util.find_spec(self.module) is not None
+        except ModuleNotFoundError:  # of a package that it is in
+            return False
 
     @property
     def remedy(self) -> str:
@@ -56,6 +60,7 @@ def requirements(resolved: Specs) -> Iterator[Requirement]:
         yield Requirement("ray", "ray", "cluster.runtime.backend is 'ray'")
     if run.weights.store is not None and run.weights.store.kind == "s3":
         yield Requirement("aiobotocore", "aws", "weights.store.kind is 's3'")
+    yield from _clients(run.telemetry)
     for domain in run.domains:
         if isinstance(domain.environment, HarnessSpec):
             yield Requirement(
@@ -68,6 +73,15 @@ def requirements(resolved: Specs) -> Iterator[Requirement]:
             module = ENVIRONMENT_MODULES.get(domain.environment.partition(":")[0])
             if module is not None:
                 yield Requirement(module, "envs", f"domains.{domain.name}.environment")
+
+
+def _clients(telemetry: TelemetrySpec) -> Iterator[Requirement]:
+    if telemetry.metrics is not None:
+        yield Requirement("prometheus_client", "metrics", "telemetry.metrics")
+    if telemetry.otlp is not None:
+        yield Requirement("opentelemetry.exporter.otlp.proto.http", "otel", "telemetry.otlp")
+    for tracker in telemetry.track:
+        yield Requirement(tracker, tracker, f"telemetry.track has '{tracker}'")
 
 
 def refuse_missing(resolved: Specs) -> None:

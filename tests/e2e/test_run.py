@@ -9,6 +9,8 @@ import math
 import re
 import signal
 import threading
+import urllib.request
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -22,18 +24,27 @@ from rollart.report.cost import cost_lines
 from rollart.report.perfetto import trace_events
 from rollart.report.rows import collect
 from tests.e2e.harness import BATCH, CLUSTER, STEPS, Home, events, held, ledger, processes, sound, tiny
+from tests.exports.collector import OtlpCollector, collecting
 
 pytestmark = pytest.mark.slow  # every test starts a trainer and an engine: torch twice, about 6 s
 
 
 def test_a_run_reaches_its_end_and_leaves_nothing_behind(home: Home) -> None:
-    run = home.launch(tiny(telemetry__turns=1.0, **held(home)))
-    run.until_step(STEPS - 1)
-    running = home.run("status", "-o", "json")
-    home.open()
-    run.finished()
+    with collecting() as collector:
+        telemetry = {
+            "turns": 1.0,
+            "metrics": {"port": 0},
+            "otlp": {"endpoint": collector.url, "share": 1.0},
+            "track": ["tensorboard"],
+        }
+        run = home.launch(tiny(telemetry=telemetry, **held(home)))
+        run.until_step(STEPS - 1)
+        running = home.run("status", "-o", "json")
+        _scraped(home.directory, run.said)
+        home.open()
+        run.finished()
     sound(home.directory)
-    _exported(home.directory)
+    _exported(home.directory, collector)
     assert events(home.directory, "lease_expired") == []
     assert running.returncode == 0, running.stderr
     assert (_status(running.stdout)["state"], _status(running.stdout)["process"]) == ("running", run.process.pid)
@@ -47,14 +58,50 @@ def test_a_run_reaches_its_end_and_leaves_nothing_behind(home: Home) -> None:
     assert timedelta() <= datetime.now(UTC) - begun < timedelta(hours=2)
 
 
-def _exported(directory: Path) -> None:
-    """The trace of the run has every turn of its trajectories, within them, on an engine."""
+def _scraped(directory: Path, said: str) -> None:
+    """The metrics of a run that waits are its ledger's; seconds and dollars go on."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from rollart.exports.metrics import read_figures
+
+    (url,) = re.findall(r"metrics at (\S+)", said)
+    before = {figure.name: figure for figure in read_figures(directory)}
+    with urllib.request.urlopen(url) as response:
+        families = {family.name: family for family in text_string_to_metric_families(response.read().decode())}
+    after = {figure.name: figure for figure in read_figures(directory)}
+    assert after.keys() == families.keys()
+    for name, figure in after.items():
+        assert families[name].type == figure.kind
+        found = {tuple(s.labels[label] for label in figure.labels): s.value for s in families[name].samples}
+        assert all(before[name].values.get(labels, 0.0) <= value + 1e-9 for labels, value in found.items()), name
+        assert all(found[labels] <= value + 1e-9 for labels, value in figure.values.items() if labels in found), name
+    assert families["rollart_steps"].samples[0].value == STEPS - 1
+    trained = [s for s in families["rollart_trajectories"].samples if s.labels["outcome"] == "trained"]
+    assert [s.value for s in trained] == [(STEPS - 1) * BATCH]
+
+
+def _exported(directory: Path, collector: OtlpCollector) -> None:
+    """Trace, spans and tracker have every step, and every trajectory with its turns, on an engine."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     with LedgerReader(directory) as reader:
-        turns = sum(t.turns for t in reader.trajectory_spans())
+        trajectories = {t.trajectory: t for t in reader.trajectory_spans()}
         trace = list(trace_events(reader, "tiny-1"))
+        metrics = {row.version: row.metrics for row in reader.versions()}
+    turns = sum(t.turns for t in trajectories.values())
     drawn = [event for event in trace if re.fullmatch(r"turn \d", event["name"])]
     assert len(drawn) == turns
     assert {event["args"]["engine"] for event in drawn} == {"engine-0"}
+    sent = Counter(span.name for span in collector.spans())
+    assert sent["generation"] == sent["environment"] == turns
+    assert {name for name in sent if name in trajectories} == trajectories.keys()
+    assert [sent[f"step {n}"] for n in range(1, STEPS + 1)] == [1] * STEPS
+    assert collector.metrics()["rollart_steps"].sum.data_points[0].as_double == STEPS
+    events = EventAccumulator(str(directory / "tensorboard"))
+    events.Reload()
+    logged = {point.step: point.tensor_proto.float_val[0] for point in events.Tensors("train/loss")}
+    assert logged == pytest.approx({n: metrics[n]["loss"] for n in range(1, STEPS + 1)})
+    assert not (directory / "logs" / "exports.log").read_text()
 
 
 def test_stop_from_another_shell_and_resume(home: Home) -> None:
