@@ -713,9 +713,9 @@ def validate() -> None:
 
 
 @command(cli, "specs:schema")
-@click.argument("kind", metavar="run|cluster|prices|faults")
+@click.argument("kind", metavar="run|cluster|prices|faults|report.NAME")
 def schema() -> None:
-    """Print the JSON Schema of a spec, for editors."""
+    """Print the JSON Schema of a spec, for editors, or of a report's JSON (report.cost)."""
 
 
 @cli.group("report")

@@ -11,7 +11,8 @@ from pathlib import Path
 import click
 
 from rollart.cli.context import native_output_to_stderr, split_arguments
-from rollart.errors import RollartError, SpecError
+from rollart.errors import RollartError, SpecError, UsageError, did_you_mean
+from rollart.report.schemas import REPORTS, report_schema
 from rollart.settings.cluster import ClusterSpec
 from rollart.settings.load import SpecSources, json_schema, load_file
 from rollart.settings.run import RunSpec
@@ -62,7 +63,16 @@ def _check_run(run: str, clusters: list[str]) -> None:
 
 
 def schema(kind: str) -> None:
-    click.echo(json.dumps(json_schema(kind), indent=2))
+    report = kind.removeprefix("report.")
+    if report == kind:
+        found = json_schema(kind)
+    elif report in REPORTS:
+        found = report_schema(report)
+    else:
+        raise UsageError(
+            f"no report '{report}'{did_you_mean(report, REPORTS)}", remedy=f"ask for report.{', report.'.join(REPORTS)}"
+        )
+    click.echo(json.dumps(found, indent=2))
 
 
 def render(
