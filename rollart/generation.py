@@ -9,7 +9,7 @@ turn on a tiny model computes for less than 0.1 ms, an HTTP exchange costs sever
 iteration travel as one frame, and so do all answers of one step. A message is a list that starts with its kind:
 
     g  number, request_id, session, token_ids, max_tokens, temperature, top_p, seed, stop ids, allowed ids, cache_salt,
-       kv_transfer_params; experts_from, if the experts are wanted
+       kv_transfer_params; experts_from, if the experts are wanted (or nil); the adapter, if it names one
     G  the same, streamed: answered with p messages before the c
     a  request_ids to abort: they are answered with their tokens so far
     x  number of a cancelled request: it is not answered
@@ -65,12 +65,14 @@ def request_body(request: GenerateRequest) -> dict[str, object]:
         "cache_salt": request.cache_salt,
         "kv_transfer_params": None if request.kv_transfer is None else dict(request.kv_transfer),
         "experts_from": request.experts_from,
+        "model": request.adapter,
     }
     return {name: value for name, value in body.items() if value is not None}
 
 
 def parse_request(body: object, *, session: str, fallback_id: str) -> GenerateRequest:
-    """`session` is the X-Session-ID header; `fallback_id` is used for a request without an id."""
+    """`session` is the X-Session-ID header; `fallback_id` is used for a request without an id. As with vLLM, `model`
+    names an adapter."""
     if not isinstance(body, Mapping):
         raise _bad("the body must be a JSON object")
     sampling = body.get("sampling_params") or {}
@@ -80,6 +82,7 @@ def parse_request(body: object, *, session: str, fallback_id: str) -> GenerateRe
     if transfer is not None and not isinstance(transfer, Mapping):
         raise _bad("kv_transfer_params must be an object")
     salt, seed, allowed = body.get("cache_salt"), sampling.get("seed"), sampling.get("allowed_token_ids")
+    adapter = body.get("model")
     return GenerateRequest(
         request_id=str(body.get("request_id") or fallback_id),
         session=session,
@@ -95,6 +98,7 @@ def parse_request(body: object, *, session: str, fallback_id: str) -> GenerateRe
         cache_salt=None if salt is None else str(salt),
         kv_transfer=transfer,
         experts_from=None if body.get("experts_from") is None else max(0, whole_number(body, "experts_from", 0)),
+        adapter=None if adapter is None else str(adapter),
     )
 
 
@@ -123,14 +127,15 @@ def request_message(number: int, request: GenerateRequest) -> Sequence[object]:
         s.allowed_token_ids,
         request.cache_salt,
         None if request.kv_transfer is None else dict(request.kv_transfer),
-        *(() if request.experts_from is None else (request.experts_from,)),
+        *_optional(request.experts_from, request.adapter),
     )
 
 
 def body_of_message(message: Sequence[Any]) -> tuple[int, str, dict[str, Any]]:
     """Number, session and body of a request that came as a message."""
     _, number, name, session, token_ids, *others = message
-    sampling, (salt, transfer, *experts_from) = others[: len(MESSAGE_SAMPLING)], others[len(MESSAGE_SAMPLING) :]
+    sampling, (salt, transfer, *optional) = others[: len(MESSAGE_SAMPLING)], others[len(MESSAGE_SAMPLING) :]
+    experts_from, adapter = [*optional, None, None][:2]
     return (
         number,
         str(session),
@@ -139,10 +144,17 @@ def body_of_message(message: Sequence[Any]) -> tuple[int, str, dict[str, Any]]:
             "token_ids": token_ids,
             "cache_salt": salt,
             "kv_transfer_params": transfer,
-            "experts_from": experts_from[0] if experts_from else None,
+            "experts_from": experts_from,
+            "model": adapter,
             "sampling_params": dict(zip(MESSAGE_SAMPLING, sampling, strict=True)),
         },
     )
+
+
+def _optional(*fields: object) -> Sequence[object]:
+    """The fields at the end of a message, without those that are not given after the last that is."""
+    given = [index for index, value in enumerate(fields) if value is not None]
+    return fields[: given[-1] + 1] if given else ()
 
 
 def completion_body(request_id: str, c: Completion) -> dict[str, Any]:

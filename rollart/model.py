@@ -303,7 +303,8 @@ class GenerateRequest:
 
     `on_chunk` is called with tokens as they are sampled, by engines that support it; its chunks are the
     beginning of the completion. `experts_from`: the answer is to have the experts that the model chose for the tokens
-    from this one on, of prompt and answer; None: those of no token.
+    from this one on, of prompt and answer; None: those of no token. `adapter` names one of the engine's; None for an
+    engine without.
     """
 
     request_id: str
@@ -314,6 +315,7 @@ class GenerateRequest:
     kv_transfer: Mapping[str, object] | None = None
     on_chunk: Callable[[CompletionChunk], None] | None = field(default=None, compare=False, repr=False)
     experts_from: int | None = None
+    adapter: str | None = None
 
 
 @_value(frozen=True, slots=True)

@@ -16,14 +16,14 @@ from collections.abc import Sequence
 import torch
 from aiohttp import web
 
-from rollart.architecture import read_architecture, stamp_of
+from rollart.architecture import read_architecture
 from rollart.engine.driver import Driver
 from rollart.engine.handoff import DTYPES, HandoffSettings
 from rollart.engine.network import Network
 from rollart.engine.runner import STEP_TOKENS, Runner
 from rollart.engine.server import EngineServer
 from rollart.engine.shm import SHM_BASE
-from rollart.engine.weights import published_version, read_tensors
+from rollart.engine.weights import published_version, read_stacked
 from rollart.errors import RollartError, UsageError, first_line
 from rollart.lifeline import die_with_parent, stop_event
 
@@ -68,14 +68,15 @@ def load(args: argparse.Namespace) -> Runner:
                 remedy=f"CUDA_VISIBLE_DEVICES={device.index} and --device {device.type}",
             )
         network = Network(architecture, context=args.max_context, device=device, dtype=DTYPES[args.dtype])
-        network.load(read_tensors(args.model))
+        weights = read_stacked(network, args.model)
+        network.load(weights.tensors, weights.adapters)
         version = published_version(args.model) if args.weight_version is None else args.weight_version
         runner = Runner(
             network,
             slots=args.max_slots,
             context=args.max_context,
             version=version,
-            stamp=stamp_of(args.model),
+            stamp=weights.stamp,
             step_tokens=args.max_step_tokens,
             deterministic=args.deterministic,
         )

@@ -25,7 +25,7 @@ class KvBlock:
     with them the next token can be sampled without a forward pass. `experts`: of each token whose KV is here, as
     `slots.ExpertTable` holds them, `[tokens, bytes]` uint8; None for a model without. `states`: those of linear
     attention after the last token, `[linear layers, state size]` fp32; None for a model without. Valid only under
-    weight version `version`.
+    weight version `version` and for requests of the same `adapter`.
     """
 
     token_ids: tuple[int, ...]
@@ -36,6 +36,7 @@ class KvBlock:
     logits: Tensor | None = None
     experts: Tensor | None = None
     states: Tensor | None = None
+    adapter: str | None = None
 
     @property
     def parts(self) -> list[Tensor]:

@@ -2,8 +2,8 @@
 
 A decode step reads the weights and the KV once and hardly computes, so launching its operators one by one takes longer
 than running them. Here all shapes are fixed. Rows are padded to the next of a few sizes; padding rows write into a slot
-of the cache that no sequence uses. The inputs of a step (tokens, positions, slots) are copied to a fixed device buffer
-before the graph runs. The step waits for the device only once, for the sampled tokens.
+of the cache that no sequence uses. The inputs of a step (tokens, positions, slots, and adapters if there are some) are
+copied to a fixed device buffer before the graph runs. The step waits for the device only once, for the sampled tokens.
 
 Weights are loaded in place (`Network.load`) and the cache never moves, so graphs stay valid for an engine's life.
 """
@@ -61,7 +61,8 @@ class GraphDecoder:
         self._sizes = captured_sizes(cache.slots - 1)
         self.graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None
-        most = 3 * _stride(self._sizes[-1])
+        self._inputs = 3 if network.adapters is None else 4
+        most = self._inputs * _stride(self._sizes[-1])
         self._device = torch.zeros(most, dtype=torch.int64, device=network.device)
         self._host = torch.zeros(most, dtype=torch.int64, pin_memory=network.device.type == "cuda")
         self._copied = torch.cuda.Event() if network.device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -77,9 +78,17 @@ class GraphDecoder:
             if not self._capture or self._captured(rows, self._cache.context) is None:
                 return
 
-    def step(self, tokens: Ints, positions: Ints, slots: Ints, chosen: list[Tensor] | None = None) -> Tensor:
+    def step(
+        self,
+        tokens: Ints,
+        positions: Ints,
+        slots: Ints,
+        chosen: list[Tensor] | None = None,
+        adapters: Ints | None = None,
+    ) -> Tensor:
         """Logits `[R, vocab]` fp32 after the tokens `[R]`, each at its position in its slot. Writes the tokens' KV into
-        the cache. `chosen` receives the experts of each layer that has some `[R, active]`."""
+        the cache. `chosen` receives the experts of each layer that has some `[R, active]`. `adapters` `[R]`: the
+        numbers of the rows', in a network with some."""
         n, context = len(tokens), self._cache.context
         rows = next(size for size in self._sizes if size >= n)
         # The longest row's length, rounded up to a power of two within [`MIN_CAPTURED_LENGTH`, `context`].
@@ -88,10 +97,13 @@ class GraphDecoder:
         found = (self.graphs.get((rows, length)) or self._captured(rows, length)) if self._capture else None
         if self._copied is not None:
             self._copied.synchronize()  # the last step's copy ended long ago: its tokens were waited for
-        staged = step_inputs(self._host, rows).numpy()
-        staged[:, :n] = tokens, positions, slots
-        staged[:, n:] = [[0], [0], [self._cache.slots - 1]]
-        used = 3 * _stride(rows)  # contiguous, so that one copy from pinned memory suffices
+        staged = step_inputs(self._host, rows, self._inputs).numpy()
+        staged[:3, :n] = tokens, positions, slots
+        staged[:3, n:] = [[0], [0], [self._cache.slots - 1]]
+        if self._inputs > 3:
+            staged[3] = 0
+            staged[3, :n] = adapters
+        used = self._inputs * _stride(rows)  # contiguous, so that one copy from pinned memory suffices
         self._device[:used].copy_(self._host[:used], non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -105,14 +117,15 @@ class GraphDecoder:
         return logits[:n]
 
     def _run(self, rows: int, length: int, chosen: list[Tensor] | None = None) -> Tensor:
-        tokens, positions, slots = step_inputs(self._device, rows)[:, :rows]
-        return self._network.decode(tokens, positions, slots, self._cache, self.operations, length, chosen)
+        tokens, positions, slots, *others = step_inputs(self._device, rows, self._inputs)[:, :rows]
+        adapters = others[0] if others else None
+        return self._network.decode(tokens, positions, slots, self._cache, self.operations, length, chosen, adapters)
 
     def _captured(self, rows: int, length: int) -> tuple[torch.cuda.CUDAGraph, Tensor] | None:
         """Capture the step as a graph. None, now and in future, if this device or driver cannot. All rows are padding:
         what a capture runs before the step would move the states of linear attention on."""
         self._device.fill_(0)
-        step_inputs(self._device, rows)[2] = self._cache.slots - 1
+        step_inputs(self._device, rows, self._inputs)[2] = self._cache.slots - 1
         current_stream = torch.cuda.current_stream()
         try:
             capture_stream = torch.cuda.Stream(self._network.device)  # type: ignore[no-untyped-call]
@@ -137,13 +150,14 @@ class GraphDecoder:
 
 
 def _stride(rows: int) -> int:
-    """Elements between the starts of the three inputs: kernels are compiled for addresses aligned to 16 bytes."""
+    """Elements between the starts of the inputs: kernels are compiled for addresses aligned to 16 bytes."""
     return rows + rows % 2
 
 
-def step_inputs(buffer: Tensor, rows: int) -> Tensor:
-    """Tokens, positions and slots `[3, rows (rounded up to even)]` at the start of the buffer."""
-    return buffer[: 3 * _stride(rows)].view(3, _stride(rows))
+def step_inputs(buffer: Tensor, rows: int, inputs: int = 3) -> Tensor:
+    """Tokens, positions, slots and possibly adapters `[inputs, rows (rounded up to even)]` at the start of the
+    buffer."""
+    return buffer[: inputs * _stride(rows)].view(inputs, _stride(rows))
 
 
 def captured_sizes(most: int) -> Sequence[int]:

@@ -492,6 +492,7 @@ def encode_block(block: KvBlock, token: str = "") -> list[memoryview]:
         }
         | ({} if block.experts is None else {"experts": list(block.experts.shape)})
         | ({} if block.states is None else {"states": list(block.states.shape)})
+        | ({} if block.adapter is None else {"adapter": block.adapter})
     ).encode()
     header += b" " * (-(BLOCK_PREFIX.size + len(header)) % BLOCK_ALIGN)
     crc = zlib.crc32(header)
@@ -530,6 +531,7 @@ def decode_block(data: bytes | bytearray | mmap.mmap, token: str = "") -> KvBloc
             logits=_tensor(buffer, torch.float32, (vocab,), logits_at) if vocab else None,
             experts=_tensor(buffer, torch.uint8, experts, experts_at) if experts else None,
             states=_tensor(buffer, torch.float32, states, states_at) if states else None,
+            adapter=header.get("adapter"),
         )
     except (struct.error, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise HandoffFailed(f"the pull brought no valid KV: {error}", remedy="prefill again") from error

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rollart.architecture import Architecture, ExpertLayers, LinearAttention, expert_parts, refuse_longer_context
+from rollart.engine.adapters import AdaptedPart, AdapterStack, RowScales, StackedFactors, select_scales
 from rollart.engine.cache import KvCache, LinearStates
 from rollart.engine.delta import convolve, delta_chunks, delta_step
 from rollart.engine.operations import (
@@ -38,6 +39,7 @@ from rollart.engine.operations import (
 from rollart.engine.rotary import Tables, rotary_tables, rotate
 from rollart.engine.sampling import to_device
 from rollart.errors import UsageError
+from rollart.lora import Adapter
 
 BLOCKED_MIN_ELEMENTS = 65_536
 """Elements from which the blocked layout wins at any number of rows above one."""
@@ -112,6 +114,39 @@ class Network:
         self.windows = list(dict.fromkeys(one.window for one in a.attention if one is not None))
         """The distinct attention windows, in keys; None: all keys."""
         self._window_of = [0 if one is None else self.windows.index(one.window) for one in a.attention]
+        self.adapters: AdapterStack | None = None
+        """The adapters that requests name; None: all requests have the weights of `load`."""
+
+    def stack_adapters(self, adapters: Mapping[str, Adapter]) -> None:
+        """Make room for adapters like these, which `load` fills, before the first request. UsageError if they do not
+        fit the model."""
+        ranks = {a.shape[0] for adapter in adapters.values() for a, _ in adapter.factors.values()}
+        if len(ranks) != 1:
+            raise UsageError(f"adapters of ranks {', '.join(map(str, sorted(ranks)))} (rule: one rank)")
+        names, rank, targets = next(iter(adapters.values())).factors.keys(), ranks.pop(), dict(self.weight_targets())
+        parts: dict[str, AdaptedPart] = {}
+        for layer in self._layers:
+            for matrix in layer.matrices:
+                storage = matrix.weight.untyped_storage().data_ptr()
+                own = [
+                    name
+                    for name, view in targets.items()
+                    if name in names and view.untyped_storage().data_ptr() == storage
+                ]
+                if own:
+                    factors = matrix.stack(len(adapters) * len(own) * rank)
+                    width = matrix.weight.shape[1]
+                    for number, name in enumerate(own):
+                        start = targets[name].storage_offset() // width
+                        parts[name] = AdaptedPart(factors, start, targets[name].shape[0], number, len(own))
+            if isinstance(attention := layer.attention, SoftmaxAttention) and attention.qkv.factors is not None:
+                queries = attention.q.weight.shape[0]
+                attention.q.factors = attention.qkv.factors.rows(0, queries)
+                attention.kv.factors = attention.qkv.factors.rows(queries, attention.qkv.weight.shape[0])
+        if missing := sorted(names - parts.keys()):
+            raise UsageError(f"the adapters change {missing[0]}, which takes none here")
+        self.adapters = AdapterStack(sorted(adapters), rank, parts, self.device, self.dtype)
+        self.adapters.check(adapters)
 
     def shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the tensors that a checkpoint of this architecture holds."""
@@ -136,8 +171,17 @@ class Network:
         return {name: tensor.to("cpu", types.get(name, self.dtype)) for name, tensor in tensors.items()}
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a checkpoint's tensors (Hugging Face names) into the fused weights, in place."""
+    def load(self, tensors: Mapping[str, Tensor], adapters: Mapping[str, Adapter] | None = None) -> None:
+        """Copy a checkpoint's tensors (Hugging Face names) into the fused weights, in place, and the factors of stacked
+        adapters. With them `tensors` may be empty: the weights below stay."""
+        if self.adapters is not None:
+            given = adapters or {}
+            self.adapters.check(given)
+            if tensors or not self.adapters.holds_base(given):
+                self.check(tensors)
+            self.adapters.load(given)
+            if not tensors:
+                return
         self.check(tensors)
         for name, target in self.weight_targets():
             target.copy_(tensors[name])
@@ -145,8 +189,7 @@ class Network:
                 target.add_(self.architecture.norm_offset)
         self._head.pack()
         for layer in self._layers:
-            dense = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, DenseMlp) else ()
-            for matrix in (*layer.attention.matrices, *dense):
+            for matrix in layer.matrices:
                 matrix.pack()
         if isinstance(final := self._layers[-1].attention, SoftmaxAttention):
             final.q.pack()
@@ -158,21 +201,26 @@ class Network:
         rows' last tokens from the last layer."""
         a, x = self.architecture, self._embedded(batch.tokens)
         tables = [_select(one, batch.positions) for one in self.tables]
+        scales = self._scales(batch.adapters)
         final = len(self._layers) - 1
         for i, layer in enumerate(self._layers):
             last = batch.last if i == final else None
             h = x if layer.norm_in is None else self._rms(x, layer.norm_in)
             if isinstance(layer.attention, DeltaAttention):
-                attended = layer.attention(h, batch.groups, cache.linear[i])
+                attended = layer.attention(h, batch.groups, cache.linear[i], scales)
                 attended = attended if last is None else attended.index_select(0, last)
             else:
                 table = None if (t := self._table_of[i]) is None else tables[t]
-                attended = self._attended(i, layer.attention, h, table, batch, cache, last)
-            x = x if last is None else x.index_select(0, last)
-            x = x + self._out(layer.attention.out(attended), layer.norm_out)
+                attended = self._attended(i, layer.attention, h, table, batch, cache, last, scales)
+            if last is not None:
+                x, scales = x.index_select(0, last), select_scales(scales, last)
+            x = x + self._out(layer.attention.out(attended, scales), layer.norm_out)
             h = x if layer.norm_mid is None else self._rms(x, layer.norm_mid)
             mlp = layer.mlp
-            h = mlp.down(gate(a, mlp.gate_up(h))) if isinstance(mlp, DenseMlp) else mlp(h, chosen)
+            if isinstance(mlp, DenseMlp):
+                h = mlp.down(gate(a, mlp.gate_up(h, scales)), scales)
+            else:
+                h = mlp(h, chosen)
             x = x + self._out(h, layer.norm_down)
         return self._logits(self._rms(x, self._norm))
 
@@ -185,25 +233,30 @@ class Network:
         operations: TorchOperations,
         length: int,
         chosen: list[Tensor] | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """`forward` of rows with one new token each `[R]`, in shapes that depend on `R` and `length` alone, where
         positions are below `length`: fp32 logits `[R, vocab]`."""
         a = self.architecture
         x, delta = self._embedded(tokens), None
+        scales = self._scales(adapters)
         for i, layer in enumerate(self._layers):
             x, h = operations.add_norm(x, delta, layer.norm_in)
             attention = layer.attention
             if isinstance(attention, DeltaAttention):
-                attended = attention.decode(h, slots, positions, cache.linear[i])
+                attended = attention.decode(h, slots, positions, cache.linear[i], scales)
             else:
                 (keys, values), window = cache.layers[i], self.windows[self._window_of[i]]
-                (qkv, gates), table = separate_gates(a, attention.qkv(h)), self._table_of[i]
+                (qkv, gates), table = separate_gates(a, attention.qkv(h, scales)), self._table_of[i]
                 queries = operations.place(qkv, attention.qk_scale, slots, positions, keys, values, table)
                 attended = operations.attend(queries, keys, values, slots, positions, length, window)
                 attended = attended if gates is None else attended * gates.sigmoid()
-            x, h = operations.add_norm(x, self._out(attention.out(attended), layer.norm_out), layer.norm_mid)
+            x, h = operations.add_norm(x, self._out(attention.out(attended, scales), layer.norm_out), layer.norm_mid)
             mlp = layer.mlp
-            h = mlp.down(operations.gate(mlp.gate_up(h))) if isinstance(mlp, DenseMlp) else mlp(h, chosen)
+            if isinstance(mlp, DenseMlp):
+                h = mlp.down(operations.gate(mlp.gate_up(h, scales)), scales)
+            else:
+                h = mlp(h, chosen)
             delta = self._out(h, layer.norm_down)
         _, h = operations.add_norm(x, delta, self._norm)
         return self._logits(h)
@@ -217,20 +270,21 @@ class Network:
         batch: PackedBatch,
         cache: KvCache,
         last: Tensor | None,
+        scales: RowScales | None,
     ) -> Tensor:
         """The result of attention `[T, heads * head_dim]`, before the output projection. With `last` the keys and
         values of all tokens, but the queries of each row's last alone: `[R, ...]`."""
         a, scale = self.architecture, attention.qk_scale
         if last is not None:
             scale_q, scale_k = (None, None) if scale is None else (scale[: a.heads], scale[a.heads :])
-            kv = attention.kv(h).view(h.shape[0], 2 * a.kv_heads, a.head_dim)
+            kv = attention.kv(h, scales).view(h.shape[0], 2 * a.kv_heads, a.head_dim)
             keys = self._positioned(norm_heads(a, kv[:, : a.kv_heads], scale_k, 0), table)
             cache.write(i, batch.write, keys, kv[:, a.kv_heads :])
-            q, gates = separate_gates(a, attention.q(h.index_select(0, last)))
+            q, gates = separate_gates(a, attention.q(h.index_select(0, last), select_scales(scales, last)))
             q = norm_heads(a, q.view(-1, a.heads, a.head_dim), scale_q, a.heads)
             q = self._positioned(q, None if table is None else _select(table, last))
         else:
-            qkv, gates = separate_gates(a, attention.qkv(h))
+            qkv, gates = separate_gates(a, attention.qkv(h, scales))
             qkv = qkv.view(h.shape[0], a.heads + 2 * a.kv_heads, a.head_dim)
             qk = norm_heads(a, qkv[:, : a.heads + a.kv_heads], scale, a.heads)
             qk = self._positioned(qk, table)
@@ -261,6 +315,10 @@ class Network:
             out = out.reshape(rows * g.width, -1)
             outputs.append(out if g.keep is None else out.index_select(0, g.keep))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _scales(self, adapters: Tensor | None) -> RowScales | None:
+        """The factors of rows with adapters of these numbers; None in a network without adapters."""
+        return None if self.adapters is None or adapters is None else self.adapters.scales(adapters)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         x = F.embedding(tokens, self._embed)
@@ -303,6 +361,8 @@ class BlockedLinear:
         self.weight, self.bias = weight, bias
         self._packed: Tensor | None = None
         self._large = weight.numel() >= BLOCKED_MIN_ELEMENTS
+        self.factors: StackedFactors | None = None
+        """Those of adapters, which are added unmerged."""
 
     def pack(self) -> None:
         """Copy the weight into the blocked layout (only for fp32 on a CPU with oneDNN; otherwise does nothing)."""
@@ -316,13 +376,21 @@ class BlockedLinear:
         """The outputs [start, stop) as a matrix that shares this one's storage."""
         return BlockedLinear(self.weight[start:stop], None if self.bias is None else self.bias[start:stop])
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """`x` `[n, in]` to `[n, out]`."""
+    def stack(self, columns: int) -> StackedFactors:
+        """Room for the factors of adapters, all zero."""
+        (out, width), w = self.weight.shape, self.weight
+        self.factors = StackedFactors(w.new_zeros(columns, width), w.new_zeros(out, columns))
+        return self.factors
+
+    def __call__(self, x: Tensor, scales: RowScales | None = None) -> Tensor:
+        """`x` `[n, in]` to `[n, out]`. `scales`: of the rows' adapters, in a network with some."""
         n = x.shape[0]
+        product: Tensor
         if self._packed is None or n == 1 or not (self._large or n * self.weight.numel() >= BLOCKED_MIN_MULTIPLY_ADDS):
-            return F.linear(x, self.weight, self.bias)
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
-        return product
+            product = F.linear(x, self.weight, self.bias)
+        else:
+            product = torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        return product if scales is None or self.factors is None else self.factors.add(product, x, scales)
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,9 +437,11 @@ class DeltaAttention:
     def matrices(self) -> Sequence[BlockedLinear]:
         return self._inputs, self.out
 
-    def __call__(self, x: Tensor, groups: Sequence[AttentionGroup], states: LinearStates) -> Tensor:
+    def __call__(
+        self, x: Tensor, groups: Sequence[AttentionGroup], states: LinearStates, scales: RowScales | None
+    ) -> Tensor:
         """`x` `[T, hidden]` to `[T, value_heads * value_dim]`, before the output projection."""
-        projected, outputs = self._inputs(x), []
+        projected, outputs = self._inputs(x, scales), []
         for g in groups:
             assert g.resumed is not None
             part, rows = projected[g.t0 : g.t1], g.r1 - g.r0
@@ -382,9 +452,11 @@ class DeltaAttention:
             outputs.append(out if g.keep is None else out.index_select(0, g.keep))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def decode(self, x: Tensor, slots: Tensor, positions: Tensor, states: LinearStates) -> Tensor:
+    def decode(
+        self, x: Tensor, slots: Tensor, positions: Tensor, states: LinearStates, scales: RowScales | None
+    ) -> Tensor:
         """The same for one token per row, `x` `[R, hidden]`, in shapes that depend on `R` alone."""
-        return self._attend(self._inputs(x)[:, None], slots, positions > 0, None, states)[:, 0]
+        return self._attend(self._inputs(x, scales)[:, None], slots, positions > 0, None, states)[:, 0]
 
     def _attend(
         self, projected: Tensor, slots: slice | Tensor, resumed: Tensor, lengths: Tensor | None, states: LinearStates
@@ -474,7 +546,8 @@ class PackedBatch:
     """Tokens `[T]`, their positions `[T]`, the flat cache rows of their keys `[T * kv_heads]`, and the groups.
 
     `order` `[R]` gives, for each row of the result, the row of the caller. `last` `[R]` is the packed index of each
-    row's last token, or None when every token is one (pure decoding).
+    row's last token, or None when every token is one (pure decoding). `adapters` `[T]` are the numbers of the tokens'
+    adapters; None in a network without.
     """
 
     tokens: Tensor
@@ -483,6 +556,7 @@ class PackedBatch:
     last: Tensor | None
     groups: tuple[AttentionGroup, ...]
     order: Ints
+    adapters: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,9 +584,18 @@ class AttentionGroup:
     resumed: Tensor | None
 
 
-def pack_batch(network: Network, table: Ints, slots: Ints, start: Ints, end: Ints, *, context: int) -> PackedBatch:
+def pack_batch(
+    network: Network,
+    table: Ints,
+    slots: Ints,
+    start: Ints,
+    end: Ints,
+    *,
+    context: int,
+    adapters: Ints | None = None,
+) -> PackedBatch:
     """Pack rows: row i computes tokens `table[slots[i], start[i]:end[i]]` (at least one each). `context` is the cache's
-    number of positions per slot."""
+    number of positions per slot, `adapters` the number of each slot's adapter."""
     kv_heads, device = network.architecture.kv_heads, network.device
     lengths = end - start
     bucket = np.ceil(np.log2(lengths)).astype(np.int64)
@@ -537,6 +620,7 @@ def pack_batch(network: Network, table: Ints, slots: Ints, start: Ints, end: Int
         last=None if total == rows else to_device(offsets[1:] - 1, device),
         groups=groups,
         order=order,
+        adapters=None if adapters is None else to_device(adapters[slot_of], device),
     )
 
 
@@ -550,6 +634,12 @@ class _Layer:
     norm_mid: Tensor | None
     mlp: DenseMlp | SparseMlp
     norm_down: Tensor | None
+
+    @property
+    def matrices(self) -> Sequence[BlockedLinear]:
+        """Its linear layers, but for experts and router."""
+        dense = (self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, DenseMlp) else ()
+        return *self.attention.matrices, *dense
 
     def weight_targets(self, a: Architecture) -> Iterator[tuple[str, Tensor]]:
         """Names of the layer's tensors, with the views that they fill."""

@@ -25,6 +25,7 @@ from rollart.engine.network import Network, pack_batch
 from rollart.engine.sampling import SamplingRows, sample, sample_in_fixed_order, to_device
 from rollart.engine.slots import SlotTable
 from rollart.errors import EngineError, HandoffFailed
+from rollart.lora import Adapter
 from rollart.model import Completion, CompletionChunk, EngineStats, FinishReason, VersionSpan
 
 STEP_TOKENS = 2048
@@ -108,9 +109,12 @@ class Runner:
         if name in self._waiting or name in self._running:
             raise EngineError(f"request id {name!r} is in use", retryable=False, remedy="give every request its own id")
         refuse_invalid(job, vocab=self.network.architecture.vocab, context=self.context)
+        self._adapter_number(job)
         if job.imported is not None:
             block = job.imported
             self.fence(block.version)
+            if block.adapter != job.request.adapter:
+                raise HandoffFailed("KV import refused: it was computed with another adapter", remedy="prefill again")
             if not self.cache.fits(block):
                 raise HandoffFailed(
                     f"KV import refused: its shape {tuple(block.keys.shape)} {block.keys.dtype} is not this model's",
@@ -137,7 +141,7 @@ class Runner:
 
     def held(self, job: EngineJob) -> int:
         """Number of prompt tokens whose KV the request's session holds here; never includes the last token."""
-        return self.table.cached(job.request.session, job.request.cache_salt, job.prompt)
+        return self.table.cached(job.request.session, _salt(job), job.prompt)
 
     def session_kv(self, session: str, token_ids: tuple[int, ...], version: int, start: int) -> KvBlock | None:
         """A copy of a session's KV of these tokens from `start` on, without states. None if the session does not hold
@@ -167,10 +171,16 @@ class Runner:
             self.table.kv[:] = 0
         return running or not self._running
 
-    def load(self, tensors: Mapping[str, Tensor], version: int, stamp: str = "") -> None:
-        """Replace the weights: idle prefixes are dropped, and the next steps recompute the KV of active requests.
-        UsageError, with nothing changed, if the tensors are of another architecture."""
-        self.network.load(tensors)
+    def load(
+        self,
+        tensors: Mapping[str, Tensor],
+        version: int,
+        stamp: str = "",
+        adapters: Mapping[str, Adapter] | None = None,
+    ) -> None:
+        """Replace the weights (`Network.load`): idle prefixes are dropped, and the next steps recompute the KV of
+        active requests. UsageError, with nothing changed, if the tensors are of another architecture."""
+        self.network.load(tensors, adapters)
         self.version, self.stamp = version, stamp
         self.loads += 1
         self.reset_prefix_cache(running=True)
@@ -233,7 +243,8 @@ class Runner:
             return self._forward(slots, start, end)
         rows, at = slots[decoding], start[decoding]
         chosen = self._chosen()
-        decoded = self.decoder.step(self.table.tokens[rows, at], at, rows, chosen)
+        adapters = None if self.network.adapters is None else self.table.adapter[rows]
+        decoded = self.decoder.step(self.table.tokens[rows, at], at, rows, chosen, adapters)
         self._record(rows, at, at + 1, chosen)
         if decoding.all():
             return decoded, None
@@ -245,7 +256,8 @@ class Runner:
     def _forward(self, slots: Ints, start: Ints, end: Ints) -> tuple[Tensor, Ints]:
         """Compute the tokens [start, end) of each slot; returns logits after each slot's last token, and the order of
         the slots in them."""
-        batch = pack_batch(self.network, self.table.tokens, slots, start, end, context=self.context)
+        adapters = None if self.network.adapters is None else self.table.adapter
+        batch = pack_batch(self.network, self.table.tokens, slots, start, end, context=self.context, adapters=adapters)
         chosen = self._chosen()
         logits = self.network.forward(batch, self.cache, chosen)
         self._record(slots[batch.order], start[batch.order], end[batch.order], chosen)
@@ -265,12 +277,13 @@ class Runner:
         complete = []
         while self._waiting:
             name, job = next(iter(self._waiting.items()))
-            claim = self.table.acquire(self._session(job), job.request.cache_salt, job.prompt)
+            claim = self.table.acquire(self._session(job), _salt(job), job.prompt)
             if claim is None:
                 break
             del self._waiting[name]
             self._running[name] = job
             job.slot, job.cached = claim
+            self.table.adapter[job.slot] = self._adapter_number(job)
             self._by_slot[job.slot] = job
             if job.imported is not None and self._import(job, job.imported):
                 complete.append(job)
@@ -289,6 +302,18 @@ class Runner:
                 arrival=self._arrivals,
             )
         return complete
+
+    def _adapter_number(self, job: EngineJob) -> int:
+        """The number of the request's adapter, 0 in an engine without. EngineError for one that the engine lacks."""
+        stack, name = self.network.adapters, job.request.adapter
+        if stack is None and name is None:
+            return 0
+        if stack is None or name not in stack.names:
+            there = "no adapters" if stack is None else f"the adapters {', '.join(stack.names)}"
+            wrong = "the request names no adapter" if name is None else f"there is no adapter {name!r}"
+            remedy = "leave out the model" if stack is None else "name one of them as the request's model"
+            raise EngineError(f"{wrong}: the engine has {there}", retryable=False, remedy=remedy)
+        return stack.names.index(name)
 
     def _session(self, job: EngineJob) -> str:
         """Under which a prefix is kept; '': none is."""
@@ -399,7 +424,7 @@ class Runner:
         kv = self._export(job) if wanted and reason is not FinishReason.ABORT else None
         del self._running[job.request.request_id]
         del self._by_slot[slot]
-        table.retire(slot, "" if job.ends else self._session(job), job.request.cache_salt)
+        table.retire(slot, "" if job.ends else self._session(job), _salt(job))
         return FinishedJob(job, completion, kv)
 
     def _export(self, job: EngineJob) -> KvBlock | None:
@@ -419,6 +444,8 @@ class Runner:
     def _copied(self, slot: int, token_ids: tuple[int, ...], start: int) -> KvBlock:
         """A copy of a slot's KV of these tokens from `start` on, with the experts that they ran through."""
         block = self.cache.export(slot, token_ids, self.version, start=start)
+        if (stack := self.network.adapters) is not None:
+            block = dataclasses.replace(block, adapter=stack.names[self.table.adapter[slot]])
         if (experts := self.table.experts) is None:
             return block
         copy = experts.ids[slot, start : len(token_ids)].copy()
@@ -428,6 +455,12 @@ class Runner:
         """The experts that the request asks for, of tokens before `end`."""
         begin, experts = job.request.experts_from, self.table.experts
         return () if begin is None or experts is None else experts.read(job.slot, begin, end)
+
+
+def _salt(job: EngineJob) -> str | None:
+    """KV is reused under an equal salt alone: the request's, with its adapter, if it has one."""
+    request = job.request
+    return request.cache_salt if request.adapter is None else f"{request.adapter}/{request.cache_salt}"
 
 
 def _common(block: KvBlock, job: EngineJob) -> int:

@@ -16,13 +16,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
 from aiohttp import web
-from torch import Tensor
 
 from rollart.engine.driver import Driver
 from rollart.engine.handoff import HandoffSettings, KvHandoffs
 from rollart.engine.jobs import EngineJob, FinishedJob, parse_job
 from rollart.engine.runner import Runner
-from rollart.engine.weights import WeightStaging
+from rollart.engine.weights import StagedWeights, WeightStaging
 from rollart.errors import EngineError, HandoffFailed
 from rollart.framing import MessageConnection
 from rollart.generation import (
@@ -56,7 +55,7 @@ class EngineServer:
         self.model = model
         self.handoffs = KvHandoffs(driver, handoff or HandoffSettings())
         self._staging = WeightStaging(self._runner.network, model)
-        self._staged: tuple[str, dict[str, Tensor], str] | None = None
+        self._staged: StagedWeights | None = None
         self._updating = False
         self._ids = (f"request-{number}" for number in itertools.count(1))
         """Ids for requests without one."""
@@ -100,6 +99,8 @@ class EngineServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await _body(request)
+        if body.get("model") == self.model:  # the name of the weights themselves, as `/v1/models` lists it
+            del body["model"]
         job = parse_job(body, session=request.headers.get("X-Session-ID", ""), fallback_id=next(self._ids))
         if body.get("stream"):
             return await stream_response(request, job, self.handoffs.serve)
@@ -145,7 +146,7 @@ class EngineServer:
         if not self._updating:
             raise EngineError("no weight update was started", retryable=False, remedy="POST /start_weight_update first")
         self._staged = await self._staging.stage((await _body(request)).get("update_info"))
-        return _json({"message": f"staged {self._staged[0]}"})
+        return _json({"message": f"staged {self._staged.path}"})
 
     async def _finish_update(self, request: web.Request) -> web.Response:
         """Swap the staged weights in between two steps, as one version."""
@@ -154,10 +155,10 @@ class EngineServer:
         version = (await _body(request)).get("weight_version")
         if not str(version).isdigit():
             raise EngineError(f"weight_version is {version!r}, it must be an integer", retryable=False)
-        path, tensors, stamp = self._staged
+        path, tensors, stamp, adapters = self._staged
 
         def replace() -> None:
-            self._runner.load(tensors, int(str(version)), stamp)
+            self._runner.load(tensors, int(str(version)), stamp, adapters)
             self.handoffs.exports.clear(f"the weights are version {version} now")
 
         await self._driver.apply(replace)
@@ -186,9 +187,10 @@ class EngineServer:
         return web.Response(text=text, content_type="text/plain")
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json(
-            {"object": "list", "data": [{"id": self.model, "object": "model", "max_model_len": self._runner.context}]}
-        )
+        stack = self._runner.network.adapters
+        names = (self.model,) if stack is None else stack.names
+        listed = [{"id": name, "object": "model", "max_model_len": self._runner.context} for name in names]
+        return _json({"object": "list", "data": listed})
 
     async def _release(self, request: web.Request) -> web.Response:
         session = str((await _body(request)).get("session", ""))

@@ -38,7 +38,8 @@ class SlotTable:
     """Arrays by slot. Invariant: KV of `tokens[s, :kv[s]]` is in the cache, `kv[s] < known[s]` while active.
 
     `known` counts all tokens (prompt and sampled), `prompt` the prompt's. `limit` is the value of `known` at which the
-    request ends. `loads` is the runner's `loads` when the latest token was sampled (-1 before the first).
+    request ends. `loads` is the runner's `loads` when the latest token was sampled (-1 before the first). `adapter` is
+    the number of the sequence's adapter.
     Not thread safe: owned by the runner.
     """
 
@@ -59,6 +60,7 @@ class SlotTable:
         self.prompt = np.zeros(slots, np.int64)
         self.limit = np.zeros(slots, np.int64)
         self.arrival = np.zeros(slots, np.int64)
+        self.adapter = np.zeros(slots, np.int64)
         self.loads = np.full(slots, -1, np.int64)
         self.temperature = np.zeros(slots, np.float32)
         self.top_p = np.ones(slots, np.float32)

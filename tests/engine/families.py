@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 from rollart.engine.jobs import FinishedJob
-from rollart.engine.weights import read_tensors
+from rollart.engine.weights import WeightStaging, read_tensors
 from tests.engine.models import job, runner
 
 VOCAB = 61
@@ -141,10 +143,19 @@ def expected(model: Any, ids: tuple[int, ...]) -> torch.Tensor:
     return logp
 
 
-def check_random_requests(versions: Sequence[Path], models: Sequence[Any], *, seed: str, vocab: int = VOCAB) -> None:
+def check_random_requests(
+    versions: Sequence[Path],
+    models: Sequence[Any],
+    *,
+    seed: str,
+    vocab: int = VOCAB,
+    adapters: Sequence[str | None] = (None,),
+) -> None:
     """Random adds, aborts, sessions and updates between `versions`: each token has the log-probability that the model
-    of its version gives it."""
+    of its version gives it. With `adapters` every request draws one of them, and `models` are those of the versions by
+    its name."""
     r, rng = runner(versions[0], slots=5, step_tokens=24), random.Random(seed)
+    staging = WeightStaging(r.network, str(versions[0]))
     history: dict[str, list[int]] = {session: [] for session in "abcdefg"}
     busy: dict[str, str] = {}
     ended: list[FinishedJob] = []
@@ -154,10 +165,17 @@ def check_random_requests(versions: Sequence[Path], models: Sequence[Any], *, se
             prompt = [*history[session][:40], *(rng.randrange(vocab) for _ in range(rng.randint(1, 12)))]
             budget, temperature = rng.randint(1, 10), rng.choice((0.0, 1.0))
             busy[session] = f"{step}"
-            r.add(job(f"{step}", prompt, session=session, max_tokens=budget, temperature=temperature, seed=step))
+            adapter = rng.choice(adapters) if len(adapters) > 1 else None
+            one = job(f"{step}", prompt, session=session, max_tokens=budget, temperature=temperature, seed=step)
+            r.add(replace(one, request=replace(one.request, adapter=adapter)))
         over = r.abort([rng.choice([*busy.values()])]) if busy and rng.random() < 0.05 else []
         if rng.random() < 0.07:
-            r.load(read_tensors(versions[step % len(versions)]), step % len(versions))
+            number = step % len(versions)
+            if len(adapters) > 1:
+                staged = asyncio.run(staging.stage({"path": str(versions[number])}))
+                r.load(staged.tensors, number, staged.stamp, staged.adapters)
+            else:
+                r.load(read_tensors(versions[number]), number)
         for one in (*over, *r.step()):
             request = one.job.request
             history[request.session] = [*request.token_ids, *one.completion.token_ids]
@@ -167,7 +185,9 @@ def check_random_requests(versions: Sequence[Path], models: Sequence[Any], *, se
     for one in ended:
         ids, drawn = one.job.request.token_ids, one.completion
         for span in drawn.spans:
-            logp = expected(models[span.version], (*ids, *drawn.token_ids))[len(ids) - 1 : -1]
+            model = models[span.version]
+            model = model if one.job.request.adapter is None else model[one.job.request.adapter]
+            logp = expected(model, (*ids, *drawn.token_ids))[len(ids) - 1 : -1]
             for i in range(span.start, span.end):
                 assert drawn.logprobs[i] == pytest.approx(float(logp[i, drawn.token_ids[i]]), abs=5e-5)
                 tokens += 1

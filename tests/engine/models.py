@@ -16,7 +16,7 @@ from rollart.architecture import Architecture, read_architecture
 from rollart.engine.jobs import EngineJob, FinishedJob
 from rollart.engine.network import Network
 from rollart.engine.runner import Runner
-from rollart.engine.weights import read_tensors
+from rollart.engine.weights import read_stacked, read_tensors
 from rollart.lora import ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX
 from rollart.model import GenerateRequest, Sampling
 
@@ -101,20 +101,33 @@ def publish(directory: Path, seed: int, config: Mapping[str, Any] = QWEN, *, mar
 
 
 def publish_adapter(directory: Path, seed: int, base: Path) -> Path:
-    """A version with random adapters of two modules of each layer, and a checkpoint of `publish` below them."""
+    """A version with a random adapter of two modules of each layer, and a checkpoint of `publish` below it."""
+    return publish_adapters(directory, {"": seed}, base)
+
+
+def publish_adapters(
+    directory: Path, seeds: Mapping[str, int], base: Path, modules: Sequence[str] = ("q_proj", "down_proj")
+) -> Path:
+    """A version with random adapters, by name, of some modules of each layer, and a checkpoint of `publish` below
+    them."""
     (directory / "base").mkdir(parents=True)
-    for name in ("config.json", "model.safetensors"):
-        (directory / "base" / name).hardlink_to(base / name)
+    for file in (*base.glob("*.json"), *base.glob("*.safetensors")):
+        (directory / "base" / file.name).hardlink_to(file)
     (directory / "config.json").hardlink_to(base / "config.json")
-    generator, weights = torch.Generator().manual_seed(seed), read_tensors(base)
-    factors = {}
-    for name in [name for name in weights if name.endswith(("q_proj.weight", "down_proj.weight"))]:
-        out, inner = weights[name].shape
-        stem = f"{PREFIX}{name.removesuffix('.weight')}"
-        factors[f"{stem}.lora_A.weight"] = torch.randn(2, inner, generator=generator)
-        factors[f"{stem}.lora_B.weight"] = torch.randn(out, 2, generator=generator)
-    save_file(factors, directory / ADAPTER_MODEL)
-    (directory / ADAPTER_CONFIG).write_text(json.dumps({"r": 2, "lora_alpha": 0.5, "revision": base.name}))
+    weights = read_tensors(base)
+    for adapter, seed in seeds.items():
+        generator = torch.Generator().manual_seed(seed)
+        factors = {}
+        for name in [name for name in weights if name.removesuffix(".weight").endswith(tuple(modules))]:
+            out, inner = weights[name].shape
+            stem = f"{PREFIX}{name.removesuffix('.weight')}"
+            factors[f"{stem}.lora_A.weight"] = torch.randn(2, inner, generator=generator)
+            factors[f"{stem}.lora_B.weight"] = torch.randn(out, 2, generator=generator)
+        (directory / adapter).mkdir(exist_ok=True)
+        save_file(factors, directory / adapter / ADAPTER_MODEL)
+        config = {"peft_type": "LORA", "r": 2, "lora_alpha": 0.5, "revision": base.name}
+        config |= {"target_modules": list(modules), "base_model_name_or_path": None, "inference_mode": True}
+        (directory / adapter / ADAPTER_CONFIG).write_text(json.dumps(config))
     (directory / "COMPLETE").touch()
     return directory
 
@@ -131,7 +144,8 @@ def runner(
 ) -> Runner:
     architecture = read_architecture(directory)
     network = Network(architecture, context=context, device=DEVICE, dtype=dtype)
-    network.load(read_tensors(directory))
+    weights = read_stacked(network, directory)
+    network.load(weights.tensors, weights.adapters)
     return Runner(
         network,
         slots=slots,
@@ -150,11 +164,12 @@ def job(
     salt: str | None = None,
     max_tokens: int = 8,
     temperature: float = 0.0,
+    adapter: str | None = None,
     **sampling: Any,
 ) -> EngineJob:
     """A request, greedy by default."""
     s = Sampling(max_tokens=max_tokens, temperature=temperature, **sampling)
-    return EngineJob(GenerateRequest(name, session, tuple(prompt), s, cache_salt=salt))
+    return EngineJob(GenerateRequest(name, session, tuple(prompt), s, cache_salt=salt, adapter=adapter))
 
 
 def finish(runner: Runner) -> dict[str, FinishedJob]:

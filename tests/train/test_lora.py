@@ -182,7 +182,7 @@ def test_a_broadcast_arrives_as_the_files_are(tmp_path: Path, publish: str) -> N
         for number, engine in enumerate(engines, start=1):
             engine.take_part(asdict(replace(order, first=number)))
         sent = sender.send(order, outgoing, bucket=4096)
-        _, found, stamp = asyncio.run(engines[0].stage({"path": "/gone", "stamp": "v1-a"}))
+        _, found, stamp, _ = asyncio.run(engines[0].stage({"path": "/gone", "stamp": "v1-a"}))
     finally:
         sender.leave(wait_s=60.0)
         for engine in engines:
