@@ -794,6 +794,9 @@ def status() -> None:
     metavar="best|latest|vN",
     help="Which version; best: by success on held-out episodes.",
 )
+@click.option(
+    "--adapter", metavar="NAME", help="The adapter to merge, of a run whose domains have adapters of their own."
+)
 @click.option("-o", "--output", "out", type=DIRECTORY, required=True, metavar="DIR", help="Directory to write.")
 @click.option("--force", is_flag=True, help="Replace the files of an earlier export in DIR.")
 @click.option("--json", "as_json", is_flag=True, help="Print version, directory and files as JSON.")

@@ -24,11 +24,13 @@ FOLLOW_INTERVAL_S = 0.2
 """Seconds between two reads of the files while following."""
 
 
-def export(run: str | None, version: str, out: Path, force: bool, as_json: bool, runs_dir: Path) -> None:
+def export(
+    run: str | None, version: str, adapter: str | None, out: Path, force: bool, as_json: bool, runs_dir: Path
+) -> None:
     # Here, so that `logs` and `stop` need not import the reports.
     from rollart.tools.export import export_version
 
-    done = export_version(find_run(run, runs_dir), version, out, force=force)
+    done = export_version(find_run(run, runs_dir), version, out, force=force, adapter=adapter)
     if as_json:
         shown = {
             "schema_version": 1,

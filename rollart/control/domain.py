@@ -28,6 +28,8 @@ class Domain:
     """Renders observations as messages; None: their text is the prompt."""
     success_at: float | None = None
     """Score from which an episode without a verdict of its environment is a success; None: it stays open."""
+    adapter: str | None = None
+    """The adapter that its turns are sampled with; None: the policy has no adapters of domains."""
 
     def sampling(self, *, seed: int, max_tokens: int, allowed: tuple[int, ...] | None, greedy: bool) -> Sampling:
         return Sampling(

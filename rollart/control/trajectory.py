@@ -478,6 +478,7 @@ class TrajectoryRunner:
                 last=last,
                 on_chunk=on_chunk,
                 experts_from=None if known is None else len(known),
+                adapter=state.domain.adapter,
             )
         except LeaseExpired as error:
             raise TrajectoryAborted(AbortReason.INFRA_FAULT, error.cause) from None

@@ -78,6 +78,7 @@ from rollart.settings.load import SpecSources, raise_findings
 from rollart.settings.planning import (
     Specs,
     adapter_bytes,
+    adapter_count,
     hub_model,
     initial_config,
     model_directory,
@@ -343,7 +344,9 @@ def _adapter_line(resolved: Resolved) -> Iterator[str]:
     if adapters is None:
         yield f"weights: {whole:,.4g} MB a version, adapters merged"
     else:
-        yield f"weights: {adapters / 1e6:,.4g} MB of adapters a version, and {whole:,.4g} MB below them once"
+        count = adapter_count(resolved.run)
+        of = f"{count} adapters" if count > 1 else "adapters"
+        yield f"weights: {adapters / 1e6:,.4g} MB of {of} a version, and {whole:,.4g} MB below them once"
 
 
 def _refuse_programs(resolved: Resolved) -> None:
@@ -438,6 +441,17 @@ def _training_problems(specs: Specs, linear: Sequence[str]) -> Iterator[RuleViol
     if specs.run.deterministic and (specs.cluster.engines.kind == "vllm" or specs.cluster.trainer.external is not None):
         why = "deterministic is true (rule: with embedded engines and the embedded trainer)"
         yield RuleViolation(("run", "deterministic"), why, "leave it out")
+    for index, domain in enumerate(specs.run.domains):
+        if domain.adapter is not None and (
+            specs.cluster.engines.kind == "vllm" or specs.cluster.trainer.external is not None
+        ):
+            why = f"domain '{domain.name}' has the adapter '{domain.adapter}' (rule: with embedded engines and the "
+            yield RuleViolation(
+                ("run", "domains", index, "adapter"),
+                why + "embedded trainer)",
+                "leave it out: all domains share one adapter then",
+            )
+            break
     lora = specs.run.training.lora
     if lora is not None and specs.cluster.engines.kind != "vllm" and lora.targets != ["all-linear"]:
         for name in lora.targets:

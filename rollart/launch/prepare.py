@@ -217,7 +217,9 @@ def trainer_config(resolved: Resolved, run_dir: Path, tokenizer: Path) -> Path:
         seed=run.seed,
         steps=run.steps,
         domains={
-            d.name: CreditSpec(advantage=d.advantage, loss_weight=d.loss_weight, max_length=most[d.name])
+            d.name: CreditSpec(
+                advantage=d.advantage, loss_weight=d.loss_weight, max_length=most[d.name], adapter=d.adapter
+            )
             for d in run.domains
         },
         imitation=ImitationSpec(**imitation),
@@ -263,6 +265,7 @@ def runtime_domains(
             harness=harness_factory(spec, harnesses),
             chat=chat,
             success_at=spec.success_at,
+            adapter=spec.adapter,
         )
         for spec, chat in zip(resolved.run.domains, domain_chats(resolved, tokenizer.directory), strict=True)
     ]

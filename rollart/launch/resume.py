@@ -34,6 +34,7 @@ FIXED_SETTINGS: Mapping[str, str] = {
     "fork": "version 0 has its weights",
     "domains.*.chat": "recorded trajectories are rendered so",
     **{f"training.lora.{key}": "the optimizer's state is of those parameters" for key in ("rank", "alpha", "targets")},
+    "domains.*.adapter": "the optimizer's state is of those parameters",
     "training.algorithm": "its switches are recorded; set them one by one",
     "training.data_sha256": "the samples of each step follow from that file",
     "training.optimizer": "the optimizer's state is of that kind",
@@ -138,6 +139,13 @@ def fork_problems(specs: Specs) -> Iterator[RuleViolation]:
             why = f"{key} is {abbreviated(new)}, and {abbreviated(old)} in the run that it forks (rule: the same; "
             why += "a version has adapters apart from the weights below them)"
             yield RuleViolation(("run", *key.split(".")), why)
+    old, new = (
+        sorted({domain["adapter"] for domain in one if domain.get("adapter") is not None})
+        for one in (before.get("domains", []), after["domains"])
+    )
+    if old != new:
+        why = f"the domains' adapters are {abbreviated(new)}, and {abbreviated(old)} in the run that it forks (rule: "
+        yield RuleViolation(("run", "domains", 0, "adapter"), f"{why}the same)")
     kind = _value(before, "training.optimizer") or "adamw"  # runs of older releases had no other
     if fork.optimizer and specs.run.training.optimizer != kind:
         why = f"training.optimizer is {specs.run.training.optimizer}, and the state of v{fork.version} is {kind}'s"

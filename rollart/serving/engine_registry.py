@@ -98,6 +98,8 @@ class TurnRequest:
     vocab: int | None = None
     experts_from: int | None = None
     """See `GenerateRequest`."""
+    adapter: str | None = None
+    """See there."""
 
     def begins(self, version: int) -> None:
         """Report the version of its first token, unless older tokens are kept. Each version is reported once: all

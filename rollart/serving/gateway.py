@@ -259,12 +259,13 @@ class Gateway:
         last: bool = False,
         on_chunk: Callable[[CompletionChunk], None] | None = None,
         experts_from: int | None = None,
+        adapter: str | None = None,
     ) -> Coroutine[Any, Any, Completion]:
         """One turn's completion. `length` is the prompt's length in tokens, if that is not the number of ids; `prompt`
         names the prompt of the trajectory. After the `last` turn of a trajectory, a prefill engine keeps no KV.
         `spend` is called with the engine seconds of every attempt and both legs, cancelled ones included. `sent` is
-        called with the version if the decode engine has a free slot and so begins at once. `experts_from`: see
-        `GenerateRequest`.
+        called with the version if the decode engine has a free slot and so begins at once. `experts_from`, `adapter`:
+        see `GenerateRequest`.
 
         Raises `EngineError` if no attempt succeeded, after at most `limits.attempts`. A retried turn is generated anew:
         of a failed attempt only the tokens passed to `on_chunk` are kept. A failed hand-off does not count as an
@@ -274,7 +275,7 @@ class Gateway:
         turn = TurnRequest(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
         turn.prompt, turn.last, turn.listener, turn.vocab = prompt, last, on_chunk, self._limits.vocab
         turn.length = len(token_ids) if length is None else length
-        turn.experts_from = experts_from
+        turn.experts_from, turn.adapter = experts_from, adapter
         return self.turns.generate(turn)
 
     async def forget(self, session: str) -> None:

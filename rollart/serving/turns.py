@@ -405,6 +405,7 @@ class TurnExecutor(TurnRouter):
             cache_salt=f"v{version}",
             on_chunk=on_chunk,
             experts_from=turn.experts_from,
+            adapter=turn.adapter,
         )
 
     def _handoff_failed(

@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationInfo, f
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 """Letters, digits, '_', '.', '-': a name becomes a directory, a label and a function name."""
 
+AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$", max_length=64)]
+"""Letters, digits, '_', '-': a directory, and a part of the names of tensors, which a dot would divide."""
+
 ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*(\.\w+)*$")]
 """`package.module:attribute`."""
 

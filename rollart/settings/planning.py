@@ -234,7 +234,7 @@ def _training_work(
     """Training as the placer sees it, fixed to `pool` and `devices` where given."""
     spec, training = run.placement.train, run.training
     constants = _calibrated_training(cluster)
-    lora, checkpointing = training.lora, cluster.trainer.activation_checkpointing
+    checkpointing = cluster.trainer.activation_checkpointing
     return TrainingWork(
         batch=run.batch.trajectories,
         staleness=run.staleness,
@@ -242,7 +242,7 @@ def _training_work(
         pool=pool,
         devices=devices,
         bytes_per_parameter=spec.bytes_per_parameter * (1 if training.critic is None else 2),
-        trained_parameters=None if lora is None else adapter_parameters(shape, lora.rank, tuple(lora.targets)),
+        trained_parameters=_trained_parameters(run, shape),
         frozen_bytes_per_parameter=spec.frozen_bytes_per_parameter,
         sequence=spec.sequence or run.model.context,
         microbatch_tokens=training.max_tokens_per_microbatch,
@@ -311,16 +311,28 @@ def publishing_of(run: RunSpec, cluster: ClusterSpec, shape: DecoderShape) -> Pu
         bucket_gb=1.0 if buckets is None else buckets.bucket_mb / 1000,
         ahead=weights.update != "on_divergence",
         speeds=_speeds(cluster),
-        load_gb=None if adapters is None else whole,
+        # An adapter is merged into the whole model; several are copied beside it.
+        load_gb=None if adapters is None or run.domains[0].adapter is not None else whole,
     )
 
 
 def adapter_bytes(run: RunSpec, shape: DecoderShape) -> float | None:
     """Bytes of a version's adapters, in float32; None if versions have whole weights."""
+    lora, parameters = run.training.lora, _trained_parameters(run, shape)
+    return None if parameters is None or (lora is not None and lora.publish == "merged") else 4 * parameters
+
+
+def adapter_count(run: RunSpec) -> int:
+    """The number of the run's adapters."""
+    return 0 if run.training.lora is None else max(1, len({domain.adapter for domain in run.domains}))
+
+
+def _trained_parameters(run: RunSpec, shape: DecoderShape) -> float | None:
+    """Parameters of the run's adapters; None if it trains the model itself."""
     lora = run.training.lora
-    if lora is None or lora.publish == "merged":
+    if lora is None:
         return None
-    return 4 * adapter_parameters(shape, lora.rank, tuple(lora.targets))
+    return adapter_count(run) * adapter_parameters(shape, lora.rank, tuple(lora.targets))
 
 
 def run_shape(specs: Specs) -> DecoderShape:

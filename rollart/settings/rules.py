@@ -20,7 +20,7 @@ from rollart.settings.document import KeyPath
 from rollart.settings.prices import PriceEntry, PriceList
 from rollart.settings.rollout import RolloutSpec
 from rollart.settings.run import LAG, DomainSpec, FunctionEntry, RunSpec, WeightStoreSpec
-from rollart.settings.training import TeacherSpec, critic_problem
+from rollart.settings.training import TeacherSpec, adapter_problem, critic_problem
 from rollart.shares import bounded_shares
 
 SUPERVISED_METRICS = ("entropy", "grad_norm", "held_out_success")
@@ -72,6 +72,7 @@ def run_problems(run: RunSpec) -> list[RuleViolation]:
         _objective(run),
         _stream(run),
         _critic(run),
+        _adapters(run),
         _reference(run),
         _sampler(run),
         _weights(run),
@@ -580,6 +581,12 @@ def _whitened(run: RunSpec) -> Violations:
 def _critic(run: RunSpec) -> Violations:
     if (problem := critic_problem(run.training, run.domains)) is not None:
         yield RuleViolation(("training", "critic"), problem)
+
+
+def _adapters(run: RunSpec) -> Violations:
+    if (problem := adapter_problem(run.training, {d.name: d for d in run.domains})) is not None:
+        given = next(i for i, domain in enumerate(run.domains) if domain.adapter is not None)
+        yield _at(f"domains.{given}.adapter", problem)
 
 
 def _reference(run: RunSpec) -> Violations:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, JsonValue, field_validator, model_validator
 
 from rollart.settings.algorithms import with_advantage_defaults
-from rollart.settings.base import ImportPath, Name, SpecEntry
+from rollart.settings.base import AdapterName, ImportPath, Name, SpecEntry
 from rollart.settings.placement import PlacementSpec, ProfileSpec
 from rollart.settings.rollout import RolloutSpec
 from rollart.settings.telemetry import TelemetrySpec
@@ -147,6 +147,9 @@ class DomainSpec(SpecEntry):
     """Reward from which an episode is a success, where the environment leaves that open (a `success` of None): held-out
     episodes are then scored too. The environment alone decides if not given."""
     loss_weight: LossWeight = 1.0
+    adapter: AdapterName | None = None
+    """Low-rank adapter that the domain trains and samples with (training.lora); domains may share one. All domains name
+    one or none, and then all share a single one."""
     shape: Literal["swe", "frozenlake", "webshop", "gem_math", "gem_game", "math_14b", "production"] | None = None
     """Published shape that `rollart simulate` draws trajectories from; from `profile` if not given."""
     profile: ProfileSpec | None = None

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from rollart.settings.algorithms import PRESETS, Algorithm, with_advantage_defaults, with_training_defaults
-from rollart.settings.base import SpecEntry, http_url
+from rollart.settings.base import AdapterName, SpecEntry, http_url
 
 Level = Literal["token", "geometric", "product"]
 """Whose probability ratio: a token's, the geometric mean of the sample's tokens, or their product."""
@@ -364,11 +364,12 @@ LossWeight = Annotated[float, Field(ge=1e-9, le=1e9, description="Weight of its 
 
 
 class CreditSpec(SpecEntry):
-    """One domain's credit assignment and its weight in the loss, in the trainer's form."""
+    """One domain's credit assignment, its weight in the loss and its adapter, in the trainer's form."""
 
     advantage: AdvantageSpec = Field(default_factory=AdvantageSpec)
     loss_weight: LossWeight = 1.0
     max_length: int | None = Field(default=None, ge=1)
+    adapter: AdapterName | None = None
 
     @model_validator(mode="after")
     def _length_of_overlong(self) -> CreditSpec:
@@ -429,6 +430,36 @@ def critic_problem(training: TrainingSpec, domains: Iterable[Any]) -> str | None
     )
 
 
+RESERVED_ADAPTERS = ("base", "trainer")
+"""Directories of a version, beside those of adapters."""
+
+
+def adapter_problem(training: TrainingSpec, domains: Mapping[str, Any]) -> str | None:
+    """Why the adapters of the domains cannot be trained; None if they can, or if no domain names one."""
+    named = {name: one.adapter for name, one in domains.items() if one.adapter is not None}
+    if not named:
+        return None
+    domain, adapter = next(iter(named.items()))
+    without = [name for name in domains if name not in named]
+    taken = [name for name, one in named.items() if one in RESERVED_ADAPTERS]
+    if without:
+        return f"domain '{domain}' has the adapter '{adapter}', and '{without[0]}' none (rule: all domains or none)"
+    if training.lora is None:
+        return f"domain '{domain}' has the adapter '{adapter}' without training.lora: give lora ({{}} for its defaults)"
+    if training.lora.publish == "merged":
+        return (
+            f"domain '{domain}' has the adapter '{adapter}' with training.lora.publish 'merged': weights can be merged "
+            "with one adapter alone; remove publish"
+        )
+    if training.data is not None:
+        return f"domain '{domain}' has the adapter '{adapter}' with training.data, which is of no domain: remove either"
+    if taken:
+        return (
+            f"domain '{taken[0]}' has the adapter '{named[taken[0]]}', a directory of every version: take another name"
+        )
+    return None
+
+
 class TrainerConfig(TrainingSpec):
     """`trainer.json`: the run's `training`, and the rest of the run that the trainer's process needs.
 
@@ -455,6 +486,11 @@ class TrainerConfig(TrainingSpec):
     deterministic: bool = False
     published_dtype: Literal["bfloat16"] | None = None
 
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """The names of the adapters, sorted: '' of the only one, which all domains share. None without `lora`."""
+        return () if self.lora is None else tuple(sorted({one.adapter or "" for one in self.domains.values()} or {""}))
+
     @model_validator(mode="before")
     @classmethod
     def _advantages_of_algorithm(cls, data: Any) -> Any:
@@ -472,6 +508,12 @@ class TrainerConfig(TrainingSpec):
     @model_validator(mode="after")
     def _critic_of_domains(self) -> TrainerConfig:
         if (problem := critic_problem(self, self.domains.values())) is not None:
+            raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_of_domains(self) -> TrainerConfig:
+        if (problem := adapter_problem(self, self.domains)) is not None:
             raise ValueError(problem)
         return self
 

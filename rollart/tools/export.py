@@ -23,7 +23,7 @@ from rollart import __version__
 from rollart.architecture import MARKER
 from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.reader import LedgerReader
-from rollart.lora import ADAPTER_CONFIG, ADAPTER_MODEL, BASE, write_merged
+from rollart.lora import ADAPTER_CONFIG, ADAPTER_MODEL, BASE, adapter_names, write_merged
 from rollart.report.checkpoints import KeptVersion, choose_version, kept_versions
 from rollart.report.cost import cost_lines
 from rollart.report.rows import collect
@@ -44,23 +44,25 @@ class ExportedModel:
     bytes: int
 
 
-def export_version(run: Path, version: str, target: Path, *, force: bool) -> ExportedModel:
+def export_version(run: Path, version: str, target: Path, *, force: bool, adapter: str | None = None) -> ExportedModel:
     """Export a version of the run in directory `run`: `best`, `latest` or `v40`. Files of the same names are replaced
-    in a directory that is not empty, with `force` alone; its other files stay, except weights.
+    in a directory that is not empty, with `force` alone; its other files stay, except weights. `adapter`: the one to
+    merge, of a version with several.
 
-    `UsageError` for a version that does not exist and for a target that is in use, `StorageFailed` for a damaged
-    version; the target is unchanged then."""
+    `UsageError` for a version or an adapter that does not exist and for a target that is in use, `StorageFailed` for a
+    damaged version; the target is unchanged then."""
     with LedgerReader(run) as reader:
         kept = choose_version(kept_versions(run, reader), version, run.name)
+        _refuse_adapter(kept, adapter)
         _refuse_target(target, force)
-        card = model_card(run.resolve().name, reader, kept)
+        card = model_card(run.resolve().name, reader, kept, adapter)
         config = reader.config()
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}-") as made:
             staging = Path(made)
             _copy(kept, staging)
-            _merge(kept, staging)
+            _merge(kept, staging, adapter or "")
             _complete(config, staging)
             (staging / CARD).write_text(card, encoding="utf-8")
             files = sorted(path.relative_to(staging) for path in staging.rglob("*") if path.is_file())
@@ -78,7 +80,7 @@ def export_version(run: Path, version: str, target: Path, *, force: bool) -> Exp
     return ExportedModel(kept, target, tuple(map(str, files)), size)
 
 
-def model_card(run: str, reader: LedgerReader, kept: KeptVersion) -> str:
+def model_card(run: str, reader: LedgerReader, kept: KeptVersion, adapter: str | None = None) -> str:
     """The model card: YAML for the Hub, and the facts of the run for people."""
     config, rows = reader.config(), collect(reader, run)
     spec = config.get("run", {})
@@ -97,6 +99,7 @@ def model_card(run: str, reader: LedgerReader, kept: KeptVersion) -> str:
         ("Base model", base.text),
         *([("Started from", f"v{fork['version']} of run `{Path(fork['run']).name}`")] if fork else []),
         ("Version", f"v{kept.version} of run `{run}`"),
+        *([] if adapter is None else [("Adapter", f"`{adapter}`, merged")]),
         ("Training steps", f"{kept.step:,} of {spec.get('steps', 0):,}"),
         ("Trained samples", f"{sum(v.samples for v in rows.versions if v.version <= kept.version):,}"),
         ("Trained tokens", f"{sum(v.tokens for v in rows.versions if v.version <= kept.version):,}"),
@@ -178,6 +181,17 @@ def _refuse_target(target: Path, force: bool) -> None:
         raise UsageError(f"{target} is not empty", remedy="name another directory, or replace its files with --force")
 
 
+def _refuse_adapter(kept: KeptVersion, adapter: str | None) -> None:
+    names = [name for name in adapter_names(kept.path) if name]
+    if adapter is None and names:
+        problem = f"v{kept.version} has the adapters {', '.join(names)}, of which one can be merged"
+        raise UsageError(problem, remedy=f"name it, as with --adapter {names[0]}")
+    if adapter is not None and adapter not in names:
+        has = f"the adapters {', '.join(names)}" if names else "no adapters of domains"
+        remedy = "name one of them" if names else "leave out --adapter"
+        raise UsageError(f"v{kept.version} has no adapter '{adapter}': it has {has}", remedy=remedy)
+
+
 def _copy(kept: KeptVersion, staging: Path) -> None:
     """Copy the files of a version, all that were published, except the trainer's. A version that a running run removes
     meanwhile is a `UsageError`."""
@@ -204,12 +218,13 @@ def _copy(kept: KeptVersion, staging: Path) -> None:
         ) from None
 
 
-def _merge(kept: KeptVersion, staging: Path) -> None:
-    """Put the merged weights in the place of an adapter and the weights below it."""
-    if not (staging / ADAPTER_CONFIG).exists():
+def _merge(kept: KeptVersion, staging: Path, adapter: str) -> None:
+    """Put the merged weights in the place of the adapters and the weights below them."""
+    names = adapter_names(staging)
+    if not names:
         return
     try:
-        write_merged(staging, staging)
+        write_merged(staging, staging, adapter)
     except ImportError as error:
         raise UsageError(
             f"v{kept.version} has an adapter, and merging it needs {error.name}",
@@ -218,8 +233,11 @@ def _merge(kept: KeptVersion, staging: Path) -> None:
     except ValueError as error:
         raise StorageFailed(f"v{kept.version} is damaged: {error}") from None
     shutil.rmtree(staging / BASE)
-    for name in (ADAPTER_CONFIG, ADAPTER_MODEL):
-        (staging / name).unlink()
+    for name in names:
+        for file in (ADAPTER_CONFIG, ADAPTER_MODEL):
+            (staging / name / file).unlink()
+        if name:
+            (staging / name).rmdir()
 
 
 def _complete(config: Mapping[str, Any], staging: Path) -> None:

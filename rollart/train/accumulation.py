@@ -186,8 +186,9 @@ class GradientAccumulation:
             reference=None if group.reference is None else policy.loss_tokens(batch, group.reference),
         )
         used = batch.used_lengths
+        adapter = self._config.domains[group.name].adapter or ""
         for samples in plan_microbatches(used, self._config.max_tokens_per_microbatch):
-            micro = build_microbatch(batch, samples, used, policy.device)
+            micro = build_microbatch(batch, samples, used, policy.device, adapter)
             logprobs, entropy = policy.score(micro, actions, entropy_grad=entropy_factor != 0)
             # The proximal policy is the policy at the start of the step, which has a single update.
             loss, penalty, values = objective.terms(logprobs, entropy, micro.pick)

@@ -18,7 +18,8 @@ Nothing is pickled. Weights that are published in bfloat16 (`published_dtype`) a
 optimizer's state.
 
 A version with an adapter (`lora.publish`) has `adapter_config.json`, `adapter_model.safetensors` and `base/` in place
-of the weights (`rollart.lora`). The files of `base/` are written once, beside the versions, which have links to them.
+of the weights, and one with several a directory for each (`rollart.lora`). The files of `base/` are written once,
+beside the versions, which have links to them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from torch import Tensor
 
 from rollart.architecture import MARKER, TOKENIZER_FILES, expert_parts, version_path
 from rollart.errors import TrainerError, UsageError, VersionDamaged
-from rollart.lora import ADAPTER_CONFIG, ADAPTER_MODEL, BASE, PREFIX
+from rollart.lora import ADAPTER_CONFIG, ADAPTER_MODEL, BASE, PREFIX, adapter_file
 from rollart.settings.training import LoraSpec
 from rollart.shares import balanced_portions
 from rollart.train.learner import Learner, LearnerCounters
@@ -108,7 +109,9 @@ class LearnerSnapshot:
     counters: LearnerCounters
     durable: bool
     adapter: str | None = None
-    """The adapter_config.json of a version with an adapter."""
+    """The adapter_config.json of a version with adapters, of which all have the same."""
+    names: tuple[str, ...] = ("",)
+    """The names of its adapters."""
     base: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """The digests of the checkpoint below it, by file."""
 
@@ -117,20 +120,24 @@ def take_snapshot(learner: Learner) -> LearnerSnapshot:
     """The learner's current state. All ranks must call it. The copy is in host memory and remains unchanged while the
     learner continues."""
     _reshard(learner)
-    (state, rows), model = _state_tensors(learner), published_tensors(learner.policy.model)
+    state, rows = _state_tensors(learner)
+    names = learner.config.adapters or ("",)
+    models = {name: published_tensors(learner.policy.model, name) for name in names}
     rank, size, lora = learner.ranks.rank, learner.ranks.size, learner.config.lora
     base: Mapping[str, str] = {}
     adapter, index = None, None
     if lora is not None and lora.publish == "adapter":
         base = write_base(learner)
-        adapter = json.dumps(_adapter_config(learner, lora, model, base), indent=2)
-        files = _adapter_files(learner, model)
+        adapter = json.dumps(_adapter_config(learner, lora, models[names[0]], base), indent=2)
+        files = {file: one for name, model in models.items() for file, one in _adapter_files(learner, name, model)}
     else:
-        files, index = _weight_files(learner, model)
+        files, index = _weight_files(learner, models[names[0]])
     shard = "" if size == 1 else f"-{rank + 1:05d}-of-{size:05d}"
     files[f"trainer/optimizer{shard}.safetensors"] = _copied(state)
     counters = dataclasses.replace(learner.counters)
-    return LearnerSnapshot(files, rows, index, _config_text(learner), counters, learner.config.durable, adapter, base)
+    return LearnerSnapshot(
+        files, rows, index, _config_text(learner), counters, learner.config.durable, adapter, names, base
+    )
 
 
 def write_base(learner: Learner) -> Mapping[str, str]:
@@ -138,7 +145,7 @@ def write_base(learner: Learner) -> Mapping[str, str]:
     none, or another model's. All ranks must call it. `TrainerError`, on every rank, leaves no files behind."""
     if learner.base_digests is None:
         root, ranks = Path(learner.config.weights_root).absolute(), learner.ranks.torch
-        own = {name: AdaptedTensor(m.base) for name, m in published_tensors(learner.policy.model).items()}
+        own = {name: AdaptedTensor(m.base) for name, m in _published_tensors(learner).items()}
         found = ranks.exchange(_base_on_disk(learner, own, root / BASE))
         if not all(found):
             files, index = _weight_files(learner, own, lossless=True)
@@ -349,15 +356,23 @@ def _adapter_config(
     }
 
 
-def _adapter_files(learner: Learner, model: Mapping[str, AdaptedTensor]) -> dict[str, dict[str, Tensor]]:
-    """The file of the adapters, on rank 0."""
+def _published_tensors(learner: Learner) -> dict[str, AdaptedTensor]:
+    """Those of the weights below its adapters, with the first of these."""
+    return published_tensors(learner.policy.model, *learner.config.adapters[:1])
+
+
+def _adapter_files(
+    learner: Learner, adapter: str, model: Mapping[str, AdaptedTensor]
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """The file of an adapter, on rank 0."""
     tensors = {}
     for name, m in model.items():
         for which, factor in zip("AB", m.parts[1:], strict=False):
             whole = learner.ranks.assemble(local_rows(factor), of=factor.shape[0], owner=0)
             if whole is not None:
                 tensors[f"{PREFIX}{name.removesuffix('.weight')}.lora_{which}.weight"] = whole
-    return {ADAPTER_MODEL: tensors} if learner.ranks.rank == 0 else {}
+    if learner.ranks.rank == 0:
+        yield adapter_file(adapter, ADAPTER_MODEL), tensors
 
 
 def _base_on_disk(learner: Learner, own: Mapping[str, AdaptedTensor], directory: Path) -> Mapping[str, str] | None:
@@ -538,7 +553,7 @@ def _write_rest(
     if state_of.index is not None:
         texts[INDEX] = state_of.index
     if state_of.adapter is not None:
-        texts[ADAPTER_CONFIG] = state_of.adapter
+        texts |= {adapter_file(name, ADAPTER_CONFIG): state_of.adapter for name in state_of.names}
         _link(root / BASE, temporary / BASE, state_of.base)
         digests = {**digests, **{f"{BASE}/{name}": digest for name, digest in state_of.base.items()}}
     for source in tokenizer:
@@ -640,7 +655,7 @@ def _verify(path: Path, version: int, *, rank: int, size: int) -> list[str]:
 def _read(learner: Learner, path: Path, files: list[str]) -> tuple[_Weights, _Weights, _Moments, LearnerCounters]:
     """The data of this rank: (parameter, its new rows) of the policy and of the critic (none, if it had not started or
     there was none), (optimizer, parameter's name, key, rows), counters."""
-    own, adapters = published_tensors(learner.policy.model), adapter_tensors(learner.policy.model)
+    own, adapters = _published_tensors(learner), adapter_tensors(learner.policy.model)
     another = TrainerError(f"{path} holds a different model than the trainer was configured with")
     try:
         model = TensorFiles(path / name for name in _model_files(files))

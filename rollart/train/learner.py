@@ -39,7 +39,7 @@ from rollart.train.losses import (
     preference_pairs,
     uses_proximal,
 )
-from rollart.train.microbatch import build_microbatch, rank_microbatches
+from rollart.train.microbatch import MicroBatch, build_microbatch, rank_microbatches
 from rollart.train.muon import MuonWithAdamW, muon_matrices
 from rollart.train.policy import (
     ActionTensors,
@@ -49,6 +49,7 @@ from rollart.train.policy import (
     inject_adapters,
     load_model,
     parameter_dtype,
+    sample_adapters,
 )
 from rollart.train.ranks import Ranks
 from rollart.train.teacher import TeacherEndpoint
@@ -109,7 +110,7 @@ class Learner:
         lean = self.ranks.mesh is not None and config.lora is None
         model = load_model(config.model, config.device if self.ranks.mesh is None else "cpu", as_stored=lean)
         if config.lora is not None:
-            inject_adapters(model, config.lora, config.seed)
+            inject_adapters(model, config.lora, config.seed, config.adapters)
         dtype = parameter_dtype(config.model) if lean else None
         self.policy = TrainedPolicy(
             model, temperature=config.temperature, parallel=config.parallel, ranks=self.ranks, dtype=dtype
@@ -394,8 +395,7 @@ class Learner:
         policy, scale = self.policy, self._token_weights(job, part)
         optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=policy.device, dtype=policy.dtype)
-        for samples in self._portions(job.used[part]):
-            micro = build_microbatch(job.batch, part[samples], job.used, policy.device)
+        for micro in self._microbatches(job.batch, part, job.used):
             logprobs, entropy = policy.score(micro, job.actions, entropy_grad=job.entropy_grad)
             per_token, values = job.objective(logprobs, entropy, micro.pick)
             weighted = (per_token * scale[micro.pick]).sum()
@@ -502,10 +502,18 @@ class Learner:
         actions = ActionTensors(batch, policy.device)
         out = torch.zeros(len(batch.loss), device=policy.device, dtype=policy.dtype)
         with torch.no_grad():
-            for samples in self._portions(used):
-                micro = build_microbatch(batch, samples, used, policy.device)
+            for micro in self._microbatches(batch, np.arange(len(batch)), used):
                 out[micro.pick] = policy.score(micro, actions, entropy_grad=False)[0]
         return self.ranks.total(out)
+
+    def _microbatches(self, batch: TrainingBatch, part: IntArray, used: IntArray) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the samples `part`, those of one adapter after those of another."""
+        own = np.array(sample_adapters(batch, self.config))[part]
+        for adapter in self.config.adapters or ("",):
+            lengths = np.where(own == adapter, used[part], 0)
+            # All ranks agree on this: a step without samples of an adapter has no passes of it.
+            for samples in self._portions(lengths) if lengths.any() else ():
+                yield build_microbatch(batch, part[samples], used, self.policy.device, adapter)
 
     def _portions(self, used: IntArray) -> list[IntArray]:
         """Micro-batches of this rank."""

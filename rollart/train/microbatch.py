@@ -39,6 +39,8 @@ class MicroBatch:
     real_tokens: int
     experts: Tensor | None = None
     """Numbers of each token's experts [rows × longest, layers, active], -1 where unknown; None: the model chooses."""
+    adapter: str = ""
+    """The adapter of all of its samples; '' of the only one, or of a model without."""
 
     @property
     def padded_tokens(self) -> int:
@@ -84,14 +86,16 @@ def plan_microbatches(lengths: IntArray, max_tokens: int, overhead: int = OVERHE
     return out[::-1]
 
 
-def build_microbatch(batch: TrainingBatch, samples: IntArray, used: IntArray, device: torch.device) -> MicroBatch:
+def build_microbatch(
+    batch: TrainingBatch, samples: IntArray, used: IntArray, device: torch.device, adapter: str = ""
+) -> MicroBatch:
     """Tensors of one micro-batch. `used` is `batch.used_lengths`. Without samples: one row of one token, without
     loss."""
     if not len(samples):
         none = torch.zeros(0, dtype=torch.int64, device=device)
         chosen = None if batch.experts is None else torch.full((1, *batch.experts.shape[1:]), -1, device=device)
         one = torch.zeros((1, 1), dtype=torch.int64, device=device)
-        return MicroBatch(ids=one, at=none, pick=none, free=0, real_tokens=0, experts=chosen)
+        return MicroBatch(ids=one, at=none, pick=none, free=0, real_tokens=0, experts=chosen, adapter=adapter)
     lengths = used[samples]
     longest = int(lengths.max())
     column = np.arange(longest)
@@ -114,6 +118,7 @@ def build_microbatch(batch: TrainingBatch, samples: IntArray, used: IntArray, de
         free=len(order) - int(restricted.sum()),
         real_tokens=int(lengths.sum()),
         experts=None if batch.experts is None else _experts(batch.experts, source, inside).to(device),
+        adapter=adapter,
     )
 
 

@@ -7,14 +7,17 @@ On several devices parameters are sharded (FSDP2). They keep their Hugging Face 
 block's `forward` is replaced, and `fully_shard` changes parameters in place.
 
 Low-rank adapters (`peft`, extra `lora`) are injected into the model. A version's weights are W + (alpha / rank) B A,
-which the trainer publishes merged, under the names of W, or apart (`rollart.lora`).
+which the trainer publishes merged, under the names of W, or apart (`rollart.lora`). With several, a micro-batch is
+computed with one of them.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +30,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rollart.architecture import ATTENTION_LINEAR, MARKER, version_path
 from rollart.errors import TrainerError, UsageError, first_line
-from rollart.lora import Adapter, base_directory, merge, read_adapter
+from rollart.lora import Adapter, base_directory, merge, read_adapter, read_adapters
 from rollart.settings.training import LoraSpec, ParallelConfig, PolicyConfig, TrainerConfig
+from rollart.train.advantages import domain_credit
 from rollart.train.batch import FloatArray, TrainingBatch, select_samples
 from rollart.train.microbatch import MicroBatch, build_microbatch
 from rollart.train.ranks import Ranks
@@ -41,7 +45,7 @@ MAX_ROUNDING_ERROR = 0.03
 """Relative difference that bfloat16 rounding explains; a different computation would differ by about 1."""
 
 ADAPTER = "default"
-"""The adapters' name in peft's parameter names."""
+"""The only adapter's name in peft's parameter names, and the beginning of those of several."""
 
 
 def load_model(config: PolicyConfig, device: str, *, as_stored: bool = False) -> nn.Module:
@@ -200,6 +204,8 @@ class TrainedPolicy(TrainedModel):
         dtype: torch.dtype | None = None,
     ) -> None:
         self.temperature = temperature
+        self._adapted = [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "set_adapter")]
+        self._active = ""
         self.experts, routers = expert_layers(model)
         """The layers with experts whose choices can be replayed; None for a model without."""
         self._replay = RouterReplay(routers) if routers else None
@@ -207,6 +213,7 @@ class TrainedPolicy(TrainedModel):
 
     def score(self, micro: MicroBatch, actions: ActionTensors, *, entropy_grad: bool) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy [M] of a micro-batch's loss tokens, in the order of `micro.pick`."""
+        self._activate(micro.adapter)
         if self._replay is not None:
             self._replay.chosen = micro.experts
         logits = self.scorer(micro.ids, micro.at).to(self.dtype)
@@ -227,6 +234,15 @@ class TrainedPolicy(TrainedModel):
         if len(parts) == 1:
             return parts[0]
         return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _activate(self, adapter: str) -> None:
+        """Compute with this adapter from now on. All of them stay trainable: peft would freeze the others."""
+        if adapter == self._active:
+            return
+        for layer in self._adapted:
+            layer.set_adapter(peft_name(adapter))
+        _unfreeze(self.model)
+        self._active = adapter
 
     def loss_tokens(self, batch: TrainingBatch, column: FloatArray) -> Tensor:
         """The loss tokens [N] of a column [T], on the device."""
@@ -321,7 +337,8 @@ class ReferencePolicy:
             policy = self._loaded(version)
             for s in np.flatnonzero(batch.used_lengths > 0):
                 one = select_samples(batch, np.array([s], np.int64))
-                micro = build_microbatch(one, np.zeros(1, np.int64), one.used_lengths, policy.device)
+                adapter = sample_adapters(one, self._config)[0]
+                micro = build_microbatch(one, np.zeros(1, np.int64), one.used_lengths, policy.device, adapter)
                 scored, _ = policy.score(micro, ActionTensors(one, policy.device), entropy_grad=False)
                 at = one.loss.position[micro.pick.cpu().numpy()] + batch.offsets[s]
                 out[at] = scored.double().cpu().numpy()
@@ -344,8 +361,7 @@ class ReferencePolicy:
                     remedy="a run that has pruned it cannot take up a KL penalty: start a new one",
                 )
             self._policy, self._number = None, number  # frees the old model before the new one is loaded
-            setup = self._config.model.model_copy(update={"path": str(path), "init": None})
-            loaded = TrainedPolicy(load_model(setup, self._config.device), temperature=self._config.temperature)
+            loaded = TrainedPolicy(self._model(path), temperature=self._config.temperature)
             if loaded.vocab_size != self._vocab_size:  # log-probabilities of other tokens
                 raise TrainerError(
                     f"the reference policy at {path} has a vocabulary of {loaded.vocab_size} (rule: "
@@ -359,6 +375,27 @@ class ReferencePolicy:
                 for parameter in self._policy.model.parameters():
                     parameter.data = parameter.data.to(torch.bfloat16)
         return self._policy
+
+    def _model(self, path: Path) -> nn.Module:
+        """The model of a directory, with the adapters of a version of the run's own that has several."""
+        lora = None if isinstance(self._config.loss.reference, str) else self._config.lora
+        try:
+            adapters = {} if lora is None else read_adapters(path)
+        except (OSError, ValueError) as error:
+            raise TrainerError(f"cannot load the model at {path}: {first_line(error)}") from None
+        below = base_directory(path) if adapters else path
+        model = load_model(
+            self._config.model.model_copy(update={"path": str(below), "init": None}), self._config.device
+        )
+        if adapters:
+            assert lora is not None, "else there are none"
+            inject_adapters(model, lora, self._config.seed, tuple(adapters))
+            with torch.no_grad():
+                for name, adapter in adapters.items():
+                    for weight, tensor in published_tensors(model, name).items():
+                        for own, factor in zip(tensor.parts[1:], adapter.factors.get(weight, ()), strict=True):
+                            own.copy_(factor)
+        return model
 
 
 def full(tensor: Tensor) -> Tensor:
@@ -397,9 +434,22 @@ class AdaptedTensor:
         return merge(base, a, b, scale)
 
 
-def inject_adapters(model: nn.Module, config: LoraSpec, seed: int) -> None:
-    """Inject adapters into the model and freeze the rest. They start at zero, with no effect on the policy.
-    `UsageError` if peft is missing or finds no such module."""
+def peft_name(adapter: str) -> str:
+    """An adapter's name in peft's parameter names. Its own may be that of a module's method, which peft refuses."""
+    return f"{ADAPTER}_{adapter}" if adapter else ADAPTER
+
+
+def sample_adapters(batch: TrainingBatch, config: TrainerConfig) -> list[str]:
+    """The adapter of each sample [S]. `ValueError` for a domain that is not configured, if there are several."""
+    if not any(config.adapters):
+        return [""] * len(batch)
+    of_domain = [domain_credit(config.domains, name).adapter or "" for name in batch.domains]
+    return [of_domain[domain] for domain in batch.domain]
+
+
+def inject_adapters(model: nn.Module, config: LoraSpec, seed: int, names: Sequence[str]) -> None:
+    """Inject adapters into the model and freeze the rest. They start at zero, with no effect on the policy, and all
+    alike. `UsageError` if peft is missing or finds no such module."""
     try:
         import peft
     except ImportError as error:
@@ -413,16 +463,25 @@ def inject_adapters(model: nn.Module, config: LoraSpec, seed: int) -> None:
         targets = list(targets)
     setup = peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=targets, lora_dropout=0.0)
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            peft.inject_adapter_in_model(setup, model, adapter_name=ADAPTER)
+        for name in names:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # of the adapter before
+                torch.manual_seed(seed)
+                peft.inject_adapter_in_model(copy.deepcopy(setup), model, adapter_name=peft_name(name))
     except ValueError as error:
         raise UsageError(f"training.lora.targets {config.targets}: {str(error).splitlines()[0]}") from error
+    if len(names) > 1:
+        _unfreeze(model)
 
 
-def published_tensors(model: Any) -> dict[str, AdaptedTensor]:
-    """Tensors of a version by Hugging Face name. A tied tensor appears once, under its first name, as in
-    `save_pretrained`."""
+def _unfreeze(model: nn.Module) -> None:
+    for parameter in adapter_tensors(model).values():
+        parameter.requires_grad_(True)
+
+
+def published_tensors(model: Any, adapter: str = "") -> dict[str, AdaptedTensor]:
+    """Tensors of a version, with one of its adapters, by Hugging Face name. A tied tensor appears once, under its first
+    name, as in `save_pretrained`."""
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
     out: dict[str, AdaptedTensor] = {}
     visited: set[int] = set()
@@ -436,8 +495,9 @@ def published_tensors(model: Any) -> dict[str, AdaptedTensor]:
         elif leaf != "weight":
             out[f"{holder}.{leaf}"] = AdaptedTensor(tensor)
         else:
-            a, b = (state[f"{holder}.{which}.{ADAPTER}.weight"] for which in ("lora_A", "lora_B"))
-            out[f"{holder}.weight"] = AdaptedTensor(tensor, a, b, float(model.get_submodule(holder).scaling[ADAPTER]))
+            own = peft_name(adapter)
+            a, b = (state[f"{holder}.{which}.{own}.weight"] for which in ("lora_A", "lora_B"))
+            out[f"{holder}.weight"] = AdaptedTensor(tensor, a, b, float(model.get_submodule(holder).scaling[own]))
     return out
 
 

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from rollart.collective import (
     seconds,
 )
 from rollart.errors import TrainerError
-from rollart.lora import ADAPTER_KEY
+from rollart.lora import ADAPTER_KEY, ADAPTERS_KEY, adapter_file
 from rollart.model import BroadcastResult
 from rollart.train.checkpoint import LearnerSnapshot
 
@@ -38,7 +39,7 @@ MAX_BUCKETS_AHEAD = 2
 
 @dataclass(frozen=True, slots=True)
 class OutgoingVersion:
-    """This rank's tensors of a version, as in its files (of one with an adapter, the adapter's alone), and the model's
+    """This rank's tensors of a version, as in its files (of one with adapters, the adapters' alone), and the model's
     config.json."""
 
     tensors: Mapping[str, Tensor]
@@ -46,16 +47,18 @@ class OutgoingVersion:
 
 
 def outgoing_version(snapshot: LearnerSnapshot) -> OutgoingVersion:
+    several = any(snapshot.names)
     whole = {
-        name: tensor
+        adapter_file(str(Path(file).parent), name) if several else name: tensor
         for file, tensors in snapshot.files.items()
         if not file.startswith("trainer/")
         for name, tensor in tensors.items()
     }
     if snapshot.adapter is None:
         return OutgoingVersion(whole, snapshot.config)
-    config = json.loads(snapshot.config) | {ADAPTER_KEY: json.loads(snapshot.adapter)}
-    return OutgoingVersion(whole, json.dumps(config))
+    adapter = json.loads(snapshot.adapter)
+    given = {ADAPTERS_KEY: dict.fromkeys(snapshot.names, adapter)} if several else {ADAPTER_KEY: adapter}
+    return OutgoingVersion(whole, json.dumps(json.loads(snapshot.config) | given))
 
 
 class BroadcastSender:

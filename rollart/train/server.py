@@ -35,6 +35,7 @@ from aiohttp import web
 
 from rollart.collective import BroadcastOrder
 from rollart.errors import RollartError, TrainerError, VersionDamaged
+from rollart.lora import ADAPTER_MODEL
 from rollart.model import TrainReport
 from rollart.settings.training import TrainerConfig
 from rollart.train.batch import InvalidSamples, TrainingBatch, decode_batch
@@ -211,7 +212,8 @@ class TrainerService:
         )
         self._version = version
         self._totals["published"] += 1
-        read = sum(file.stat().st_size for file in path.glob("*model*.safetensors"))
+        files = (*path.glob("*model*.safetensors"), *path.glob(f"*/{ADAPTER_MODEL}"))
+        read = sum(file.stat().st_size for file in files)
         return {"version": version, "path": str(path), "bytes": read}
 
     def restore(self, body: CommandMessage) -> CommandMessage:

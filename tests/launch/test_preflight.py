@@ -447,6 +447,12 @@ FILES = {
         ({}, {"pools__0__device": "NoSuchGPU"}, "'NoSuchGPU' has no price"),
         ({}, {"pools__0__device": "L4"}, "engine-0 on pool 'here' computes on a GPU, and the torch"),
         ({"training__routing_replay": True}, {"engines__kind": "vllm"}, "training.routing_replay is true"),
+        pytest.param(
+            {"training__lora": {}, "domains__0__adapter": "games"},
+            {"engines__kind": "vllm"},
+            "domain 'coin' has the adapter 'games' (rule: with embedded engines and the embedded trainer)",
+            marks=EXTRA,
+        ),
         (
             {"deterministic": True, "schedule": "sync", "staleness": 0},
             {"engines__kind": "vllm"},

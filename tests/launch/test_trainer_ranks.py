@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from rollart.adapters.text import HubTokenizer
 from rollart.errors import SpecError
 from rollart.launch.layout import trainer_actors, trainer_ranks
 from rollart.launch.preflight import dry_run_lines
-from rollart.launch.prepare import trainer_config
+from rollart.launch.prepare import runtime_domains, trainer_config
+from rollart.quickstart.tokenizer import write_tokenizer
 from rollart.settings.planning import publishing_of, run_shape
 from rollart.settings.resolve import Resolved, resolve_files
 from rollart.train.config import load_config
@@ -86,11 +88,27 @@ def test_plans_and_dry_runs_count_what_moves(tmp_path: Path, publish: str, moves
         assert f"weights: {moves / 1e6} MB of adapters a version, and {below} below them once" in dry_run_lines(run)
 
 
+def test_each_domains_adapter_counts_and_reaches_the_trainer_and_its_turns(tmp_path: Path) -> None:
+    domains = [tiny()["domains"][0] | {"name": f"d{i}", "adapter": name} for i, name in enumerate("xyx")]
+    run = resolved(tmp_path, {"threads": 1}, training__lora={"rank": 3, "targets": ["q_proj"]}, domains=domains)
+    moves, shape = 2 * 4 * 3 * (16 + 16), run_shape(run)
+    found = publishing_of(run.run, run.cluster, shape)
+    assert (found.gb, found.load_gb) == (pytest.approx(moves / 1e9), None)
+    below = f"{4 * shape.parameters / 1e6:,.4g} MB"
+    assert f"weights: {moves / 1e6} MB of 2 adapters a version, and {below} below them once" in dry_run_lines(run)
+    trainer_config(run, tmp_path, tmp_path)
+    config = load_config(tmp_path / "trainer.json")
+    assert (config.adapters, config.domains["d1"].adapter) == (("x", "y"), "y")
+    write_tokenizer(tmp_path)
+    tokenizer = HubTokenizer(tmp_path)
+    assert [domain.adapter for domain in runtime_domains(run, tokenizer)] == ["x", "y", "x"]
+
+
 def test_by_default_it_is_one_process_without_adapters(tmp_path: Path) -> None:
     trainer_config(resolved(tmp_path, {"threads": 1}), tmp_path, tmp_path)
     config = load_config(tmp_path / "trainer.json")
     assert not config.parallel.sharded
-    assert config.lora is None
+    assert (config.lora, config.adapters) == (None, ())
 
 
 def test_ranks_that_the_devices_do_not_allow_are_refused(tmp_path: Path) -> None:

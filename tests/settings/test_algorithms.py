@@ -133,6 +133,9 @@ def test_switches_that_do_not_fit_are_refused(write: Write, loss: dict[str, Any]
             {},
             "critic with lora: it is trained in full, beside frozen weights; remove",
         ),
+        ({}, {"adapter": "games"}, "domain 'lake' has the adapter 'games' without training.lora: give lora ({} for"),
+        ({"lora": {"publish": "merged"}}, {"adapter": "games"}, "with training.lora.publish 'merged': weights can be"),
+        ({"lora": {}}, {"adapter": "base"}, "domain 'lake' has the adapter 'base', a directory of every version"),
         (
             {"algorithm": "ppo", "columns": ["advantage"]},
             {},

@@ -29,8 +29,8 @@ FILES = {
 
 def write_files(run: Path, version: int, files: Mapping[str, str] = FILES) -> Path:
     path = run / "weights" / f"v{version:06d}"
-    (path / "trainer").mkdir(parents=True)
     for name, text in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
         (path / name).write_text(text)
     digests = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}
     (path / "COMPLETE").write_text(json.dumps({"schema": 1, "version": version, "files": digests}))
@@ -80,6 +80,19 @@ def test_a_version_that_was_not_kept_is_refused_with_those_that_exist(run: Path,
     with pytest.raises(UsageError, match=r"v9 of run 'demo' does not exist"):
         export_version(run, "v9", tmp_path / "out", force=False)
     assert not (tmp_path / "out").exists()
+
+
+def test_of_several_adapters_one_is_named(run: Path, tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    record(own, 2, {})
+    write_files(own, 1, dict.fromkeys(("games/adapter_config.json", "spelling/adapter_config.json", "base/x"), "{}"))
+    with pytest.raises(UsageError, match="v1 has the adapters games, spelling, of which one can be merged") as caught:
+        export_version(own, "v1", tmp_path / "out", force=False)
+    assert caught.value.remedy == "name it, as with --adapter games"
+    with pytest.raises(UsageError, match="v1 has no adapter 'lake': it has the adapters games, spelling"):
+        export_version(own, "v1", tmp_path / "out", force=False, adapter="lake")
+    with pytest.raises(UsageError, match="v5 has no adapter 'games': it has no adapters of domains"):
+        export_version(run, "v5", tmp_path / "out", force=False, adapter="games")
 
 
 def test_evaluations_of_versions_that_were_given_up_do_not_count(tmp_path: Path) -> None:

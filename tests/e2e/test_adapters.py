@@ -1,0 +1,50 @@
+"""Two domains with adapters of their own, one engine and one trainer, on real processes."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+from rollart.lora import ADAPTER_MODEL
+from tests.e2e.harness import MOVES_WEIGHTS, STEPS, Home, events, ledger, tiny
+
+pytestmark = pytest.mark.slow  # starts a trainer and an engine: torch twice, about 8 s
+
+
+def test_both_adapters_learn_and_the_engine_samples_with_them(home: Home) -> None:
+    pytest.importorskip("peft")
+    spec = tiny(
+        domains__0__advantage=MOVES_WEIGHTS,
+        schedule="sync",
+        staleness=0,
+        training__lora={"rank": 4},
+        checkpoints__keep=STEPS + 1,
+        training__lr=0.05,
+        weights__store={"kind": "files", "url": "store", "local": str(home.path / "disk")},
+    )
+    spec["domains"].append(copy.deepcopy(spec["domains"][0]))
+    for domain, name in zip(spec["domains"], ("left", "down"), strict=True):
+        domain |= {"name": name, "adapter": name}
+    home.launch(spec).finished()
+    with ledger(home.directory) as db:
+        metrics = [json.loads(one) for (one,) in db.execute("SELECT metrics FROM versions WHERE version > 0")]
+    assert len(metrics) == STEPS
+    assert max(one["behaviour_gap"] for one in metrics) < 1e-4, "the log-probabilities of engine and trainer"
+    weights = home.directory / "weights"
+    for name in ("left", "down"):
+        first, last = (load_file(weights / f"v{n:06d}" / name / ADAPTER_MODEL) for n in (0, STEPS))
+        moved = {key: float((last[key] - first[key]).abs().max()) for key in first}
+        assert max(moved.values()) > 0.01
+    both = [load_file(weights / f"v{STEPS:06d}" / name / ADAPTER_MODEL) for name in ("left", "down")]
+    assert any(not both[0][key].equal(both[1][key]) for key in both[0])
+    files = sum((weights / f"v{STEPS:06d}" / name / ADAPTER_MODEL).stat().st_size for name in ("left", "down"))
+    sent = [one["sent_bytes"] for one in events(home.directory, "weights_pushed")]
+    assert max(sent[1:]) < files + 4096, "the weights below went with the first version"
+    export = ["export", "tiny-1", "-o", "out"]
+    refused = home.run(*export)
+    assert (refused.returncode, "has the adapters down, left" in refused.stderr) == (2, True)
+    assert home.run(*export, "--adapter", "left").returncode == 0
+    assert (home.path / "out" / "model.safetensors").is_file()
