@@ -72,7 +72,10 @@ def test_what_a_spec_gives_itself_stays(write: Write) -> None:
         ({"kind": "tis", "ratio": "geometric"}, "ratio 'geometric' with kind 'tis', which clips no ratio: use ppo"),
         ({"kind": "pg", "dual_clip": 3.0}, "dual_clip with kind 'pg', which clips no ratio: remove it"),
         ({"dual_clip": 1.1}, "dual_clip 1.1 with clip_high 0.2: give more than 1 + clip_high"),
-        ({"kind": "ppo", "correction_level": "product"}, "correction_level 'product' with kind 'ppo', whose loss has no importance"),
+        (
+            {"kind": "ppo", "correction_level": "product"},
+            "correction_level 'product' with kind 'ppo', whose loss has no importance",
+        ),
         ({"kind": "kimi", "correction": "mask"}, "correction 'mask' with kind 'kimi', whose square bounds the ratio"),
         ({"kind": "dpo"}, "kind 'dpo' with kl 0 in the loss, which is its β: give kl above 0 and kl_in loss"),
         ({"kind": "dpo", "kl": 1, "correction": "mask"}, "correction 'mask' with kind 'dpo', whose pairs are of whole"),
