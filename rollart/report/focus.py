@@ -2,9 +2,9 @@
 hour of UTC and charge.
 
 The rows hold what is billed, as the cost report does: their sums agree (property test). A charge is one price of one
-resource in one state for one cause. The columns are all mandatory ones, and the conditional ones whose condition holds
-here: prices are list prices without commitments, reservations or invoices, in one currency. Names with `x_` are our
-own.
+resource in one state for one cause. The columns are all mandatory ones, the conditional ones whose condition holds
+here, and null ones that tools of version 1.0 ask for in any case: prices are list prices without commitments,
+reservations, regions or invoices, in one currency. Names with `x_` are our own.
 """
 
 from __future__ import annotations
@@ -53,6 +53,11 @@ COLUMNS: Mapping[str, tuple[FocusType, bool]] = {
     "ChargeFrequency": ("string", False),
     "ChargePeriodEnd": ("datetime", False),
     "ChargePeriodStart": ("datetime", False),
+    "CommitmentDiscountCategory": ("string", True),
+    "CommitmentDiscountId": ("string", True),
+    "CommitmentDiscountName": ("string", True),
+    "CommitmentDiscountStatus": ("string", True),
+    "CommitmentDiscountType": ("string", True),
     "ConsumedQuantity": ("decimal", True),
     "ConsumedUnit": ("string", True),
     "ContractedCost": ("decimal", False),
@@ -66,6 +71,8 @@ COLUMNS: Mapping[str, tuple[FocusType, bool]] = {
     "PricingUnit": ("string", True),
     "ProviderName": ("string", False),
     "PublisherName": ("string", False),
+    "RegionId": ("string", True),
+    "RegionName": ("string", True),
     "ResourceId": ("string", True),
     "ResourceName": ("string", True),
     "ResourceType": ("string", True),
@@ -85,6 +92,8 @@ COLUMNS: Mapping[str, tuple[FocusType, bool]] = {
     "x_State": ("string", False),
 }
 """Type of each column, and whether it may be null, in the order of the table."""
+
+UNUSED: Mapping[str, FocusValue] = {name: None for name in COLUMNS if name.startswith(("CommitmentDiscount", "Region"))}
 
 PROVIDERS = {"aws_lambda": "AWS", "modal": "Modal"}
 
@@ -230,7 +239,7 @@ def _function(
 
 
 def focus_rows(reader: LedgerReader, run: str) -> Iterator[dict[str, FocusValue]]:
-    """The table of the run, in the order of `COLUMNS`."""
+    """The rows of the run: `COLUMNS`, in any order."""
     cluster = str(reader.config().get("cluster", {}).get("name", "")) or "rollart"
     for charge in focus_charges(reader):
         yield _row(charge, run, cluster)
@@ -246,6 +255,7 @@ def _row(charge: FocusCharge, run: str, cluster: str) -> dict[str, FocusValue]:
     details = {"x_Source": charge.source, "x_Date": charge.date}
     tags = {"run": run, "role": charge.role, "pool": charge.pool}
     return {
+        **UNUSED,
         "BilledCost": usd,
         "BillingAccountId": cluster,
         "BillingAccountName": cluster,

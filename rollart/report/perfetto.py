@@ -26,6 +26,9 @@ RUN = "run"
 STEPS, EVENTS = "steps", "faults and drops"
 """Threads of the run."""
 
+LEVELS = 10_000
+"""Most values of a counter: more are no more to see."""
+
 
 class TraceTracks:
     """Numbers of processes and threads by their names; `metadata` names and orders them in the trace."""
@@ -68,9 +71,10 @@ class TraceLanes:
 def chrome_trace(reader: LedgerReader, run: str) -> Iterator[str]:
     """The trace as pieces of JSON text."""
     yield '{"displayTimeUnit":"ms","otherData":{"run":' + json.dumps(run) + '},"traceEvents":[\n'
+    encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode  # `json.dumps` makes one per call
     first = True
     for event in trace_events(reader, run):
-        yield ("" if first else ",\n") + json.dumps(event, separators=(",", ":"), ensure_ascii=False)
+        yield ("" if first else ",\n") + encode(event)
         first = False
     yield "\n]}\n"
 
@@ -175,7 +179,7 @@ def _trajectories(tracks: TraceTracks, reader: LedgerReader, steps: Mapping[int,
 
 
 def _trajectory(track: tuple[int, int], t: TrajectorySpan, turns: Sequence[RunEvent]) -> Iterator[TraceEvent]:
-    """A trajectory, its reset, its recorded turns or the time between, and its reward."""
+    """A trajectory, its reset, its recorded turns, and its reward."""
     args = {
         "group": t.group,
         "outcome": t.outcome,
@@ -202,8 +206,6 @@ def _trajectory(track: tuple[int, int], t: TrajectorySpan, turns: Sequence[RunEv
             yield _slice(track, f"turn {turn.fields['turn']}", t0, t1, args)
             yield _slice(track, ELSEWHERE, t0, acted, args)
             yield _slice(track, STEP, acted, t1, {})
-    if not turns:
-        yield _slice(track, "turns", begins, rewarded, {})
     if t.reward_s is not None:
         yield _slice(track, "reward", rewarded, t.t1, {"score": t.score})
 
@@ -243,7 +245,11 @@ def _calls(tracks: TraceTracks, reader: LedgerReader) -> Iterator[TraceEvent]:
 
 def _levels(track: tuple[int, int], name: str, changes: Iterable[tuple[float, int]]) -> Iterator[TraceEvent]:
     """A counter of what is live, from begins (1) and ends (-1)."""
-    level = 0
-    for t, change in sorted(changes):
+    ordered = sorted(changes)
+    least_s = (ordered[-1][0] - ordered[0][0]) / LEVELS if ordered else 0.0
+    level, due = 0, ordered[0][0] if ordered else 0.0
+    for n, (t, change) in enumerate(ordered, 1):
         level += change
-        yield _counter(track, name, t, level)
+        if t >= due or n == len(ordered):
+            yield _counter(track, name, t, level)
+            due = t + least_s

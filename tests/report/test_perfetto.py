@@ -125,7 +125,7 @@ def test_every_part_of_the_run_is_in_the_trace(trace: Trace) -> None:
     assert found["run faults and drops"] == {"engine_lost": 1}
     of_trajectories: Counter[str] = sum((found[t] for t in found if t.startswith("trajectories")), Counter())
     assert {n for n in of_trajectories if "." in n} == {"a.0", "a.1", "b.0", "b.1", "c.0"}
-    assert [of_trajectories[n] for n in ("turn 0", "turn 1", "turns", "reward", "reset")] == [1, 1, 4, 5, 5]
+    assert [of_trajectories[n] for n in ("turn 0", "turn 1", "reward", "reset")] == [1, 1, 5, 5]
     of_groups: Counter[str] = sum((found[t] for t in found if t.startswith("groups")), Counter())
     assert of_groups == {"a": 1, "b": 1}
     of_calls: Counter[str] = sum((found[t] for t in found if t.startswith("calls")), Counter())
