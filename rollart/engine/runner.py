@@ -109,7 +109,8 @@ class Runner:
         if name in self._waiting or name in self._running:
             raise EngineError(f"request id {name!r} is in use", retryable=False, remedy="give every request its own id")
         refuse_invalid(job, vocab=self.network.architecture.vocab, context=self.context)
-        self._adapter_number(job)
+        if job.request.adapter is not None or self.network.adapters is not None:
+            self._adapter_number(job)
         if job.imported is not None:
             block = job.imported
             self.fence(block.version)
@@ -283,7 +284,8 @@ class Runner:
             del self._waiting[name]
             self._running[name] = job
             job.slot, job.cached = claim
-            self.table.adapter[job.slot] = self._adapter_number(job)
+            if self.network.adapters is not None:
+                self.table.adapter[job.slot] = self._adapter_number(job)
             self._by_slot[job.slot] = job
             if job.imported is not None and self._import(job, job.imported):
                 complete.append(job)
@@ -304,10 +306,8 @@ class Runner:
         return complete
 
     def _adapter_number(self, job: EngineJob) -> int:
-        """The number of the request's adapter, 0 in an engine without. EngineError for one that the engine lacks."""
+        """The number of the request's adapter. EngineError for one that the engine lacks."""
         stack, name = self.network.adapters, job.request.adapter
-        if stack is None and name is None:
-            return 0
         if stack is None or name not in stack.names:
             there = "no adapters" if stack is None else f"the adapters {', '.join(stack.names)}"
             wrong = "the request names no adapter" if name is None else f"there is no adapter {name!r}"
