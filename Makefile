@@ -21,7 +21,7 @@ export OMP_NUM_THREADS ?= 1
 # Processes that run tests side by side, a file at a time each.
 JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
-GPU_TESTS := $(addprefix tests/,engine/test_gpu.py engine/test_families.py engine/test_runner.py engine/test_experts.py engine/test_linear_attention.py \
+GPU_TESTS := $(addprefix tests/,engine/test_gpu.py engine/test_adapters.py engine/test_families.py engine/test_runner.py engine/test_experts.py engine/test_linear_attention.py \
   engine/test_handoff.py train/test_families.py train/test_engine_agreement.py train/test_learner.py)
 # Hypothesis draws its examples from the test itself, the same on every machine.
 test-fast test-slow vllm-test: export CI ?= true
