@@ -1,4 +1,4 @@
-"""Two domains with adapters of their own, one engine and one trainer, on real processes."""
+"""Two domains with adapters of their own over a mixture of experts, one engine and one trainer, on real processes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,25 @@ from safetensors.torch import load_file
 
 from rollart.lora import ADAPTER_MODEL
 from rollart.tools.export import export_version
-from tests.e2e.harness import MOVES_WEIGHTS, STEPS, Home, events, ledger, tiny
+from tests.e2e.harness import MOVES_WEIGHTS, STEPS, Home, events, ledger, sound, tiny
 
 pytestmark = pytest.mark.slow  # starts a trainer and an engine: torch twice, about 8 s
 
+EXPERTS = {
+    "model__init__architectures": ["Qwen3MoeForCausalLM"],
+    "model__init__model_type": "qwen3_moe",
+    "model__init__num_hidden_layers": 2,
+    "model__init__num_experts": 4,
+    "model__init__num_experts_per_tok": 2,
+    "model__init__moe_intermediate_size": 16,
+}
+
 
 def test_both_adapters_learn_and_the_engine_samples_with_them(home: Home) -> None:
+    """And every trained token is replayed on the experts that the engine chose for it."""
     pytest.importorskip("peft")
     spec = tiny(
+        **EXPERTS,
         domains__0__advantage=MOVES_WEIGHTS,
         schedule="sync",
         staleness=0,
@@ -32,7 +43,8 @@ def test_both_adapters_learn_and_the_engine_samples_with_them(home: Home) -> Non
     home.launch(spec).finished()
     with ledger(home.directory) as db:
         metrics = [json.loads(one) for (one,) in db.execute("SELECT metrics FROM versions WHERE version > 0")]
-    assert len(metrics) == STEPS
+    sound(home.directory)
+    assert [one["replayed_share"] for one in metrics] == [1.0] * STEPS
     assert max(one["behaviour_gap"] for one in metrics) < 1e-4, "the log-probabilities of engine and trainer"
     weights = home.directory / "weights"
     for name in ("left", "down"):
