@@ -12,6 +12,8 @@ frozen_lake  128 FrozenLake environments (Gymnasium), turn limit 10, a mocked mo
 turns        `throughput` with the turns of 1 % and of all prompts recorded (`telemetry.turns`) beside none, alternating
              in pairs: median share of CPU that it adds (target: at most 2 % and 30 %). Exports run in a process of
              their own
+kept         `frozen_lake` with and without `keep: all`, in alternating pairs: the share of CPU that it takes, of which the
+             target is at most 3 %
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ import time
 from pathlib import Path
 
 from rollart.control.domain import Domain
+from rollart.control.keeping import TrajectoryKeeper
 from rollart.ledger.store import Ledger
 from rollart.model import Completion, FinishReason, GenerateRequest, VersionSpan
+from rollart.settings.run import KeepSpec
 from rollart.testing.run import SimulatedRun, make_simulated_run
 
 
@@ -45,11 +49,13 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-async def timed(run: SimulatedRun, directory: str) -> tuple[float, int]:
+async def timed(run: SimulatedRun, directory: str, *, keep: bool = False) -> tuple[float, int]:
     """CPU seconds of the run with a real ledger, and how many trajectories ended."""
     loop = asyncio.get_running_loop()
-    with Ledger(directory, clock=loop.time) as ledger:
+    with Ledger(directory, clock=loop.time, kept_mb=256.0 if keep else 0.0) as ledger:
         run.journal = run.recorder = ledger
+        if keep:
+            run.trace = TrajectoryKeeper(KeepSpec(), ledger.keep)
         began = cpu()
         await run.run()
         await ledger.flush()
@@ -115,7 +121,7 @@ class RandomEngine:
         return Completion((token,), (-1.4,), (span,), FinishReason.LENGTH, len(request.token_ids), 0)
 
 
-def frozen_lake() -> dict[str, float]:
+def frozen_lake(*, steps: int = 24, keep: bool = False) -> dict[str, float]:
     from rollart.adapters.envs.frozen_lake import FrozenLakeText
     from rollart.adapters.text import HubTokenizer
     from rollart.quickstart.tokenizer import write_tokenizer
@@ -123,7 +129,7 @@ def frozen_lake() -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         write_tokenizer(Path(directory))
         tokenizer = HubTokenizer(directory)
-        run = make_simulated_run(quotas={"lake": (64, 1)}, alpha=1, steps=24, engines=1)
+        run = make_simulated_run(quotas={"lake": (64, 1)}, alpha=1, steps=steps, engines=1)
         run.tokenizer = tokenizer
         run.domains = [
             Domain(
@@ -139,7 +145,7 @@ def frozen_lake() -> dict[str, float]:
         run.engines[0].generate = mock.generate  # type: ignore[method-assign]
         turns: list[int] = []
         run.on_step = lambda done: turns.extend(len(set(s.turn)) - 1 for g in done.groups for s in g.samples)
-        seconds, trained = asyncio.run(timed(run, directory))
+        seconds, trained = asyncio.run(timed(run, directory, keep=keep))
     return {
         "trajectories": trained,
         "turns_mean": sum(turns) / len(turns),
@@ -160,7 +166,26 @@ def turns() -> dict[str, float]:
     return {f"{100 * share:g}_percent_of_prompts_add": statistics.median(found) for share, found in more.items()}
 
 
-CASES = {"throughput": throughput, "live": live, "frozen_lake": frozen_lake, "turns": turns}
+KEPT_PAIRS, STEPS = 24, 8
+
+
+def kept() -> dict[str, float]:
+    frozen_lake()  # the first run of a process warms its caches
+    cpu: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(KEPT_PAIRS):
+        for keep in (False, True):
+            cpu[keep].append(frozen_lake(steps=STEPS, keep=keep)["cpu_ms_per_trajectory"])
+    # The least is what other load on the machine disturbs least.
+    least, median = ({keep: of(values) for keep, values in cpu.items()} for of in (min, statistics.median))
+    return {
+        "cpu_ms_without": least[False],
+        "cpu_ms_with": least[True],
+        "share": least[True] / least[False] - 1.0,
+        "share_of_medians": median[True] / median[False] - 1.0,
+    }
+
+
+CASES = {"throughput": throughput, "live": live, "frozen_lake": frozen_lake, "turns": turns, "kept": kept}
 
 
 def main() -> None:

@@ -188,6 +188,22 @@ class Trajectory:
         return sum(len(s.token_ids) for s in self.segments if s.kind is SegmentKind.ACTION)
 
 
+def item_of(trajectory: Trajectory) -> Item:
+    """The functions' view of a trajectory: the conversation, the reference, and the course of the episode."""
+    messages: list[Mapping[str, str]] = []
+    for turn in trajectory.turns:
+        messages.append({"role": "user", "content": turn.observation})
+        messages.append({"role": "assistant", "content": turn.action})
+    reference = trajectory.metadata.get("reference_answer")
+    metadata = dict(trajectory.metadata) | {
+        "observations": [turn.observation for turn in trajectory.turns] + [trajectory.final_observation],
+        "env_rewards": [turn.env_reward for turn in trajectory.turns],
+        "action_tokens": [token for turn in trajectory.turns for token in turn.action_tokens],
+        "success": trajectory.success,
+    }
+    return Item(trajectory.id, tuple(messages), None if reference is None else str(reference), metadata)
+
+
 @_value(frozen=True, slots=True)
 class TrainSample:
     """The trainer's view of one scored trajectory. All per-token tuples have the length of `token_ids`.

@@ -21,7 +21,16 @@ from rollart.control.scheduler import Scheduler
 from rollart.control.strategy import RolloutStrategy
 from rollart.control.tracing import TracedTrajectoryRunner
 from rollart.control.training import ColumnFiller, StepDone, Training, all_samples
-from rollart.control.trajectory import EnvironmentSource, FreeRunning, TrajectoryRunner, TurnBarrier, WaitLimits
+from rollart.control.trajectory import (
+    UNTRACED,
+    AttemptTrace,
+    EnvironmentSource,
+    FreeRunning,
+    TrajectoryRunner,
+    TrajectoryState,
+    TurnBarrier,
+    WaitLimits,
+)
 from rollart.fleet import EnginePlacement
 from rollart.leases import Leases
 from rollart.ledger.intervals import ResourceClock
@@ -167,6 +176,8 @@ class Hooks:
     version: Callable[[int], None] = lambda _: None
     step: Callable[[StepDone], None] = lambda _: None
     evaluation: Callable[[str, Mapping[str, EvaluationResult]], None] = lambda *_: None
+    trace: Callable[[TrajectoryState], AttemptTrace] = lambda _: UNTRACED
+    """Makes the trace of an attempt that begins."""
 
 
 class ControlPlane:
@@ -243,6 +254,7 @@ class ControlPlane:
             measure=settings.measure,
             prefetch=options.environments,
             experts=settings.experts,
+            trace=hooks.trace,
         )
         buffer = _buffer(trained, leases, recorder, settings, options.shares)
         success_at = {domain.name: domain.success_at for domain in domains}

@@ -22,6 +22,7 @@ from rollart.model import (
     AbortReason,
     Completion,
     CompletionChunk,
+    EngineId,
     FinishReason,
     GroupId,
     Observation,
@@ -190,6 +191,27 @@ CHARACTERS_PER_TOKEN_LIMIT = 16
 """An observation with more characters than this times the context length is cut before it is encoded: a token has about
 4 characters. The output of a tool may have many MB, and encoding it takes half a second of the controller's loop."""
 
+
+class AttemptTrace:
+    """Follows one attempt of a trajectory, on the loop. This one notes nothing, for runs that keep no trajectories."""
+
+    __slots__ = ()
+
+    def asked(self) -> None:
+        """The trajectory asks for its next turn."""
+
+    def routed(self, why: str, engine: EngineId, prefill: EngineId | None, running: int) -> None:
+        """An attempt of the turn goes to `engine`, first to `prefill` if that is given; `running` turns run there."""
+
+    def finished(self, trajectory: Trajectory) -> None:
+        """The episode ended by itself."""
+
+    def closed(self, tokenizer: Tokenizer) -> None:
+        """The attempt ended, with any outcome. Called once, before its ledger row is written."""
+
+
+UNTRACED = AttemptTrace()
+
 _PROMPT, _ACTION, _OBSERVATION = SegmentKind.PROMPT, SegmentKind.ACTION, SegmentKind.OBSERVATION
 _TRAIN = Purpose.TRAIN
 
@@ -270,6 +292,7 @@ class TrajectoryState:
     truncated: bool = False
     experts: ExpertHistory | None = None
     """None: the trainer's routers choose, or the model has none."""
+    trace: AttemptTrace = UNTRACED
 
     @property
     def greedy(self) -> bool:
@@ -356,7 +379,7 @@ class TrajectoryRunner:
     under a lease. `stale` is called at every turn boundary (I2). `measure`: number of tokens that a sequence of ids
     stands for: its length, except in a simulated world, where one id may stand for many tokens. `prefetch`:
     environments that are reset before their trajectories start. `experts`: trajectories bring the experts that their
-    engine chose.
+    engine chose. `trace`: makes the trace of an attempt that begins.
     """
 
     gateway: Gateway
@@ -371,11 +394,13 @@ class TrajectoryRunner:
     measure: Callable[[Sequence[int]], int] = len
     prefetch: EnvironmentSource | None = None
     experts: bool = False
+    trace: Callable[[TrajectoryState], AttemptTrace] = lambda _: UNTRACED
 
     async def run(self, state: TrajectoryState) -> Trajectory:
         """Run the episode. Raises `TrajectoryAborted`; a failed or stalled environment is an infrastructure fault."""
         if self.experts and state.purpose is _TRAIN:
             state.experts = ExpertHistory()
+        state.trace = self.trace(state)
         if state.domain.harness is not None:
             return await self._harnessed(state, state.domain.harness)
         ahead = None if self.prefetch is None else self.prefetch.take(state.domain.name, state.id)
@@ -465,6 +490,7 @@ class TrajectoryRunner:
         on_chunk: Callable[[CompletionChunk], None] | None = None,
     ) -> Completion:
         known = None if state.experts is None else state.experts.known(token_ids)
+        state.trace.asked()
         try:
             completion = await self.gateway.generate(
                 state.id,
@@ -472,6 +498,7 @@ class TrajectoryRunner:
                 sampling,
                 spend=state.spend,
                 sent=state.note_sent,
+                routed=state.trace.routed,
                 domain=state.domain.name,
                 length=length,
                 prompt=str(state.seed),
@@ -571,7 +598,7 @@ class TrajectoryRunner:
                 output_tokens=state.action_tokens,
                 wait_s=state.env_seconds,
             )
-        return Trajectory(
+        trajectory = Trajectory(
             id=state.id,
             group=state.group,
             domain=state.domain.name,
@@ -589,6 +616,8 @@ class TrajectoryRunner:
             if state.experts is None
             else state.experts.known(tuple(t for s in state.segments for t in s.token_ids)),
         )
+        state.trace.finished(trajectory)
+        return trajectory
 
     async def _reset(
         self, state: TrajectoryState, environment: Environment, ahead: PrefetchedEnvironment | None
@@ -647,6 +676,7 @@ class TrajectoryRunner:
         """Release the prefix KV and the environment of the episode. A close that stalls is recorded by its lease; a
         close that fails is ignored."""
         limit = self.limits.env_close_s
+        state.trace.closed(self.tokenizer)
         try:
             with (
                 contextlib.suppress(Exception),

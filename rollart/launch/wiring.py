@@ -29,8 +29,9 @@ from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
 from rollart.control.domain import Domain
 from rollart.control.evaluation import EvaluationResult
 from rollart.control.given import GivenBatches
+from rollart.control.keeping import TrajectoryKeeper
 from rollart.control.training import StepDone, all_samples
-from rollart.control.trajectory import WaitLimits
+from rollart.control.trajectory import UNTRACED, AttemptTrace, TrajectoryState, WaitLimits
 from rollart.controller_loop import ControllerLoop
 from rollart.errors import StoppedEarly, StorageFailed
 from rollart.fleet import EngineRole
@@ -241,6 +242,7 @@ class RunContext:
                 version=self._on_published,
                 step=self._on_step,
                 evaluation=self._on_evaluated,
+                trace=self._trace(),
             ),
         )
         self.supervisor = EngineSupervisor(
@@ -331,7 +333,11 @@ class RunContext:
         if keep.items == "none":
             return OffloadRewarder(calls, domains, rewards.stateful)
         versions = {package.spec.name: package.version for package in rewards.packages}
-        return KeepingRewarder(calls, domains, rewards.stateful, keep=keep, versions=versions, sink=self.ledger.keep)
+        return KeepingRewarder(calls, domains, rewards.stateful, versions=versions, sink=self.ledger.scored)
+
+    def _trace(self) -> Callable[[TrajectoryState], AttemptTrace]:
+        keep = self.resolved.run.keep
+        return (lambda _: UNTRACED) if keep.items == "none" else TrajectoryKeeper(keep, self.ledger.keep)
 
     def _drawn(self, function: str) -> dict[str, str]:
         """The fields of the event of a version that was drawn; none for a function with a source."""
@@ -548,6 +554,7 @@ async def open_run(
                 held=held,
                 on_event=lambda event: progress(event) if event.kind in SHOWN_EVENTS else None,
                 kept_mb=0 if (keep := resolved.run.keep).items == "none" else keep.max_mb,
+                only_failed=keep.items == "failed",
             )
         )
         ledger.event(_utc_clock(began))

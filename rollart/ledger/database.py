@@ -1,5 +1,5 @@
 """The ledger's database file: its tables, opening, repair after a crash, and one transaction per flush. All SQL that
-writes is here, and in `kept` for kept items. No threads.
+writes is here, and in `kept` for kept trajectories. No threads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from rollart.errors import RollartError, RunFailed, StorageFailed, UsageError
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED, ResourceState
-from rollart.ledger.kept import KeptItems, KeptRow
+from rollart.ledger.kept import KeptRow, KeptTrajectories
 from rollart.ledger.payloads import INLINE_LIMIT, PayloadDamaged, PayloadFiles, decode_sample, encode_sample
 from rollart.model import AbortReason, Group, TrainSample
 from rollart.ports import FINISHED, Charge, Interval, Recovered, RunEvent
@@ -152,7 +152,6 @@ _INSERTIONS: Mapping[type, _Insertion] = {
         "function provider worker t0 t1 cold_start_s billed_s memory_mb items status cause provider_id queued_s "
         "start_billed_s",
     ),
-    KeptRow: _insertion("kept_items", "t payload"),
     Saving: _insertion("savings", "function stage t items billed_s memory_mb"),
     TokenBill: _insertion(
         "tokens",
@@ -170,8 +169,8 @@ class Database:
 
     `now` is the loop's second at opening; it becomes the run's last known second, `clock` (0 for a new run), so that
     times in the file continue where a resumed run stopped. Opening closes the intervals that a crash cut off. Without
-    `sync` a transaction survives kill -9 but not a power cut. `kept_mb`: bound of the kept items, 0 for a run that
-    keeps none.
+    `sync` a transaction survives kill -9 but not a power cut. `kept_mb`: bound of the kept trajectories, 0 for a
+    run that keeps none.
 
     Errors: StorageFailed for any error of the disk or SQLite; UsageError when another process holds the run.
     """
@@ -215,7 +214,7 @@ class Database:
                     UNION ALL SELECT max(t) FROM events UNION ALL SELECT max(t1) FROM trajectories)"""
                 )[0]
                 self._shift = self.clock - now
-                self.kept = KeptItems(self.connection, directory, kept_mb) if kept_mb else None
+                self.kept = KeptTrajectories(self.connection, directory, kept_mb) if kept_mb else None
                 self._heal()
                 self.functions_usd = self._spent_on_functions()
                 (devices_usd,) = self._one("SELECT sum((t1 - t0) * units * price / 3600.0) FROM intervals")
@@ -284,6 +283,7 @@ class Database:
     def insert(self, recorded: Sequence[Any]) -> None:
         """Append recorded rows within the open transaction."""
         rows: dict[type, list[tuple[Any, ...]]] = defaultdict(list)
+        kept: list[KeptRow] = []
         # Seconds and spans by (function, provider, memory, state, minute of the run in which they ended). Single spans
         # are not kept, because there are two per call.
         worker_time: dict[tuple[str, str, int, str, int], list[float]] = defaultdict(lambda: [0.0, 0])
@@ -294,10 +294,15 @@ class Database:
                 sums[0] += row.t1 - row.t0
                 sums[1] += 1
             else:
+                if isinstance(row, KeptRow):
+                    kept.append(row)
+                    row = row.charge
                 kind = type(row)
                 rows[kind].append((*_INSERTIONS[kind][1](row), self._shift))
         for kind, values in rows.items():
             self.connection.executemany(_INSERTIONS[kind][0], values)
+        if self.kept is not None and kept:
+            self.kept.add(kept, self._shift)
         self.connection.executemany(
             "INSERT INTO worker_time VALUES (?,?,?,?,?,?,?) ON CONFLICT DO UPDATE SET "
             "seconds = seconds + excluded.seconds, spans = spans + excluded.spans",

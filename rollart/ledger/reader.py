@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.database import CONSUMED, DROPPED, FILE, MINUTE_S, OLDER, SCHEMA_VERSION, TOKEN_SUMS
 from rollart.ledger.events import UTC_CLOCK
 from rollart.ledger.intervals import IntervalSum
-from rollart.ledger.kept import KeptItem, read_kept
+from rollart.ledger.kept import KeptTrajectory, read_kept
 from rollart.ledger.utc import HOUR_S, UtcTimes, hourly_parts
 from rollart.ports import FINISHED, Interval, RunEvent
 from serverless.meter import Saving
@@ -25,10 +25,13 @@ R = TypeVar("R")
 FATE = f"""CASE WHEN t.outcome <> '{FINISHED}' THEN t.outcome WHEN t.purpose = 'eval' THEN 'evaluated'
 WHEN s.state = {CONSUMED} THEN 'trained' WHEN g.state = {DROPPED} THEN g.reason
 WHEN s.state = {DROPPED} THEN 'group_dropped' ELSE 'waiting' END"""
-"""The outcome of a trajectory (`ChargeSum`)."""
+"""The disposition of a trajectory `t` with its sample `s` and its group `g`."""
 
 OF_TRAJECTORIES = """FROM trajectories t LEFT JOIN samples s ON s.id = t.id AND t.purpose <> 'eval'
 LEFT JOIN groups g ON g.id = s.grp"""
+
+_GROUP = "rtrim(t.id, '0123456789r')"
+"""The group of a trajectory `t` with a dot behind it: 'lake-12.' of 'lake-12.3r2'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,12 +198,44 @@ class AttemptRow:
 
 @dataclass(frozen=True, slots=True)
 class GroupRow:
-    """A group that was admitted, and its state; `reason` is set if it was dropped."""
+    """A group that was admitted, and its state; `reason` is set if it was dropped, `version` if it was trained."""
 
     id: str
     domain: str
     state: int
     reason: str
+    seed: int = 0
+    version: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryRow:
+    """A trajectory that ended. `outcome` is that of `ChargeSum`; `version` and `step` are those that it was trained
+    into. Times are seconds of the run; `reward_s` is None if it asked for no reward. Of its prompts, `prompt_tokens`
+    were computed, the others were in a cache."""
+
+    id: str
+    domain: str
+    purpose: str
+    outcome: str
+    v0: int
+    t0: float
+    t1: float
+    turns: int
+    prompt_tokens: int
+    action_tokens: int
+    engine_s: float
+    reset_s: float
+    env_s: float
+    reward_s: float | None
+    success: int | None
+    score: float | None
+    version: int | None
+    step: int | None
+
+    @property
+    def group(self) -> str:
+        return self.id.rpartition(".")[0]
 
 
 class LedgerReader(AbstractContextManager["LedgerReader"]):
@@ -302,7 +337,83 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
 
     def groups(self) -> list[GroupRow]:
         """Groups in the order in which they were admitted."""
-        return self._rows(GroupRow, "SELECT id, domain, state, reason FROM groups ORDER BY rowid")
+        return self._rows(GroupRow, "SELECT id, domain, state, reason, seed, version FROM groups ORDER BY rowid")
+
+    def trajectories(
+        self,
+        *,
+        id_: str | None = None,
+        group: str | None = None,
+        domain: str | None = None,
+        outcomes: Sequence[str] = (),
+        order: str = "t.rowid",
+        most: int | None = None,
+    ) -> Iterator[TrajectoryRow]:
+        """The trajectories with this id, of this group and domain, and with one of the outcomes, as far as they are
+        given, in the order of their rows, which is that of their ends but for milliseconds. The members of groups that
+        were killed with the run have the same ids in the next life. `order`: an expression of the table's columns."""
+        marks = ", ".join("?" * len(outcomes))
+        rows = self._cursor(
+            f"""SELECT t.id, t.domain, t.purpose, {FATE} AS fate, t.v0, t.t0, t.t1, t.turns, t.prompt_tokens,
+            t.action_tokens, t.engine_seconds, t.reset_s, t.env_s, t.reward_s, t.success, t.score,
+            CASE WHEN s.state = {CONSUMED} AND t.outcome = '{FINISHED}' THEN s.version END,
+            CASE WHEN s.state = {CONSUMED} AND t.outcome = '{FINISHED}' THEN v.step END
+            {OF_TRAJECTORIES} LEFT JOIN versions v ON v.version = s.version
+            WHERE (?1 IS NULL OR t.id = ?1) AND (?2 IS NULL OR {_GROUP} = ?2) AND (?3 IS NULL OR t.domain = ?3)
+            {f"AND fate IN ({marks})" if outcomes else ""} ORDER BY {order} LIMIT {-1 if most is None else most}""",
+            id_,
+            None if group is None else f"{group}.",
+            domain,
+            *outcomes,
+        )
+        return (TrajectoryRow(*row) for row in rows)
+
+    def trajectory_count(self, *, domain: str | None, outcomes: Sequence[str]) -> int:
+        """The number of trajectories that `trajectories` gives."""
+        return sum(
+            row.trajectories
+            for row in self.charge_sums()
+            if (domain is None or row.domain == domain) and (not outcomes or row.outcome in outcomes)
+        )
+
+    def group_times(self, domain: str) -> list[tuple[str, float, float]]:
+        """Id, begin of the first and end of the last trajectory of every group of a domain."""
+        rows = self._query(
+            f"""SELECT {_GROUP}, min(t.t0), max(t.t1) FROM trajectories t WHERE t.domain = ? AND t.purpose <> 'eval'
+            GROUP BY {_GROUP}""",
+            domain,
+        )
+        return [(group.removesuffix("."), began, ended) for group, began, ended in rows]
+
+    def events_about(self, *subjects: str) -> list[RunEvent]:
+        """All events of these subjects, in order of time."""
+        marks = ", ".join("?" * len(subjects))
+        query = f"SELECT t, kind, subject, fields FROM events WHERE subject IN ({marks}) ORDER BY t, rowid"
+        return [RunEvent(t, k, subject, json.loads(fields)) for t, k, subject, fields in self._query(query, *subjects)]
+
+    def ends(self, kind: str) -> list[tuple[float, str]]:
+        """Time and subject of every event of a kind, in order of time, without its fields."""
+        return self._query("SELECT t, subject FROM events WHERE kind = ? ORDER BY t, rowid", kind)
+
+    def torn(self, tolerance_s: float) -> list[tuple[str, float, float, float, float]]:
+        """Id, begin, end, seconds of the environment and of the reward of the trajectories with a negative number of
+        seconds, or whose waits do not fit between their begin and their end. The reset of a prefetched environment may
+        precede the begin."""
+        return self._query(
+            """SELECT id, t0, t1, env_s, coalesce(reward_s, 0.0) FROM trajectories
+            WHERE min(engine_seconds, reset_s, env_s, coalesce(reward_s, 0.0)) < 0.0
+            OR env_s + coalesce(reward_s, 0.0) > t1 - t0 + ? ORDER BY rowid""",
+            tolerance_s,
+        )
+
+    def samples(self) -> Iterator[tuple[str, str, int, int, int | None, int, int]]:
+        """Id, group, state, first version, version that it was trained into (None: none), sampled tokens, and the rows
+        of trajectories that finished with it, for every sample."""
+        yield from self._cursor(
+            f"""SELECT s.id, s.grp, s.state, s.v0, s.version, s.action_tokens, count(t.id) FROM samples s
+            LEFT JOIN trajectories t ON t.id = s.id AND t.outcome = '{FINISHED}' AND t.purpose <> 'eval'
+            GROUP BY s.id"""
+        )
 
     def batch_tokens(self) -> list[int]:
         """Length in tokens, prompts included, of the samples that were trained into each version, by version."""
@@ -352,6 +463,17 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
         """Every function call, of one provider if it is named, by start, in seconds of the run."""
         query = "SELECT * FROM invocations WHERE ? IS NULL OR provider = ? ORDER BY t0, rowid"
         return self._rows(Invocation, query, provider, provider)
+
+    def calls_between(self, function: str, t0: float, t1: float) -> list[Invocation]:
+        """The calls of a function that ran at any time from `t0` to `t1`, by start, in seconds of the run."""
+        query = "SELECT * FROM invocations WHERE function = ? AND t0 <= ? AND t1 >= ? ORDER BY t0, rowid"
+        return self._rows(Invocation, query, function, t1, t0)
+
+    def phase_seconds(self) -> tuple[float, float, float]:
+        """Seconds of all trajectories on engines, in their environments and in wait for their rewards."""
+        query = "SELECT sum(engine_seconds), sum(reset_s + env_s), sum(reward_s) FROM trajectories"
+        engine, environment, reward = self._query(query)[0]
+        return engine or 0.0, environment or 0.0, reward or 0.0
 
     def lives(self) -> list[tuple[str, float, float, str, int | None, float | None]]:
         """Domain, begin, end, group of the sample ('' without one), the version that it was trained into (None: not
@@ -466,10 +588,11 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
         )
         return [(hour, WorkerSum(*row)) for hour, *row in rows]
 
-    def kept(self) -> Iterator[KeptItem]:
-        """The kept items in the order in which their trajectories ended; none for a run that keeps none (`keep`)."""
+    def kept(self, ids: Collection[str] | None = None) -> Iterator[KeptTrajectory]:
+        """The kept trajectories in the order in which they ended, all or those with these ids; none for a run with
+        `keep: none`."""
         try:
-            yield from read_kept(self._connection, self._path.parent)
+            yield from read_kept(self._connection, self._path.parent, ids)
         except sqlite3.Error as error:
             raise self._failed(error) from None
 

@@ -18,7 +18,7 @@ from rollart.errors import RollartError, StorageFailed
 from rollart.ledger.database import Database, Measure, Operation
 from rollart.ledger.events import WORKER_LEFT_PROCESSES
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED, ResourceState
-from rollart.ledger.kept import KeptItem, KeptRow, encode_kept
+from rollart.ledger.kept import KeptScore, KeptTrajectory, PendingTrajectories
 from rollart.model import Group, TrainSample, TrajectoryId
 from rollart.ports import Charge, Clock, Interval, Recovered, RunEvent
 from rollart.settings.prices import PriceList
@@ -52,7 +52,8 @@ class Ledger:
     `clock` is the loop's: times are recorded as seconds of it and stored as seconds of the run, which continue where a
     resumed run stopped. A life of the run begins at `began`, by default now. The resources in `held` are paid from then
     on, and resources that close after `stopping` are paid until the ledger closes. `on_event` receives every event: a
-    terminal selects its output from them. `kept_mb` bounds the scored items that `keep` stores.
+    terminal selects its output from them. `kept_mb` bounds the trajectories that `keep` stores, of
+    which it stores those that failed alone with `only_failed`.
 
     Errors: StorageFailed (final: every later call raises it, and `watch` too), RunFailed for a change that would break
     a rule (a sample trained twice), UsageError when another process holds the run.
@@ -71,6 +72,7 @@ class Ledger:
         held: Collection[str] = (),
         on_event: Callable[[RunEvent], None] | None = None,
         kept_mb: float = 0.0,
+        only_failed: bool = False,
     ) -> None:
         self._on_event = on_event
         self._clock = clock
@@ -87,8 +89,7 @@ class Ledger:
             measure=measure,
             kept_mb=kept_mb,
         )
-        self._scored: dict[str, KeptRow] = {}
-        """Kept items by trajectory until its row is written."""
+        self._pending = None if database.kept is None else PendingTrajectories(only_failed=only_failed)
         self._writer: InlineWriter | ThreadWriter = InlineWriter(database) if inline else ThreadWriter(database)
         self._record: Callable[[Any], None] = self._writer.record
 
@@ -131,21 +132,21 @@ class Ledger:
     interval = invocation = saving = tokens = worker = record
 
     def charge(self, charge: Charge) -> None:
-        if (kept := self._scored.pop(charge.trajectory, None)) is not None:
-            self._record(kept)
-        self._record(charge)
+        self._record(self._row(charge))
 
-    def keep(self, kept: KeptItem) -> None:
-        """Store a scored item together with the row of its trajectory: a crash leaves both or neither. Nothing is
-        stored of an item without a wire form, which no function has got, or above an eighth of the bound."""
-        if self._database.kept is None:
-            return
-        try:
-            payload = encode_kept(kept)
-        except (TypeError, ValueError, OverflowError):
-            return
-        if len(payload) <= self._database.kept.largest:
-            self._scored[kept.item.id] = KeptRow(kept.t, payload)
+    def keep(self, kept: KeptTrajectory) -> None:
+        """Store a trajectory together with its row, which follows: a crash leaves both or neither. Nothing is stored of
+        a trajectory above an eighth of the bound."""
+        if self._pending is not None:
+            self._pending.add(kept)
+
+    def scored(self, trajectory: str, value: float | None, scores: tuple[KeptScore, ...]) -> None:
+        """Store the scores of a trajectory with it, if it is kept."""
+        if self._pending is not None:
+            self._pending.score(trajectory, value, scores)
+
+    def _row(self, charge: Charge) -> Any:
+        return charge if self._pending is None else self._pending.row(charge)
 
     def left(self, left: LeftProcesses) -> None:
         """Record an event: processes of a function outlived their call."""
@@ -156,11 +157,11 @@ class Ledger:
         await self._writer.run(lambda db: db.admit(group, domain, seed))
 
     async def finish(self, sample: TrainSample, charge: Charge) -> None:
-        kept = self._scored.pop(sample.id, None)
+        row = self._row(charge)
 
         def finished(db: Database) -> None:
             db.finish(sample)
-            db.insert([charge] if kept is None else [charge, kept])
+            db.insert([row])
 
         await self._writer.run(finished)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from rollart.ledger.kept import KeptItem, KeptScore
+from rollart.ledger.kept import KeptScore, KeptTrajectory
 from rollart.model import InfraFault, ModelFault, Outcome, Scored
 from rollart.report.simulation import interval
 from rollart.report.tables import (
@@ -48,7 +48,7 @@ DECILES = 10
 class RescoredItem:
     """A kept item, the recorded outcome of one function, and the answers of the new one."""
 
-    kept: KeptItem
+    kept: KeptTrajectory
     old: KeptScore
     answers: tuple[Outcome, ...]
 
@@ -319,9 +319,9 @@ def _cost(found: Rescoring) -> Iterator[Row]:
 @table("differences", f"Largest differences (at most {SHOWN}; -o json and csv have every item)", optional=True)
 def _differences(pairs: Sequence[ScorePair]) -> Iterator[Row]:
     changed = [p for p in pairs if abs(p.after - p.before) > EQUAL]
-    for pair in sorted(changed, key=lambda p: (-abs(p.after - p.before), p.item.kept.item.id))[:SHOWN]:
+    for pair in sorted(changed, key=lambda p: (-abs(p.after - p.before), p.item.kept.id))[:SHOWN]:
         yield {
-            "trajectory": pair.item.kept.item.id,
+            "trajectory": pair.item.kept.id,
             "domain": pair.item.kept.domain,
             "old": as_number(pair.before),
             "new": as_number(pair.after),
@@ -334,10 +334,10 @@ def _items(items: Sequence[RescoredItem]) -> Iterator[Row]:
     for one in items:
         first = one.answers[0]
         yield {
-            "trajectory": one.kept.item.id,
+            "trajectory": one.kept.id,
             "group": one.kept.group,
             "domain": one.kept.domain,
-            "policy_version": as_count(one.kept.policy_version),
+            "policy_version": as_count(one.kept.trajectory.v0),
             "old_version": one.old.version,
             "old": as_number(one.before),
             "new": as_number(one.after),

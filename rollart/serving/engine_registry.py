@@ -35,6 +35,17 @@ class RerouteTurn(Exception):
     a limit on attempts."""
 
 
+class RouteListener(Protocol):
+    """Called with the reason for a turn's route, its engine, the engine of its prefill if that is another one, and the
+    turns that run on the engine."""
+
+    def __call__(self, why: str, engine: EngineId, prefill: EngineId | None, running: int, /) -> None: ...
+
+
+def unheard_route(why: str, engine: EngineId, prefill: EngineId | None, running: int, /) -> None:
+    """The default `RouteListener`."""
+
+
 @dataclass(frozen=True, slots=True)
 class GatewayLimits:
     """Seconds that the gateway waits, and the attempts per turn. `engine_s` bounds the wait for an eligible engine: the
@@ -100,6 +111,9 @@ class TurnRequest:
     """See `GenerateRequest`."""
     adapter: str | None = None
     """See there."""
+    why: str = ""
+    """The reason for its route."""
+    routed: RouteListener = unheard_route
 
     def begins(self, version: int) -> None:
         """Report the version of its first token, unless older tokens are kept. Each version is reported once: all

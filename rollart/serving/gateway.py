@@ -19,7 +19,14 @@ from rollart.ledger.intervals import EngineShares, ResourceState
 from rollart.model import Completion, CompletionChunk, EngineId, EngineStats, PauseMode, Sampling, WeightsRef
 from rollart.policy.routing import RoutingPolicy
 from rollart.ports import Engine, Recorder, RunEvent
-from rollart.serving.engine_registry import EngineRegistry, GatewayLimits, RegisteredEngine, TurnRequest
+from rollart.serving.engine_registry import (
+    EngineRegistry,
+    GatewayLimits,
+    RegisteredEngine,
+    RouteListener,
+    TurnRequest,
+    unheard_route,
+)
 from rollart.serving.group_colocation import GroupColocation
 from rollart.serving.kv_admission import ConcurrencySettings, KvAdmission
 from rollart.serving.turns import TurnExecutor
@@ -253,6 +260,7 @@ class Gateway:
         *,
         spend: Callable[[float], None],
         sent: Callable[[int], None] = lambda _: None,
+        routed: RouteListener = unheard_route,
         domain: str = "",
         length: int | None = None,
         prompt: str = "",
@@ -264,8 +272,8 @@ class Gateway:
         """One turn's completion. `length` is the prompt's length in tokens, if that is not the number of ids; `prompt`
         names the prompt of the trajectory. After the `last` turn of a trajectory, a prefill engine keeps no KV.
         `spend` is called with the engine seconds of every attempt and both legs, cancelled ones included. `sent` is
-        called with the version if the decode engine has a free slot and so begins at once. `experts_from`, `adapter`:
-        see `GenerateRequest`.
+        called with the version if the decode engine has a free slot and so begins at once, `routed` with each route.
+        `experts_from`, `adapter`: see `GenerateRequest`.
 
         Raises `EngineError` if no attempt succeeded, after at most `limits.attempts`. A retried turn is generated anew:
         of a failed attempt only the tokens passed to `on_chunk` are kept. A failed hand-off does not count as an
@@ -275,7 +283,7 @@ class Gateway:
         turn = TurnRequest(f"{session}-{self._requests}", session, token_ids, sampling, spend, sent, domain)
         turn.prompt, turn.last, turn.listener, turn.vocab = prompt, last, on_chunk, self._limits.vocab
         turn.length = len(token_ids) if length is None else length
-        turn.experts_from, turn.adapter = experts_from, adapter
+        turn.experts_from, turn.adapter, turn.routed = experts_from, adapter, routed
         return self.turns.generate(turn)
 
     async def forget(self, session: str) -> None:

@@ -20,6 +20,9 @@ from rollart.serving.engine_registry import (
 from rollart.serving.group_colocation import GroupColocation
 from rollart.serving.kv_admission import KvAdmission
 
+LEAST_LOADED, STICKY, WITH_GROUP = "least loaded", "its KV is there", "its group is there"
+"""Reasons for routes where prices and affinities decide nothing."""
+
 TurnRoute = tuple[SessionKv, RegisteredEngine, RegisteredEngine | None]
 """The session's KV state, the decode engine, and the prefill engine if it is a different one."""
 
@@ -120,6 +123,7 @@ class TurnRouter:
         if self.admission is not None and (sticky is None or turn.session not in sticky.kv) and registry.serve(version):
             return None  # the trajectory must be admitted first
         if sticky is not None and not registry.roles:
+            turn.why = turn.why or STICKY
             return kv, sticky, None
         path = self._choose(turn, kv, sticky)
         if path is None:
@@ -128,6 +132,10 @@ class TurnRouter:
         if sticky is not decode:
             self._assign(turn, kv, decode, path.preferred)
         return kv, decode, None if path.prefill is None else registry.members[path.prefill]
+
+    def _report_route(self, turn: TurnRequest, sticky: RegisteredEngine, source: RegisteredEngine | None) -> None:
+        turn.routed(turn.why, sticky.engine.id, None if source is None else source.engine.id, sticky.running)
+        turn.why = ""
 
     def _known(self, session: str) -> SessionKv | None:
         """The session's KV state at the version of its next turn; None while no engine may serve it."""
@@ -182,6 +190,7 @@ class TurnRouter:
         )
         if unit is None or unit.sticky is None:
             return None
+        turn.why = WITH_GROUP
         self._assign(turn, kv, unit.sticky, unit.preferred)
         return unit.sticky
 
@@ -208,7 +217,8 @@ class TurnRouter:
         if not self._special:
             loads = _without_avoided(turn, kv, registry.loads(turn.session, kv.version))
             chosen = choose_engine(loads, version=kv.version)
-            return None if chosen is None else TurnPath(chosen, None, "least loaded")
+            turn.why = LEAST_LOADED
+            return None if chosen is None else TurnPath(chosen, None, LEAST_LOADED)
         view = TurnView(
             tokens=turn.length,
             output=self._domain_stats.output(turn.domain, turn.sampling.max_tokens),
@@ -230,6 +240,8 @@ class TurnRouter:
             version=kv.version,
             assignments=self._domain_stats.pool_counts.get(turn.domain, {}),
         )
+        if path is not None:
+            turn.why = path.why
         if path is not None and takes is None:
             self.paths[path.why] = self.paths.get(path.why, 0) + 1
         return path

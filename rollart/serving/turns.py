@@ -117,6 +117,7 @@ class TurnExecutor(TurnRouter):
 
     async def _attempt(self, turn: TurnRequest) -> Completion:
         kv, sticky, source = self._route_now(turn) or await self._route(turn)
+        self._report_route(turn, sticky, source)
         request = self._request(turn, kv.version)
         before, version, current = turn.spent, kv.version, self.version
         if source is not None:
@@ -124,6 +125,7 @@ class TurnExecutor(TurnRouter):
             if params is None:
                 turn.no_handoff = True
                 kv, sticky, source = await self._route(turn)
+                self._report_route(turn, sticky, source)
                 version = kv.version
                 request = self._request(turn, version)
             else:

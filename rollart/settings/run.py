@@ -458,13 +458,14 @@ def _or_items(schema: dict[str, Any]) -> None:
 
 
 class KeepSpec(SpecEntry):
-    """Scored items whose conversation and outcomes stay in the ledger (docs/functions.md)."""
+    """Trajectories whose content stays in the ledger (docs/trajectories.md)."""
 
     items: str = "all"
     """all; `sample 0.02`: this share of the prompts, each with all its trajectories; failed: those with a fault of a
-    reward function or of the policy; none."""
+    reward function, of the policy or of infrastructure; none."""
     max_mb: int = Field(default=256, ge=1, le=1_000_000)
-    """Most megabytes on disk, beyond which the oldest eighth is deleted. An item above an eighth of it is not kept."""
+    """Most megabytes on disk, beyond which the oldest eighth is deleted. A trajectory above an eighth of it is not
+    kept."""
 
     @field_validator("items")
     @classmethod
@@ -538,10 +539,10 @@ class RunSpec(SpecEntry):
     """Tolerance for infrastructure faults."""
     budget: BudgetSpec = Field(default_factory=BudgetSpec)
     """Bounds at which the run stops by itself."""
-    # Not `none`: in a quickstart `all` costs 160 bytes and 0.018 ms per trajectory, 1 % of the controller's CPU.
+    # Not `none`: in a quickstart `all` costs 330 bytes and 0.058 ms per trajectory, 3.5 % of the controller's CPU.
     keep: KeepSpec = Field(default_factory=KeepSpec, json_schema_extra=_or_items)
-    """Scored items that stay in the ledger, for `rollart rewards rescore`: `all`, `sample 0.02`, `failed` or `none`, or
-    a mapping with a bound."""
+    """Trajectories whose content stays in the ledger, for `rollart trajectory` and `rollart rewards rescore`: `all`,
+    `sample 0.02`, `failed` or `none`, or a mapping with a bound (docs/trajectories.md)."""
 
     telemetry: TelemetrySpec = Field(default_factory=TelemetrySpec)
     """Traces, metrics and trackers that other tools read (docs/observability.md)."""

@@ -15,7 +15,7 @@ from rollart.control.buffer import BatchDeadline, SampleColumn
 from rollart.control.control_plane import ControlPlane, ControlSettings, Hooks
 from rollart.control.domain import Domain
 from rollart.control.training import StepDone, all_samples
-from rollart.control.trajectory import WaitLimits
+from rollart.control.trajectory import UNTRACED, AttemptTrace, TrajectoryState, WaitLimits
 from rollart.fleet import EngineKind, EnginePlacement
 from rollart.launch.strategies import StrategySettings
 from rollart.leases import Leases
@@ -104,6 +104,7 @@ class SimulatedRun:
     clocks: dict[str, ResourceClock] = field(default_factory=dict)
     """Of `engines`, by name."""
     on_step: Callable[[StepDone], None] = lambda _: None
+    trace: Callable[[TrajectoryState], AttemptTrace] = lambda _: UNTRACED
     tokenizer: Tokenizer = field(default_factory=WordTokenizer)
     published: list[int] = field(default_factory=list)
     shares: dict[str, EngineShares] = field(default_factory=dict)
@@ -131,7 +132,12 @@ class SimulatedRun:
             version=version,
             settings=self.settings(),
             hooks=Hooks(
-                self._recover, self._suspect, version=self.published.append, step=self.on_step, borrow=self.borrow
+                self._recover,
+                self._suspect,
+                version=self.published.append,
+                step=self.on_step,
+                borrow=self.borrow,
+                trace=self.trace,
             ),
             planner=self.planner,
         )
@@ -141,7 +147,7 @@ class SimulatedRun:
         if self.site is not None:
             parts = await self._populate(self.site)
         for engine in () if self.site is not None else self.engines:
-            clock = ResourceClock(role="rollout", resource=engine.id, recorder=self.recorder, clock=loop.time)
+            clock = ResourceClock(role="engine", resource=engine.id, recorder=self.recorder, clock=loop.time)
             clocks.append(clock)
             self.clocks[engine.id] = clock
             self.shares[engine.id] = EngineShares(clock, clock=loop.time)

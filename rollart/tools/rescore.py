@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rollart.errors import UsageError, did_you_mean
 from rollart.launch.functions import backend, function_settings, translated_errors
-from rollart.ledger.kept import KeptItem
+from rollart.ledger.kept import KeptTrajectory
 from rollart.ledger.reader import LedgerReader
 from rollart.report.rescore import RescoredItem
 from rollart.settings.cluster import ClusterFunctions
@@ -49,14 +49,14 @@ class KeptIndex:
 
 
 def index_kept(reader: LedgerReader) -> list[KeptIndex]:
-    """Every kept item of a run, without its conversation."""
-    return [KeptIndex(k.item.id, k.t, k.group, tuple(s.function for s in k.scores)) for k in reader.kept()]
+    """Every scored trajectory that a run kept, without its content."""
+    return [KeptIndex(k.id, k.t, k.group, tuple(s.function for s in k.scores)) for k in reader.kept() if k.scores]
 
 
-def read_chosen(reader: LedgerReader, chosen: Iterable[KeptIndex]) -> list[KeptItem]:
+def read_chosen(reader: LedgerReader, chosen: Iterable[KeptIndex]) -> list[KeptTrajectory]:
     """The chosen items that the run still has: a live run may have deleted some meanwhile."""
     wanted = {(one.id, one.t) for one in chosen}
-    return [kept for kept in reader.kept() if (kept.item.id, kept.t) in wanted]
+    return [kept for kept in reader.kept({id_ for id_, _ in wanted}) if (kept.id, kept.t) in wanted]
 
 
 def old_function(items: Iterable[KeptIndex], named: str | None, new: str) -> str:
@@ -100,7 +100,7 @@ def draw(items: Sequence[KeptIndex], most: int | None) -> list[KeptIndex]:
 
 async def rescore(
     package: Package,
-    items: Sequence[KeptItem],
+    items: Sequence[KeptTrajectory],
     function: str,
     *,
     times: int,
@@ -122,7 +122,7 @@ async def rescore(
         ):
             began = loop.time()
 
-            async def answer(item: KeptItem) -> Outcome:
+            async def answer(item: KeptTrajectory) -> Outcome:
                 async with pending:
                     return await offload.submit(spec.name, item.item, deadline_s)
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollart.adapters.rewards.keeping import KeepingRewarder, is_kept
-from rollart.adapters.rewards.offload import OffloadRewarder, combine, item_of
+from rollart.adapters.rewards.keeping import KeepingRewarder
+from rollart.adapters.rewards.offload import OffloadRewarder, combine
 from rollart.errors import UsageError
-from rollart.ledger.kept import KeptItem
+from rollart.ledger.kept import KeptScore
 from rollart.model import (
     GroupId,
     InfraFault,
@@ -26,8 +25,9 @@ from rollart.model import (
     Trajectory,
     TrajectoryId,
     Turn,
+    item_of,
 )
-from rollart.settings.run import DomainSpec, KeepSpec, RewardUse
+from rollart.settings.run import DomainSpec, RewardUse
 from rollart.sim import loop as virtual
 from serverless.inline import InlineScorer
 from serverless.pipeline.offload import Offload
@@ -210,9 +210,9 @@ def test_a_reward_that_is_no_function_is_refused_at_once() -> None:
         rewarded(domain(use("judge")))
 
 
-def keeping(keep: str, outcomes: dict[str, Outcome], group: str = "g") -> list[KeptItem]:
-    """The items that a run with `keep` stores of one trajectory with these outcomes."""
-    found: list[KeptItem] = []
+def reported(outcomes: dict[str, Outcome]) -> tuple[str, float | None, tuple[KeptScore, ...]]:
+    """Trajectory, reward and scores that a run keeps of one trajectory with these outcomes."""
+    found: list[tuple[str, float | None, tuple[KeptScore, ...]]] = []
 
     class Fixed(InlineScorer):
         def __init__(self, outcome: Outcome) -> None:
@@ -225,38 +225,26 @@ def keeping(keep: str, outcomes: dict[str, Outcome], group: str = "g") -> list[K
         uses = [use(name, 2.0) for name in outcomes]
         offload = Offload([], SimulatedBackend({}))
         local = {name: Fixed(outcome) for name, outcome in outcomes.items()}
-        rules, versions = KeepSpec(items=keep), {"a": "digest"}
-        rewarder = KeepingRewarder(offload, [domain(*uses)], local, keep=rules, versions=versions, sink=found.append)
-        await rewarder.score(dataclasses.replace(trajectory(reference_answer="r"), group=GroupId(group)), 1.0)
+
+        def sink(*scored: Any) -> None:
+            found.append(scored)
+
+        rewarder = KeepingRewarder(offload, [domain(*uses)], local, versions={"a": "digest"}, sink=sink)
+        await rewarder.score(trajectory(reference_answer="r"), 1.0)
 
     virtual.run(main())
-    return found
+    return found[0]
 
 
-def test_an_item_is_kept_as_the_functions_got_it() -> None:
-    (kept,) = keeping("all", {"a": Scored(0.5), "b": ModelFault(-1.0, "no answer")})
-    assert kept.item == item_of(trajectory(reference_answer="r"))
-    assert (kept.group, kept.domain, kept.policy_version, kept.value) == ("g", "lake", 3, -1.0)
-    assert [(s.function, s.version, s.weight) for s in kept.scores] == [("a", "digest", 2.0), ("b", "", 2.0)]
-    assert kept.outcome("b") == kept.scores[1]
-    assert kept.outcome("c") is None
+def test_the_outcomes_of_all_functions_are_kept() -> None:
+    id_, value, scores = reported({"a": Scored(0.5), "b": ModelFault(-1.0, "no answer")})
+    assert (id_, value) == ("t1", -1.0)
+    assert [(s.function, s.version, s.weight, s.outcome) for s in scores] == [
+        ("a", "digest", 2.0, Scored(0.5)),
+        ("b", "", 2.0, ModelFault(-1.0, "no answer")),
+    ]
 
 
-def test_a_failed_item_has_no_value() -> None:
-    (kept,) = keeping("failed", {"a": Scored(0.5), "b": InfraFault(FaultKind.CRASH, retryable=False)})
-    assert kept.value is None
-
-
-def test_only_failed_items_are_kept_if_so_requested() -> None:
-    assert not keeping("failed", {"a": Scored(0.0)})
-    assert keeping("failed", {"a": ModelFault(0.0, "cut off")})
-
-
-@given(st.floats(0, 1))
-@settings(max_examples=20)
-def test_a_sample_has_its_share_of_the_groups(share: float) -> None:
-    """The same groups in every life of a run."""
-    keep = KeepSpec(items=f"sample {share:.4f}")
-    kept = [is_kept(keep, f"lake-{n}", [Scored(1.0)]) for n in range(2000)]
-    assert abs(sum(kept) / 2000 - share) < 0.05
-    assert kept == [is_kept(keep, f"lake-{n}", [InfraFault(FaultKind.CRASH, retryable=True)]) for n in range(2000)]
+def test_a_trajectory_without_a_reward_has_no_value() -> None:
+    _, value, scores = reported({"a": Scored(0.5), "b": InfraFault(FaultKind.CRASH, retryable=False)})
+    assert (value, len(scores)) == (None, 2)

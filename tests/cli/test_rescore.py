@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from rollart.ledger.kept import KeptItem, KeptScore
+from rollart.ledger.kept import KeptScore
 from rollart.ledger.store import Ledger
-from rollart.model import Item, Scored, TrajectoryId
-from rollart.ports import Charge
+from rollart.model import Scored
 from serverless.errors import SpecInvalid
 from serverless.types import Invocation
+from tests.kept import charge, kept
 
 Call = Callable[..., Any]
 
@@ -44,10 +44,8 @@ def recorded(rollart: Call, launch_calls: Any) -> Path:
         ledger = Ledger(directory, clock=lambda: 0.0, inline=True, kept_mb=1)
         for n in range(8):
             id_ = f"g{n % 2}.{n}"
-            answer = {"role": "assistant", "content": "42" if n < 4 else "41"}
-            item = Item(id_, ({"role": "user", "content": "6 x 7?"}, answer), "42")
-            ledger.keep(KeptItem(item, f"g{n % 2}", "lake", 1, 0.0, (KeptScore("exact", "d1", 1.0, Scored(0.0)),)))
-            ledger.charge(Charge(TrajectoryId(id_), "lake", "finished", 0, 0, 1, 1, 1, None, 0.0, "train", 0.0, 1.0))
+            ledger.keep(kept(id_, "42" if n < 4 else "41", KeptScore("exact", "d1", 1.0, Scored(0.0))))
+            ledger.charge(charge(id_, score=0.0))
         ledger.close()
 
     launch_calls.action = action

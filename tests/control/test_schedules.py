@@ -51,7 +51,7 @@ def training(run: SimulatedRun) -> list[tuple[float, float]]:
 
 
 def generating(run: SimulatedRun) -> list[tuple[float, float]]:
-    return [(i.t0, i.t1) for i in run.recorder.intervals if i.role == "rollout" and i.state == "busy"]
+    return [(i.t0, i.t1) for i in run.recorder.intervals if i.role == "engine" and i.state == "busy"]
 
 
 def overlap(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:

@@ -18,10 +18,10 @@ from rollart.ledger.store import Ledger
 
 CHILD = """
 import asyncio, sys
-from rollart.ledger.kept import KeptItem
 from rollart.ledger.store import Ledger
-from rollart.model import Group, GroupId, Item, TrainSample, TrajectoryId
+from rollart.model import Group, GroupId, TrainSample, TrajectoryId
 from rollart.ports import Charge, Interval
+from tests.kept import kept
 
 def sample(i, m):
     n = 6000 if i % 10 == 0 else 8
@@ -35,8 +35,7 @@ async def worker(ledger, start, lock):
         for s in samples:
             charge = Charge(s.id, "lake", "finished", 0, 0.5, 1, 1, 1, True, 1.0, "train", 0.0, 1.0)
             text = "answer " * 300
-            item = Item(s.id, ({"role": "assistant", "content": f"{text} of {s.id}"},))
-            ledger.keep(KeptItem(item, s.group, "lake", 0, 1.0, ()))
+            ledger.keep(kept(s.id, f"{text} of {s.id}"))
             await ledger.finish(s, charge)
             print(f"finished {s.id}", flush=True)
         for k in range(20):
@@ -105,7 +104,7 @@ def _check(directory: Path, finished: set[str], trained: dict[str, int]) -> None
     trajectories = rows_of(directory, "SELECT id FROM trajectories ORDER BY id")
     assert trajectories == samples, "each sample has its trajectory's row"
     with LedgerReader(directory) as reader:
-        assert sorted((kept.item.id,) for kept in reader.kept()) == samples, "each has its kept item, once"
+        assert sorted((kept.id,) for kept in reader.kept()) == samples, "each has its content, once"
     in_file = dict(rows_of(directory, "SELECT id, version FROM groups WHERE state = 1"))
     for group, version in trained.items():
         assert in_file[group] == version, "an acknowledged commit is there, once"

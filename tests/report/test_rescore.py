@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollart.ledger.kept import KeptItem, KeptScore
-from rollart.model import InfraFault, Item, ModelFault, Outcome, Scored
+from rollart.ledger.kept import KeptScore
+from rollart.model import InfraFault, ModelFault, Outcome, Scored
 from rollart.report.render import render
 from rollart.report.rescore import RescoredItem, Rescoring, correlation, kappa, order_changes, ranks, rescore_report
 from rollart.settings.load import builtin, load_prices
 from serverless.meter import TokenBill
 from serverless.types import Cause, FaultKind, Invocation, TokenUsage
+from tests.kept import kept
 
 CRASH = InfraFault(FaultKind.CRASH, retryable=False, detail="KeyError: 'x'")
 PRICES = load_prices(builtin("prices.yaml"))
@@ -30,9 +31,7 @@ def one(
     score = KeptScore("old", "v1", more.get("weight", 1.0), before)
     if value is None and isinstance(before, Scored):
         value = score.weight * before.value
-    item = Item(name, ({"role": "assistant", "content": "?"},))
-    kept = KeptItem(item, name.partition(".")[0], more.get("domain", "lake"), 0, value, (score,))
-    return RescoredItem(kept, score, tuple(after))
+    return RescoredItem(kept(name, "?", score, domain=more.get("domain", "lake"), value=value), score, tuple(after))
 
 
 def tables(*items: RescoredItem, **more: Any) -> dict[str, list[dict[str, Any]]]:

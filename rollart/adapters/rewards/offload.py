@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from rollart.errors import UsageError
-from rollart.model import InfraFault, Item, ModelFault, Outcome, Scored, SegmentKind, Trajectory
+from rollart.model import InfraFault, Item, ModelFault, Outcome, Scored, SegmentKind, Trajectory, item_of
 from rollart.settings.run import DomainSpec, RewardUse
 from serverless.inline import InlineScorer
 from serverless.spec import FunctionSpec
@@ -86,22 +86,6 @@ class OffloadRewarder:
         except TimeoutError:
             detail = f"no outcome of {function} in {deadline_s:g} s"
             return InfraFault(FaultKind.DEADLINE, retryable=False, detail=detail)
-
-
-def item_of(trajectory: Trajectory) -> Item:
-    """The functions' view of a trajectory: the conversation, the reference, and the course of the episode."""
-    messages: list[Mapping[str, str]] = []
-    for turn in trajectory.turns:
-        messages.append({"role": "user", "content": turn.observation})
-        messages.append({"role": "assistant", "content": turn.action})
-    reference = trajectory.metadata.get("reference_answer")
-    metadata = dict(trajectory.metadata) | {
-        "observations": [turn.observation for turn in trajectory.turns] + [trajectory.final_observation],
-        "env_rewards": [turn.env_reward for turn in trajectory.turns],
-        "action_tokens": [token for turn in trajectory.turns for token in turn.action_tokens],
-        "success": trajectory.success,
-    }
-    return Item(trajectory.id, tuple(messages), None if reference is None else str(reference), metadata)
 
 
 def combine(trajectory: Trajectory, domain: DomainSpec, outcomes: Sequence[Outcome]) -> Outcome:
