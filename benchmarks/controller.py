@@ -12,8 +12,8 @@ frozen_lake  128 FrozenLake environments (Gymnasium), turn limit 10, a mocked mo
 turns        `throughput` with the turns of 1 % and of all prompts recorded (`telemetry.turns`) beside none, alternating
              in pairs: median share of CPU that it adds (target: at most 2 % and 30 %). Exports run in a process of
              their own
-kept         `frozen_lake` with and without `keep: all`, in alternating pairs: the share of CPU that it takes, of which the
-             target is at most 3 %
+kept         `frozen_lake` with and without `keep: all`, in alternating pairs: the share of CPU that it takes
+             (target: at most 3 %)
 """
 
 from __future__ import annotations

@@ -28,6 +28,12 @@ SEEDS, STEPS = 1, 10
 TARGETS = ("kuberay", "ray", "cfn", "sam", "modal", "terraform", "knative")
 """Kinds of deployments that `rollart infra render` writes."""
 
+OUTCOMES = (
+    *("trained", "waiting", "stale", "filtered", "redundant", "fault", "eval", "dropped", "deferred", "refused"),
+    "shutdown",
+)
+"""Outcomes of trajectories."""
+
 COMPLETE = "_ROLLART_COMPLETE"
 """The variable by which a shell's completion asks."""
 
@@ -775,6 +781,60 @@ def report_bias() -> None:
     """Show whether the trained trajectories are distributed as the drawn ones, and how the lost ones differ by reason:
     length, turns, difficulty and reward per domain, each with a two-sample test. Of a real run, or of a simulation kept
     by `simulate --keep`."""
+
+
+@command(cli, "trajectories:trajectories")
+@run_argument
+@click.option("--domain", help="Only those of this domain.")
+@click.option("--outcome", type=click.Choice(OUTCOMES), help="Only those with this outcome.")
+@shown_option(
+    "--sort", type=click.Choice(["end", "tokens", "reward", "usd"]), default="end", help="Order; the largest first."
+)
+@shown_option("-n", "--most", type=click.IntRange(0), default=20, help="How many; 0: all.")
+@click.option("--export", type=FILE, metavar="FILE", help="Write the kept ones, with content, to a .jsonl or .parquet.")
+@output_option
+@runs_option
+def trajectories() -> None:
+    """List trajectories with their outcome, tokens, reward, seconds and dollars.
+
+    RUN is a name or directory; without it the latest run. `--export` writes all that were kept (`keep` of the run
+    spec), of the domain and outcome if they are given, in a form that viewers of rollouts read (docs/trajectories.md).
+    """
+
+
+@command(cli, "trajectories:trajectory")
+@click.argument("id_", metavar="ID")
+@click.option("--run", help="Name or directory of the run. Default: the latest.", shell_complete=completed_by("runs"))
+@output_option
+@runs_option
+def trajectory() -> None:
+    """Show one trajectory: messages, versions, log-probabilities, rewards, seconds and dollars.
+
+    json and csv have every token, html is one page. The content is there if the run kept it (`keep` of the run spec).
+    """
+
+
+@command(cli, "trajectories:why")
+@click.argument("id_", metavar="ID")
+@click.option("--run", help="Name or directory of the run. Default: the latest.", shell_complete=completed_by("runs"))
+@output_option
+@runs_option
+def why() -> None:
+    """Show each decision about a trajectory, with the figure behind it.
+
+    When and under which limit it was admitted, where its turns went and why, what scored it, and why it was trained or
+    dropped.
+    """
+
+
+@command(cli, "trajectories:verify")
+@report_options
+def verify() -> None:
+    """Audit a run's ledger; exit code 1 if a rule is broken, with every row that breaks one.
+
+    Each prompt is trained, dropped with a reason or waiting, nothing is trained twice, versions follow each other, and
+    no second or dollar is missing or counted twice, over all lives of the run.
+    """
 
 
 @command(cli, "status:status")

@@ -31,6 +31,7 @@ EXTRAS = {
     "modal": "modal",
     "ray": "ray",
     "matplotlib": "`report curve --png`",
+    "pyarrow": "`trajectories --export FILE.parquet`",
 }
 
 

@@ -19,6 +19,9 @@ from typing import Any
 
 import yaml
 
+from rollart.ledger.reader import LedgerReader
+from rollart.report.verification import verify
+
 ROOT = Path(__file__).parents[2]
 
 POLL_S = 0.02
@@ -332,6 +335,9 @@ def sound(
     )
     assert live == 0, "a group was left behind"
     assert scores <= paid, "a fault was counted as a reward"
+    with LedgerReader(directory) as reader:
+        broken = [one for one in verify(reader).violations if one.row not in uncharged]
+    assert broken == [], "the audit of the ledger"
 
 
 def waiting_samples(directory: Path) -> dict[str, int]:
