@@ -194,7 +194,7 @@ def test_a_critic_begins_with_the_policy_and_values_of_zero_and_never_moves_the_
     """So the first step is that of whitened returns, bit for bit."""
     plain = {"level": "token", "baseline": "none", "normalize": "whiten"}
     ours = ppo(domains={n: {"advantage": {"gae_lambda": 1.0}} for n in "ab"}, epochs=2)
-    other = ppo(algorithm=None, domains={n: {"advantage": plain} for n in "ab"}, epochs=2)
+    other = ppo(algorithm=None, loss={"kind": "ppo"}, domains={n: {"advantage": plain} for n in "ab"}, epochs=2)
     for learner in (ours, other):
         learner.imitate(batch(SAMPLES), 3)
     assert ours.critic is not None

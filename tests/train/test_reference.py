@@ -267,7 +267,7 @@ def test_the_entropy_factor_rises_where_no_entropy_is_left(tmp_path: Path) -> No
 
 
 def test_the_factors_of_a_streamed_step_do_not_depend_on_the_order_of_its_groups(tmp_path: Path) -> None:
-    targets = {"kl_target": 6e-3, "entropy_target": 1.0}
+    targets = {"kind": "ppo", "kl_target": 6e-3, "entropy_target": 1.0}
     found = []
     for order in (1, -1):
         made = learner(tmp_path, stream=True, loss=targets)
