@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 CLUSTER = ROOT / "configs/clusters/ray-fake.yaml"
 
 LEARNED = 0.75
-"""Held-out success that both domains reach in 60 steps with any seed that was tried (docs/training.md)."""
+"""Held-out success that both domains of the quickstart reach with any seed that was tried (docs/training.md)."""
 
 
 def main() -> int:

@@ -146,6 +146,30 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         print(f"  {seconds}{span([row['wall_s'] for row in its], 0)} s wall, {cpu} CPU-s, load {load}")
 
 
+def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
+    """Draw success while training (the mean of three steps) against samples: a panel per domain, and per setting the
+    median over the seeds with a band from the least to the greatest value."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    domains = list(rows[0]["batch"])
+    figure = Figure(figsize=(6.0 * len(domains), 4.5), layout="constrained")
+    for domain, axes in zip(domains, figure.subplots(1, len(domains), squeeze=False)[0], strict=True):
+        for setting in dict.fromkeys(row["setting"] for row in rows):
+            its = [row for row in rows if row["setting"] == setting]
+            steps = min(len(row["steps"]) for row in its)
+            values = [[step[f"success.{domain}"] for step in row["steps"][:steps]] for row in its]
+            means = [[statistics.mean(one[i : i + MEAN_OF]) for i in range(steps - MEAN_OF + 1)] for one in values]
+            at = [its[0]["batch"][domain] * (i + MEAN_OF) for i in range(steps - MEAN_OF + 1)]
+            (line,) = axes.plot(at, [statistics.median(column) for column in zip(*means, strict=True)], label=setting)
+            low, high = ([of(column) for column in zip(*means, strict=True)] for of in (min, max))
+            axes.fill_between(at, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+        axes.set(title=domain, xlabel="samples", ylabel="success while training", ylim=(0, 1))
+        axes.grid(alpha=0.3)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
+    FigureCanvasAgg(figure).print_png(str(file))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", type=Path)
@@ -155,6 +179,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no run later than this")
     parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="also draw success against samples")
     arguments = parser.parse_args()
     began = time.monotonic()
     slow = slow_steps(arguments.run, arguments.slow)
@@ -180,6 +205,8 @@ def main() -> None:
             with arguments.rows.open("a") as file:
                 file.write(json.dumps(row | found) + "\n")
     show(rows())
+    if arguments.plot is not None:
+        plot(rows(), arguments.plot)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     derivation  1 t 2 w 3 a 4 s = 4 s 3 a 2 w 1 t <eos>
 
 The numbered letters are the scratchpad; the answer is the letters after the last `=`. Counting down reduces the answer
-to look-ups: without it the same policy hardly improves (0.16 to 0.20 in 60 steps).
+to look-ups: without it the same policy hardly improves (0.16 to 0.20 in 11,520 samples).
 """
 
 from __future__ import annotations

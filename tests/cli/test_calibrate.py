@@ -54,9 +54,9 @@ class TestReferences:
         assert {r.run.steps for r in made} == {STEPS}
         assert [(r.run.evaluation.episodes, r.run.training.epochs) for r in made] == [(0, 1), (0, 2), (0, 1)]
         assert [dict(r.quotas) for r in made] == [
-            {"frozen_lake": 24, "spell_backward": 48},
-            {"frozen_lake": 128, "spell_backward": 64},
-            {"spell_backward": 192},
+            {"frozen_lake": 6, "spell_backward": 12},
+            {"frozen_lake": 32, "spell_backward": 16},
+            {"spell_backward": 48},
         ]
         for reference in made:
             assert sum(reference.quotas.values()) == reference.run.batch.trajectories

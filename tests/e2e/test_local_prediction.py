@@ -74,15 +74,15 @@ def slow(seconds: float) -> DomainProfile:
 
 
 def test_a_run_that_its_trainer_bounds(quickstart: Resolved) -> None:
-    """By hand: 64 games of 24 + 4 × 7 + 5 tokens and 128 words of 26.5, four epochs of two mini-batches."""
+    """By hand: 16 games of 24 + 4 × 7 + 5 tokens and 32 words of 26.5, in four epochs."""
     found = predict(quickstart, [LAKE, WORDS], MACHINE)
-    tokens, actions = 64 * 57 + 128 * 26.5, 64 * 5 + 128 * 20
-    trained = 4 * (2 * 4e-3 + 2.4e-5 * tokens + 5e-6 * actions)
-    controller = 192 * 4e-4 + (64 * 5 + 128) * 2e-4 + actions * 5e-6
+    tokens, actions = 16 * 57 + 32 * 26.5, 16 * 5 + 32 * 20
+    trained = 4 * (4e-3 + 2.4e-5 * tokens + 5e-6 * actions)
+    controller = 48 * 4e-4 + (16 * 5 + 32) * 2e-4 + actions * 5e-6
     assert found.step_s == pytest.approx(trained + 0.05 + 0.6 * controller)
-    assert found.rate == pytest.approx(192 / found.step_s, rel=2e-3)
+    assert found.rate == pytest.approx(48 / found.step_s, rel=2e-3)
     assert "trainer" in found.binds
-    assert found.cpu["controller"] == pytest.approx(controller / 192)
+    assert found.cpu["controller"] == pytest.approx(controller / 48)
 
 
 @pytest.mark.slow  # solves a dozen plans for each of four runs: about 2 s
@@ -90,8 +90,8 @@ def test_a_run_that_waits_for_its_environment(quickstart: Resolved) -> None:
     """Every domain has slots of its own: a slow one sets the pace for all, whatever its share."""
     rates = [predict(quickstart, [slow(s), WORDS], MACHINE) for s in (0.0, 0.5, 1.0, 2.0)]
     assert [r.rate for r in rates] == sorted((r.rate for r in rates), reverse=True)
-    # Two batches in flight, one game takes 5 × 2 s and more: no more than 2 × 192 per 10 s, and less for the late ones.
-    assert 0.5 * 38.4 < rates[3].rate < 38.4
+    # Two batches in flight, one game takes 5 × 2 s and more: no more than 2 × 48 per 10 s, and less for the late ones.
+    assert 0.5 * 9.6 < rates[3].rate < 9.6
     assert "in flight" in rates[3].binds
     assert rates[2].rate == pytest.approx(2 * rates[3].rate, rel=0.1)
 

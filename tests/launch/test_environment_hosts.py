@@ -76,7 +76,8 @@ def test_cores_of_the_plan_go_to_hosts_first_and_are_paid_by_them(tmp_path: Path
 
 def test_auto_is_what_profiles_ask_for_and_room_for_every_trajectory() -> None:
     assert host_count(resolved("workers=auto")) == 1
-    assert host_count(resolved("workers=auto", "per_worker=100")) == 4, "2 x 192 trajectories"
+    more = ["cluster.environments.workers=auto", "cluster.environments.per_worker=50"]
+    assert host_count(resolve_files(None, None, [*more, "staleness=3"])) == 4, "4 x 48 trajectories"
     assert hosts_for(cores=3.5, most=64, episodes=10, per_host=512) == 5
     assert hosts_for(cores=80.0, most=64, episodes=10, per_host=512) == 64
     assert hosts_for(cores=7 * BUSY, most=64, episodes=10, per_host=512) == 7
@@ -85,18 +86,18 @@ def test_auto_is_what_profiles_ask_for_and_room_for_every_trajectory() -> None:
 
 def test_few_places_are_told_with_their_numbers_and_auto_counts_all() -> None:
     def notes(*overrides: str) -> tuple[str, ...]:
-        return resolve_files(None, None, overrides).notes
+        return resolve_files(None, None, ["staleness=3", *overrides]).notes
 
-    few = "cluster.environments.workers=2", "cluster.environments.per_worker=100"
+    few = "cluster.environments.workers=2", "cluster.environments.per_worker=50"
     (said,) = [note for note in notes(*few) if note.startswith("environments")]
     assert said.startswith(
-        "environments: 2 x 100 places (workers x per_worker) for up to 384 episodes at a time (384 traj"
+        "environments: 2 x 50 places (workers x per_worker) for up to 192 episodes at a time (192 traj"
     )
     (said,) = [note for note in notes(*few, "rollout.prefetch=10") if note.startswith("environments")]
-    assert "404 episodes at a time (384 trajectories, 20 ahead of need)" in said
-    enough = "cluster.environments.workers=2", "cluster.environments.per_worker=192"
+    assert "212 episodes at a time (192 trajectories, 20 ahead of need)" in said
+    enough = "cluster.environments.workers=2", "cluster.environments.per_worker=96"
     assert notes(*enough) == notes()
-    more = ["cluster.environments.workers=auto", "cluster.environments.per_worker=100"]
+    more = ["staleness=3", "cluster.environments.workers=auto", "cluster.environments.per_worker=50"]
     assert host_count(resolve_files(None, None, [*more, "rollout.prefetch=10"])) == 5
     assert host_count(resolve_files(None, None, [*more, "rollout.redundancy.groups=1.5"])) == 5
 

@@ -45,5 +45,5 @@ def test_the_quickstart_trains_on_vllm_and_survives_its_death(tmp_path: Path) ->
     with ledger(directory) as db:
         assert [v for (v,) in db.execute("SELECT version FROM versions ORDER BY version")] == list(range(STEPS + 1))
         lags = db.execute("SELECT v0, version FROM samples WHERE state = 1").fetchall()
-    assert len(lags) == STEPS * 192
+    assert len(lags) == STEPS * 48
     assert all(version - 1 == v0 for v0, version in lags), "every sample is of the version that was trained on"
