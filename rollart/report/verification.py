@@ -20,6 +20,9 @@ from rollart.report.tables import Report, Row, as_count, as_text, table
 TOLERANCE_S = 1e-6
 """Rounding of sums of clock readings, in seconds."""
 
+APART_S = 1e-4
+"""Seconds by which a turn's own readings of the clock may be apart from those of its engine's state."""
+
 UNFLUSHED_S = 2.0
 """Busy seconds that an engine may lose in a kill, though the trajectories that paid for them are recorded: clocks are
 flushed once a second."""
@@ -71,10 +74,10 @@ def verify(reader: LedgerReader) -> LedgerAudit:
         text = f"{t1 - t0:g} s from {t0:g}, {env_s:g} of them in its environment, {reward_s:g} for its reward"
         found.append(Violation(TRAJECTORIES, id_, text))
     dispositions: Counter[tuple[str, str, str]] = Counter()
-    charged = 0.0
+    charged, turns = 0.0, 0
     for row in reader.charge_sums():
         dispositions[row.domain, row.purpose, row.outcome] += row.trajectories
-        charged += row.engine_seconds
+        charged, turns = charged + row.engine_seconds, turns + row.turns
     opened, closed = _times(reader.ends(RESOURCE_OPENED)), _times(reader.ends(RESOURCE_CLOSED))
     stretches, busy = _intervals(reader, checked)
     found += [v for resource, of in stretches.items() for v in untiled(resource, of, opened.get(resource, ()))]
@@ -82,7 +85,7 @@ def verify(reader: LedgerReader) -> LedgerAudit:
     killed = sum(max(0, len(of) - len(closed.get(resource, ()))) for resource, of in opened.items())
     if busy is not None:
         checked[ENGINES] = sum(dispositions.values())
-        if charged > busy + TOLERANCE_S * checked[ENGINES] + UNFLUSHED_S * killed:
+        if charged > busy + APART_S * turns + UNFLUSHED_S * killed:
             found.append(Violation(ENGINES, "all", f"{charged:.6f} s charged, {busy:.6f} s busy"))
     checked |= {PROMPTS: len(groups), VERSIONS: len(versions), TRAJECTORIES: sum(dispositions.values())}
     prompts = Counter((group.domain, _end(group)) for group in groups)
@@ -182,21 +185,21 @@ def untiled(
     resource: str, stretches: Iterable[tuple[float, float]], opened: Sequence[float] = ()
 ) -> Iterator[Violation]:
     """Stretches that overlap, end before they begin, or leave a gap before them, unless the resource was `opened` again
-    at the end of the gap: what it did before that was another incarnation."""
-    begins = sorted(opened)
+    within the stretch behind the gap: what it did before that was another incarnation. (The first stretch of a resumed
+    run's resource begins with the life of the run, before the resource itself is opened.)"""
     until: float | None = None
     for t0, t1 in sorted(stretches):
         if t1 < t0:
             yield Violation(SECONDS, resource, f"ends at {t1:.6f} before it begins at {t0:.6f}")
         if until is not None and t0 < until - TOLERANCE_S:
             yield Violation(SECONDS, resource, f"in two states from {t0:.6f} to {min(t1, until):.6f}")
-        elif until is not None and t0 > until + TOLERANCE_S and not _near(begins, t0):
+        elif until is not None and t0 > until + TOLERANCE_S and not _within(t0, t1, opened):
             yield Violation(SECONDS, resource, f"in no state from {until:.6f} to {t0:.6f}")
         until = t1 if until is None else max(until, t1)
 
 
-def _near(times: Sequence[float], t: float) -> bool:
-    return any(abs(time - t) <= TOLERANCE_S for time in times)
+def _within(t0: float, t1: float, times: Sequence[float]) -> bool:
+    return any(t0 - TOLERANCE_S <= time <= t1 + TOLERANCE_S for time in times)
 
 
 def _bills(reader: LedgerReader, checked: Counter[str]) -> Iterator[Violation]:

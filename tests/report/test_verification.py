@@ -118,6 +118,6 @@ def test_stretches_tile_as_the_law_says(stretches: list[tuple[float, float]]) ->
     assert bool(list(untiled("e", stretches))) == bool(law)
 
 
-@pytest.mark.parametrize(("opened", "gaps"), [([0.0], 1), ([0.0, 7.0], 0), ([0.0, 6.0], 1)])
+@pytest.mark.parametrize(("opened", "gaps"), [([0.0], 1), ([0.0, 7.0], 0), ([0.0, 8.0], 0), ([0.0, 6.0], 1)])
 def test_a_gap_ends_with_the_next_incarnation(opened: list[float], gaps: int) -> None:
     assert len(list(untiled("e", [(0.0, 5.0), (7.0, 9.0)], opened))) == gaps
