@@ -230,7 +230,7 @@ def test_staggered_updates_keep_somebody_serving_where_one_of_all_stops_everybod
             engine.generate = watched  # type: ignore[method-assign, assignment]
         loop.run(world.run(), seed=3)
         sound(world)
-        loads = [i for i in world.recorder.intervals if i.state == "sync" and i.role == "rollout"]  # type: ignore[attr-defined]
+        loads = [i for i in world.recorder.intervals if i.state == "sync" and i.role == "engine"]  # type: ignore[attr-defined]
         gaps[name] = sum(any(i.t0 < t < i.t1 for t in times) for i in loads) / len(loads)
     assert gaps["all"] == 0
     assert gaps["staggered"] > 0.5
