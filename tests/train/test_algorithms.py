@@ -360,7 +360,7 @@ def test_dual_clip_bounds_negative_advantages() -> None:
     value = torch.from_numpy(batch_advantages(made, preset(None).domains))
     surrogate = torch.min(ratio * value, ratio.clamp(0.8, 1.2) * value)
     expected = -torch.where(value < 0, torch.max(surrogate, 1.5 * value), surrogate).mean()  # arXiv:1912.09729, eq. 5
-    loss, gradient = product_loss(preset(None, dual_clip=1.5), case)
+    loss, gradient = product_loss(preset(None, kind="ppo", dual_clip=1.5), case)
     assert loss == pytest.approx(expected.item(), abs=1e-12)
     assert torch.allclose(gradient, torch.autograd.grad(expected, case.now)[0], atol=1e-15)
     assert ((value < 0) & (ratio > 1.5)).any()
