@@ -169,12 +169,7 @@ def focus_charges(reader: LedgerReader) -> Iterator[FocusCharge]:
                 resource,
                 ResourceState.BUSY,
                 cause,
-                price.name,
-                price.unit,
-                price.usd,
-                amount,
-                price.source,
-                str(price.date),
+                *_priced(price, amount),
             )
 
 
@@ -229,12 +224,7 @@ def _function(
         resource,
         state,
         cause,
-        price.name,
-        price.unit,
-        price.usd,
-        amount,
-        price.source,
-        str(price.date),
+        *_priced(price, amount),
     )
 
 
@@ -348,3 +338,8 @@ def write_parquet(rows: Sequence[Mapping[str, FocusValue]], path: Path) -> None:
     }
     schema = pyarrow.schema([pyarrow.field(n, types[kind], nullable) for n, (kind, nullable) in COLUMNS.items()])
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(rows), schema), path)
+
+
+def _priced(price: PriceEntry, amount: float) -> tuple[str, str, float, float, str, str]:
+    """The fields of a charge from the name of its price to the price's date."""
+    return price.name, price.unit, price.usd, amount, price.source, str(price.date)
