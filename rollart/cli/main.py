@@ -21,6 +21,7 @@ from rollart.cli.process import (
     INTERRUPTED,
     TERMINATED,
     crash_directory,
+    drop_late_errors,
     is_interrupt,
     own_process,
     standard_streams,
@@ -70,14 +71,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
         remedy = f"see `{'rollart' if at is None else at.command_path} --help`"
         return _print_error(UsageError(error.format_message(), remedy=remedy))
     except (click.Abort, KeyboardInterrupt):
-        click.echo("rollart: interrupted", err=True)
-        return INTERRUPTED
+        return _print_interrupted()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader closed our output: no error
         return 0
     except SystemExit as error:
         if error.code != TERMINATED:
             raise
+        drop_late_errors()
         click.echo("rollart: terminated", err=True)
         return TERMINATED
     except BaseException as error:
@@ -91,8 +92,7 @@ def _failed(error: BaseException) -> int:
     if expected and len(expected) == len([leaf for leaf in leaves if not isinstance(leaf, KeyboardInterrupt)]):
         return _print_error(max(expected, key=lambda leaf: leaf.exit_code))
     if all(isinstance(leaf, KeyboardInterrupt) for leaf in leaves):
-        click.echo("rollart: interrupted", err=True)
-        return INTERRUPTED
+        return _print_interrupted()
     first = next(leaf for leaf in leaves if not isinstance(leaf, RollartError | KeyboardInterrupt))
     text = str(first).partition("\n")[0]
     click.echo(f"rollart: unexpected {type(first).__name__}{': ' + text if text else ''}", err=True)
@@ -107,7 +107,15 @@ def _leaf_errors(error: BaseException) -> list[BaseException]:
     return [KeyboardInterrupt() if is_interrupt(error) else error]
 
 
+def _print_interrupted() -> int:
+    drop_late_errors()
+    click.echo("rollart: interrupted", err=True)
+    return INTERRUPTED
+
+
 def _print_error(error: RollartError) -> int:
+    if error.exit_code == INTERRUPTED:
+        drop_late_errors()
     lines = error.message.splitlines() or [type(error).__name__]
     click.echo("\n".join(f"rollart: {line}" for line in lines), err=True)
     if error.remedy:

@@ -43,6 +43,13 @@ def terminable() -> None:
         signal.signal(signal.SIGTERM, _terminate)
 
 
+def drop_late_errors() -> None:
+    """Print nothing about finalizers that fail from now on. For a command that was interrupted: what the interrupt cut
+    short while it was being closed, such as an event loop, fails again when it is collected."""
+    if own_process.get():
+        sys.unraisablehook = lambda _: None
+
+
 def is_interrupt(error: BaseException) -> bool:
     """True for Ctrl-C, also if an import turned it into another error. CPython 3.11 wraps it in a RuntimeError during
     `__set_name__`, that is, during class creation; pydantic-core, as it builds a model, keeps only its text."""

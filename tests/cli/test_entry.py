@@ -76,6 +76,37 @@ def test_an_interrupt_while_a_model_is_built_is_one(module: str, arguments: list
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "rollart: interrupted\n")
 
 
+WHILE_CLOSING = """
+import signal, sys
+
+class HalfClosed:
+    def __del__(self):
+        raise ValueError("Invalid file descriptor: -1")
+
+class Then:
+    def find_spec(self, name, path=None, target=None):
+        if name == "rollart.cli.status":
+            half_closed = HalfClosed()
+            signal.raise_signal(int(sys.argv.pop()))
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Then())
+from rollart.cli.entry import main
+main()
+"""
+"""An event loop whose `close` was interrupted fails like this when it is collected."""
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "told"),
+    [(signal.SIGINT, 130, "rollart: interrupted\n"), (signal.SIGTERM, 143, "rollart: terminated\n")],
+)
+def test_what_an_interrupt_left_half_closed_says_nothing(sent: signal.Signals, code: int, told: str) -> None:
+    command = [sys.executable, "-c", WHILE_CLOSING, "status", str(int(sent))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", told)
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 def test_it_runs_without_a_standard_stream(closed: str) -> None:
     command = f'"{sys.executable}" -m rollart.cli.main --version {closed}'
