@@ -1,4 +1,5 @@
 # make demo     install into .venv and train the quickstart
+# make demo-data  record the run of `rollart demo-data` anew
 # make fleet-demo  the same on a Ray cluster of three kinds of hosts, faked here; a node is killed half-way
 # make test     install, lint, types, layers, fast tests (no network but the package registry, no GPU)
 # make test-slow  tests with real processes
@@ -26,7 +27,7 @@ GPU_TESTS := $(addprefix tests/,engine/test_gpu.py engine/test_adapters.py engin
 # Hypothesis draws its examples from the test itself, the same on every machine.
 test-fast test-slow vllm-test: export CI ?= true
 
-.PHONY: demo fleet-demo install lint types layers test test-fast test-slow families learning gpu-test test-fuzz vllm-test openenv docs benchmarks clean
+.PHONY: demo demo-data fleet-demo install lint types layers test test-fast test-slow families learning gpu-test test-fuzz vllm-test openenv docs benchmarks clean
 
 demo: install
 	$(BIN)/rollart launch --cluster configs/clusters/local.yaml
@@ -38,6 +39,9 @@ learning: install
 	  'alpha 8: staleness=8'
 	for task in cliff_walking number_sorting; do $(LEARNING) --run benchmarks/tasks/$$task.yaml --settings sync shipped; done
 	$(LEARNING) --slow 0.03 --settings sync shipped 'alpha 2: staleness=2' --seeds 0 1 2 3 4
+
+demo-data: install
+	$(BIN)/python -m rollart.tools.demo_data
 
 fleet-demo:
 	$(ALONE) $(VENV)/.ray

@@ -77,7 +77,8 @@ def command(
             pkgutil.resolve_name(f"rollart.cli.{target}")(**parameters)
 
         invoke.__dict__["target"] = target
-        return group.command(target.partition(":")[2].rstrip("_"), cls=cls)(invoke)
+        name = target.partition(":")[2].rstrip("_").replace("_", "-")
+        return group.command(name, cls=cls)(invoke)
 
     return declare
 
@@ -843,6 +844,15 @@ def status() -> None:
     """Show the status of a run.
 
     Its process, version, step, trajectories and cost so far. RUN is a name or directory; without it the latest run.
+    """
+
+
+@command(cli, "runs:demo_data")
+@runs_option
+def demo_data() -> None:
+    """Put a recorded run beside your own, to try every report on.
+
+    It is a quickstart of 60 steps, recorded on two cores. What reads a run takes it by its name, demo-data.
     """
 
 

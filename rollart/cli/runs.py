@@ -1,10 +1,11 @@
-"""`rollart export`, `rollart logs` and `rollart stop`: existing runs, from any shell that sees their directory."""
+"""`rollart demo-data`, `export`, `logs` and `stop`: existing runs, from any shell that sees their directory."""
 
 from __future__ import annotations
 
 import json
 import os
 import select
+import shlex
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,8 +21,28 @@ from rollart.errors import RunFailed, UsageError
 LAUNCH = "launch"
 """The log of a detached run's controller."""
 
+DEMO_COMMANDS = (
+    "report cost demo-data",
+    "report utilization demo-data",
+    "report curve demo-data --png curve.png",
+    "trajectories demo-data --domain spell_backward --sort reward",
+    "verify demo-data",
+    "simulate demo-data",
+)
+"""What `demo-data` proposes."""
+
 FOLLOW_INTERVAL_S = 0.2
 """Seconds between two reads of the files while following."""
+
+
+def demo_data(runs_dir: Path) -> None:
+    from rollart.tools.demo_data import NAME, unpack
+
+    unpack(runs_dir)
+    where = "" if runs_dir == Path("runs") else f" --runs-dir {shlex.quote(str(runs_dir))}"
+    click.echo(f"{runs_dir / NAME}: a recorded quickstart. Look at it by")
+    for command in DEMO_COMMANDS:
+        click.echo(f"  rollart {command.replace(NAME, NAME + where)}")
 
 
 def export(
