@@ -1,4 +1,4 @@
-"""A recorded run of the quickstart that ships in the package, for `rollart demo-data`: reports, simulations and the list
+"""A recorded run of the quickstart that ships in the package, for `rollart demo-data`: reports, simulations and lists
 of trajectories have something to show right after the install.
 
     python -m rollart.tools.demo_data    records it anew (`make demo-data`)
