@@ -26,7 +26,7 @@ from rollart.errors import (
 from rollart.exports.process import exporting
 from rollart.launch.clusters import follow_nodes, record_cluster_events
 from rollart.launch.hosts import host_count_keepers, watch_memory
-from rollart.launch.plan import RunStart, resolve_start
+from rollart.launch.plan import RunStart, resolve_start, work_events
 from rollart.launch.preflight import decide_workers, refuse_unlaunchable
 from rollart.launch.prepare import fetch_model, produce_artefacts, warm_start_samples
 from rollart.launch.resume import forked_version, refuse_changed
@@ -136,7 +136,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
                 watch(record_cluster_events(context.runtime, context.emit), "cluster")
             if context.environments is None:
                 watch(watch_memory(resolved.cluster.environments, context.emit), "memory")
-            context.emit("starting", "run", directory=str(directory), resume=resume)
+            _record_start(context, resolved, directory, resume)
             fleets = [fleet for fleet in (context.environments, context.functions) if fleet is not None]
             for fleet in fleets:
                 watch(fleet.run(), "hosts")
@@ -178,6 +178,12 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             for watcher in watchers:
                 watcher.cancel()
         context.finish()
+
+
+def _record_start(context: RunContext, resolved: Resolved, directory: Path, resume: bool) -> None:
+    context.emit("starting", "run", directory=str(directory), resume=resume)
+    for event in work_events(resolved, asyncio.get_running_loop().time()):
+        context.ledger.event(event)
 
 
 async def _checked_start(resolved: Resolved, directory: Path, resume: bool, progress: ProgressCallback) -> RunStart:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +16,7 @@ from placement.diff import Move as PlacedMove
 from placement.diff import MoveCosts, diff
 from placement.problem import DomainProfile, EnvironmentCost, Problem, Quantity, RunningPlan
 from placement.types import ROLLOUT_ROLES, Assignment, Deployment, Infeasible, Objective, Placement, Plan, Pool, Role
-from rollart.errors import RunFailed, UsageError
+from rollart.errors import RunFailed, SpecError, UsageError
 from rollart.fleet import (
     DomainWork,
     EngineKind,
@@ -30,11 +30,12 @@ from rollart.fleet import (
 from rollart.launch.layout import free_devices
 from rollart.launch.routing import routes_of
 from rollart.launch.start_limits import engine_start_limits
-from rollart.ledger.events import PLAN_ADOPTED
+from rollart.ledger.events import MODEL_SHAPE, PLAN_ADOPTED, POOL_PEAK
 from rollart.ledger.intervals import RESOURCE_OPENED
 from rollart.ledger.reader import LedgerReader
+from rollart.ports import RunEvent
 from rollart.settings.placement import RebalanceSpec
-from rollart.settings.planning import pools_of
+from rollart.settings.planning import model_config, pools_of, run_shape
 from rollart.settings.resolve import Resolved
 from rollart.supervise.rebalance import RebalanceSettings
 
@@ -48,6 +49,26 @@ the drift that would change a plan."""
 
 STOP_S = 30.0
 """Allowance for the end of a process and other waits of a move: several times their own bounds."""
+
+
+def work_events(resolved: Resolved, t: float) -> Iterator[RunEvent]:
+    """What reports compute the utilization of devices from: the policy's architecture and the pools' datasheets. None
+    for an architecture that the planner does not know."""
+    try:
+        shape, config = run_shape(resolved), model_config(resolved.run, resolved.base)
+    except SpecError:
+        return
+    fields = {"weight_bytes": shape.weight_bytes_per_parameter, "kv_bytes": shape.kv_bytes_per_element}
+    yield RunEvent(t, MODEL_SHAPE, "policy", {"config": json.dumps(config), **fields})
+    for pool in pools_of(resolved.cluster, resolved.prices):
+        device, fp8 = pool.device, shape.weight_bytes_per_parameter <= 1
+        rates = {
+            "device": device.name,
+            "engine_tflops": device.tflops_fp8 if fp8 else device.tflops_bf16,
+            "trainer_tflops": device.tflops_bf16,
+            "tb_per_s": device.memory_tb_per_s,
+        }
+        yield RunEvent(t, POOL_PEAK, pool.name, rates)
 
 
 def placement_planner(resolved: Resolved) -> PlacementPlanner | None:

@@ -69,6 +69,12 @@ PLACES = "environment_places"
 EVALUATION_SAMPLED = "evaluation_sampled"
 """Several samples per held-out prompt at a temperature: avg@n and pass@k of a domain."""
 
+MODEL_SHAPE = "model_shape"
+"""The policy's `config.json`, as text, and the bytes per parameter and per element of the KV cache."""
+
+POOL_PEAK = "pool_peak"
+"""The datasheet's rates of one device of a pool: TFLOP/s for engines and for the trainer, and TB/s; None if unknown."""
+
 NODES = ("node_joined", "node_leaving", "node_lost")
 
 FOLLOWED = ("rebalanced", "rebalance_rejected", "rebalance_failed", "engine_drained", "engine_given_up")
@@ -88,6 +94,6 @@ REPORTED = (
         DOMAIN_SHARE,
     ),
     *(CONCURRENCY, HANDOFFS, ENGINE_UPDATED, "weights_received", "weights_not_received", ENVIRONMENTS_MADE, PLACES),
-    *(ENGINE_DID, "engine_started", *NODES, *FOLLOWED),
+    *(ENGINE_DID, MODEL_SHAPE, POOL_PEAK, "engine_started", *NODES, *FOLLOWED),
 )
 """Kinds of events of which reports read all fields."""

@@ -83,6 +83,10 @@ class RunRows:
     pools: Sequence[PoolPrice] = ()
     gpus: Mapping[str, str] = field(default_factory=dict)
     """GPUs of functions by name."""
+    placed: Mapping[str, tuple[str, int]] = field(default_factory=dict)
+    """Pool and number of devices of each part of the plan."""
+    epochs: int = 1
+    """Passes of the trainer over each batch."""
     fault_threshold: float | None = None
     """Share of infrastructure faults above which the run ends."""
 
@@ -93,6 +97,7 @@ class RunRows:
 def collect(reader: LedgerReader, run: str) -> RunRows:
     """Read a run's sums. Prices are those of the run's start."""
     config = reader.config()
+    assignments = config.get("plan", {}).get("assignments", ())
     return RunRows(
         run=run,
         facts=reader.facts(),
@@ -108,6 +113,8 @@ def collect(reader: LedgerReader, run: str) -> RunRows:
         device_hours=reader.device_hours(),
         pools=list(pool_prices(config)),
         gpus=function_gpus(config),
+        placed={a["part"]: (a["pool"], len(a.get("devices", ()))) for a in assignments},
+        epochs=config.get("run", {}).get("training", {}).get("epochs", 1),
         fault_threshold=config.get("run", {}).get("faults", {}).get("max_rate"),
     )
 

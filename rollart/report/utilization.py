@@ -31,6 +31,7 @@ from rollart.report.tables import (
     ratio,
     table,
 )
+from rollart.report.usage.efficiency import efficiency
 
 if TYPE_CHECKING:
     from placement.calibrate import Row as CalibrationRow
@@ -55,6 +56,7 @@ def utilization(rows: RunRows) -> Report:
         _against_kept(rows, events.CANCELLED_AGAINST_KEPT, "cancelled", "Cancelled as redundant against kept"),
         _against_kept(rows, events.FILTERED_AGAINST_KEPT, "filtered", "Filtered (rewards alike) against kept"),
         engines(rows),
+        efficiency(rows),
         _handoffs(rows),
         _shares(rows),
         _concurrency(rows),

@@ -381,7 +381,11 @@ class TrainingMeter:
 
     def metrics(self) -> dict[str, float]:
         means = {name: self.mean(name) for name in self.sums if not name.startswith("_")}
-        return means | {"updates": float(self.updates), "padding_share": 1.0 - self.real / max(1, self.padded)}
+        return means | {
+            "updates": float(self.updates),
+            "padding_share": 1.0 - self.real / max(1, self.padded),
+            "computed_tokens": float(self.real),
+        }
 
     def _sum(self, name: str, value: Tensor) -> None:
         self.sums[name] = self.sums[name] + value if name in self.sums else value

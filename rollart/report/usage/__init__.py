@@ -1,0 +1,1 @@
+"""Use of devices over the run."""
