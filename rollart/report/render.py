@@ -24,6 +24,9 @@ from rollart.report.tables import Report, Table, TableColumn, for_people, rows_f
 SCHEMA_VERSION = 2
 """Version of the JSON: grows when a key is removed or changes its meaning, not when a key is added."""
 
+LEAST_TEXT = 7
+"""Least width of a text that may be broken."""
+
 GAP = 3
 """Columns between two cells."""
 
@@ -161,15 +164,20 @@ def _text(report: Report, width: int, colour: bool) -> str:
         table = for_people(table)
         cells = rows_for_people(table)
         needed = [_needed(column, [row[n] for row in cells]) for n, column in enumerate(table.columns)]
-        tight = sum(needed) + GAP * (len(needed) - 1) > width
-        for column, least in zip(table.columns, needed, strict=True):
+        gaps = GAP * (len(needed) - 1)
+        tight = sum(needed) + gaps > width
+        folded = [LEAST_TEXT if c.kind == "text" else least for c, least in zip(table.columns, needed, strict=True)]
+        # The first column names the row, and is copied into the next command.
+        named = needed[0] + sum(folded[1:]) + gaps <= width
+        for n, (column, least) in enumerate(zip(table.columns, needed, strict=True)):
             text = column.kind == "text"
+            whole = not column.wrap and (not tight or (n == 0 and named))
             shown.add_column(
                 Text(column.name.replace("_", " ")),
                 justify="left" if text else "right",
                 overflow="fold",
                 min_width=None if text else least,
-                no_wrap=text and not column.wrap and not tight,
+                no_wrap=text and whole,
             )
         for row in cells:
             shown.add_row(*(Text(cell) for cell in row))
