@@ -204,6 +204,8 @@ def main() -> None:
             found = run(arguments.run, [*slow, *overrides], seed)
             with arguments.rows.open("a") as file:
                 file.write(json.dumps(row | found) + "\n")
+    if not rows():
+        sys.exit(f"{arguments.rows}: no row of {arguments.run or 'the quickstart'} with --slow {arguments.slow:g}")
     show(rows())
     if arguments.plot is not None:
         plot(rows(), arguments.plot)
