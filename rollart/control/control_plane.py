@@ -33,6 +33,7 @@ from rollart.control.trajectory import (
 )
 from rollart.fleet import EnginePlacement
 from rollart.leases import Leases
+from rollart.ledger.events import STEP_FAILED
 from rollart.ledger.intervals import ResourceClock
 from rollart.model import EngineId, Group, GroupId, PauseMode, TrainSample
 from rollart.policy.checkpoints import CheckpointPolicy, references
@@ -299,6 +300,7 @@ class ControlPlane:
             on_step=self._on_step if settings.stop_when else hooks.step,
             on_taken=self.scheduler.taken,
             on_refused=self.scheduler.refused,
+            on_failed=functools.partial(_record_failed_step, recorder),
             samples=settings.samples,
             between=self._between if settings.evaluation.episodes and settings.evaluation.every else None,
             overlap=settings.overlap and not rules.training_blocks_rollout,
@@ -423,6 +425,13 @@ class ControlPlane:
 
 def _runner_type(traced: float, recorder: Recorder) -> Callable[..., TrajectoryRunner]:
     return functools.partial(TracedTrajectoryRunner, recorder=recorder, share=traced) if traced else TrajectoryRunner
+
+
+def _record_failed_step(recorder: Recorder, step: int, version: int, batch: Sequence[Group], why: str) -> None:
+    ids = " ".join(sample.id for group in batch for sample in group.samples)
+    failed = {"step": step + 1, "version": version}
+    event = RunEvent(asyncio.get_running_loop().time(), STEP_FAILED, "training", {**failed, "why": why, "samples": ids})
+    recorder.event(event)
 
 
 def _buffer(

@@ -114,6 +114,8 @@ class Training:
     on_step: Callable[[StepDone], None]
     on_refused: Callable[[Sequence[Group], str], None]
     on_taken: Callable[[Sequence[Group]], None] = lambda _: None
+    on_failed: Callable[[int, int, Sequence[Group], str], None] = lambda *_: None
+    """Given the step, the version it starts from, its batch and the error that ends the run."""
     overlap: bool = False
     samples: Callable[[Sequence[Group], int], Sequence[TrainSample]] = all_samples
     between: Callable[[int, bool], Awaitable[None]] | None = None
@@ -234,9 +236,10 @@ class Training:
                 self._refused(state.refused(error), str(error))
                 if MAX_REFUSED_BATCHES in (state.refusals, state.empty):
                     raise
-            except (TrainerError, LeaseExpired):
+            except (TrainerError, LeaseExpired) as error:
                 failures += 1
                 if failures == ATTEMPTS:
+                    self.on_failed(step, version, state.groups, str(error))
                     raise
                 state.given = None
                 await self._restart()
@@ -278,8 +281,9 @@ class Training:
                 return await self._hand_over(version, step, groups, report, began)
             except TrainerRefused:
                 raise
-            except (TrainerError, LeaseExpired):
+            except (TrainerError, LeaseExpired) as error:
                 if attempt == ATTEMPTS:
+                    self.on_failed(step, version, groups, str(error))
                     raise
                 await self._restart()
 

@@ -10,6 +10,10 @@ TURN = "turn"
 environment's step after it (`environment_s`), `engine`, `version` and `tokens`. Of the trajectories that a run traces
 (`telemetry.turns`)."""
 
+STEP_FAILED = "step_failed"
+"""Event of a training step whose failure ends the run: `step`, counted from 1, the `version` that it started from, the
+error (`why`), and the ids of its `samples`, with blanks between them."""
+
 ENGINE_DID = "engine_did"
 """Event of an engine: the increase of its counters in an interval."""
 

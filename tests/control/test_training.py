@@ -10,6 +10,7 @@ import pytest
 from rollart.control.buffer import BatchDeadline
 from rollart.control.training import MAX_REFUSED_BATCHES
 from rollart.errors import TrainerRefused
+from rollart.ledger.events import STEP_FAILED
 from rollart.model import TrainReport, TrainSample
 from rollart.settings.rollout import RedundancySpec
 from rollart.sim import loop
@@ -117,3 +118,20 @@ def test_a_close_during_the_schedulers_own_await_ends_it(schedule: str) -> None:
         )
         loop.run(run.run(), seed=seed)
         assert len(run.trainer.batches) == 2
+
+
+@pytest.mark.parametrize(("streams", "fails_from"), [(False, 2), (True, 4)])
+def test_a_step_that_ends_the_run_leaves_the_names_of_its_samples(streams: bool, fails_from: int) -> None:
+    """For `rollart bundle`: step 1 is trained, each attempt at step 2 fails."""
+    memory = MemoryRecorder()
+    run = make_simulated_run(steps=3, fail_steps=frozenset(range(fails_from, 40)), journal=memory, recorder=memory)
+    run.trainer.streams = streams
+    with pytest.raises(BaseExceptionGroup):
+        loop.run(run.run(), seed=1)
+    (failed,) = [event.fields for event in memory.events if event.kind == STEP_FAILED]
+    ids = str(failed["samples"]).split()
+    assert (failed["step"], failed["version"], bool(failed["why"])) == (2, 1, True)
+    assert len(set(ids)) == len(ids) > 0
+    assert not {sample.id for _, batch in run.trainer.batches for sample in batch} & set(ids)
+    if not streams:
+        assert len(ids) == 4, "the whole batch"
