@@ -5,7 +5,7 @@
 # make test-slow  tests with real processes
 # make families   the README's own-model example with a model of each family; test-slow runs two of them
 # make learning   success against samples: each algorithm, asynchronous and not, tasks that nothing is tuned for (hours;
-#                 goes on where it was stopped). test-slow runs two steps of each algorithm
+#                 goes on where it was stopped). test-slow runs two steps of each but grpo
 # make vllm-test  the same contract and runs against real vLLM, on CPU cores, in an environment of its own (2 GB)
 # make gpu-test   tests of the embedded engine and trainer on the first GPU, which the others do not need
 # make openenv    an environment of its own with OpenEnv's server (75 MB), which the slow tests run the client against

@@ -838,6 +838,42 @@ def verify() -> None:
     """
 
 
+@command(cli, "replay.bundles:bundle")
+@run_argument
+@click.option("--step", type=COUNT, help="Step, from 1. Default: the one whose failure ended the run, else the last.")
+@click.option("-o", "--out", type=FILE, required=True, metavar="FILE", help="File to write, a zip.")
+@shown_option("--weights/--no-weights", default=True, help="With the weights and optimizer that the step started from.")
+@runs_option
+def bundle() -> None:
+    """Write all that one training step was given into a file that `rollart replay` repeats on any machine.
+
+    Its batch, trajectories, reward outcomes, the packages of its reward functions, specs, versions of libraries, and
+    the weights that it started from; no variable and no secret of this machine. The run must have kept these weights
+    (`checkpoints`) and the trajectories (`keep`); of a step whose failure ended the run both are there.
+    """
+
+
+@command(cli, "replay.bundles:replay")
+@click.argument("source", metavar="BUNDLE", type=FILE)
+@click.option("--rewards", metavar="FILE", help="Python file with rewards in place of those of the same names.")
+@shown_option("--device", default="cpu", help="Device of the trainer, as torch names it.")
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0.0),
+    help="Relative difference of advantages, loss and gradient norm. Default: none on the same processor, torch and "
+    "transformers, else 1e-06.",
+)
+@click.option("--allow-unsafe", is_flag=True, help="Run untrusted rewards without a sandbox.")
+@output_option
+def replay() -> None:
+    """Repeat a bundled step: call its deterministic reward functions again, train the batch, and compare.
+
+    Exit code 1, with the first difference, unless rewards are bit-equal and advantages and loss agree. With `--rewards`
+    the trajectories are paid by other functions, and the step is trained with what these pay. It runs the code in the
+    bundle: replay those that you trust.
+    """
+
+
 @command(cli, "status:status")
 @report_options
 def status() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from rollart.errors import SpecError, one_line
+from rollart.errors import RollartError, SpecError, one_line
 from rollart.launch.functions import (
     cases_beside,
     check_targets,
@@ -282,6 +282,23 @@ def packages_and_stateful(
         except NotOffloadable as refused:
             stateful[function.name] = str(refused)
     return tuple(found), stateful
+
+
+def recorded_packages(
+    specs: Specs, artefacts: Mapping[str, Sequence[str]], directory: Path
+) -> dict[str, Package | str]:
+    """The package of every function of a recorded run as its source is now, or as it was drawn into the run's
+    `directory`; the reason for one that cannot be packed."""
+    found: dict[str, Package | str] = {}
+    for entry in specs.run.functions:
+        try:
+            if entry.function is None:
+                found[entry.name] = _package(entry, artefacts.get(entry.name, ()), Path(specs.base))
+            else:
+                found[entry.name] = _released_package(entry, specs.releases[entry.name], directory)
+        except (NotOffloadable, RollartError) as error:
+            found[entry.name] = error.message
+    return found
 
 
 def _import_stateful(function: FunctionEntry, base: Path, refused: NotOffloadable) -> tuple[Any, FunctionSpec]:

@@ -73,16 +73,17 @@ from rollart.launch.strategies import (
 from rollart.launch.trainer import place_trainer
 from rollart.launch.weight_store import SharedWeightStore, agreement_sample, weight_store
 from rollart.leases import Leases
-from rollart.ledger.events import EVALUATION_SAMPLED, FUNCTION_VERSION, UTC_CLOCK
+from rollart.ledger.events import EVALUATION_SAMPLED, FUNCTION_VERSION, STEP_FAILED, UTC_CLOCK
 from rollart.ledger.intervals import ResourceClock
 from rollart.ledger.store import Ledger
-from rollart.model import EngineId, Outcome, Trajectory, WeightsRef
+from rollart.model import EngineId, Group, Outcome, TrainSample, Trajectory, WeightsRef
 from rollart.policy.collapse import CollapseAlarm, StalenessAlarm
 from rollart.policy.schedules import resolve as schedule
 from rollart.ports import RunEvent, Runtime
 from rollart.report.checkpoints import best_version
 from rollart.serving.engine_registry import GatewayLimits
 from rollart.settings.resolve import Resolved
+from rollart.settings.run import BatchSpec
 from rollart.strategies.rolling_update import RollingUpdater
 from rollart.strategies.token_budget import BatchTruncation
 from rollart.strategies.tp_change import ReshardSettings
@@ -145,6 +146,7 @@ SHOWN_EVENTS = frozenset(
         "rebalanced",
         "role_flipped",
         "stalled",
+        STEP_FAILED,
         "trainer_restarted",
         "worker_left_processes",
         "wrong_answer",
@@ -476,9 +478,7 @@ def control_settings(
             min_faults=run.faults.min_count,
         ),
         token_budget=run.batch.tokens if run.batch.sampler == "fifo" else None,
-        samples=all_samples
-        if run.batch.tokens is None or run.batch.sampler != "token_budget"
-        else BatchTruncation(run.batch.tokens, measure),
+        samples=batch_samples(run.batch, measure),
         due=due,
         columns=[SampleColumn(name) for name in run.training.columns],
         reference=None if not loss.kl or loss.reference else loss.reference_reset or 0,
@@ -515,6 +515,15 @@ def control_settings(
         traced=run.telemetry.turns,
         experts=experts and run.training.routing_replay is not False and resolved.cluster.engines.kind != "vllm",
     )
+
+
+def batch_samples(
+    batch: BatchSpec, measure: Callable[[Sequence[int]], int] = len
+) -> Callable[[Sequence[Group], int], list[TrainSample]]:
+    """The samples that a step, counted from 0, trains of its groups."""
+    if batch.tokens is None or batch.sampler != "token_budget":
+        return all_samples
+    return BatchTruncation(batch.tokens, measure)
 
 
 def _utc_clock(began: float) -> RunEvent:

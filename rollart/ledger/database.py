@@ -29,6 +29,9 @@ from serverless.types import Invocation, TokenUsage
 
 FILE = "ledger.sqlite"
 
+SEGMENTS = "segments"
+"""Directory of the payloads above `INLINE_LIMIT`."""
+
 SCHEMA_VERSION = 6
 
 LIVE, CONSUMED, DROPPED = 0, 1, 2
@@ -207,7 +210,7 @@ class Database:
                     f"{directory}: another process is writing this run", remedy="wait for it, or `rollart stop` it"
                 ) from None
             with self._storage_errors():
-                self.segments = PayloadFiles(directory / "segments")
+                self.segments = PayloadFiles(directory / SEGMENTS)
                 self.connection = self._open(config, "FULL" if sync else "NORMAL")
                 self.clock: float = self._one(
                     """SELECT max(0.0, coalesce(max(t), 0.0)) FROM (SELECT max(t1) AS t FROM intervals

@@ -11,11 +11,23 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollart.errors import StorageFailed, UsageError
-from rollart.ledger.database import CONSUMED, DROPPED, FILE, MINUTE_S, OLDER, SCHEMA_VERSION, TOKEN_SUMS
+from rollart.ledger.database import (
+    CONSUMED,
+    DROPPED,
+    FILE,
+    LIVE,
+    MINUTE_S,
+    OLDER,
+    SCHEMA_VERSION,
+    SEGMENTS,
+    TOKEN_SUMS,
+)
 from rollart.ledger.events import UTC_CLOCK
 from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.kept import KeptTrajectory, read_kept
+from rollart.ledger.payloads import PayloadDamaged, PayloadFiles, decode_sample
 from rollart.ledger.utc import HOUR_S, UtcTimes, hourly_parts
+from rollart.model import TrainSample
 from rollart.ports import FINISHED, Interval, RunEvent
 from serverless.meter import Saving
 from serverless.types import Invocation, TokenUsage
@@ -266,6 +278,10 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
         rows = self._query("SELECT value FROM meta WHERE key = 'config'")
         return dict(json.loads(rows[0][0])) if rows else {}
 
+    def earlier_configs(self) -> list[dict[str, Any]]:
+        """Configurations of earlier lives of the run, where they differ from those after them."""
+        return [json.loads(value) for (value,) in self._query("SELECT value FROM meta WHERE key GLOB 'config.*'")]
+
     def facts(self) -> RunFacts:
         (facts,) = self._rows(
             RunFacts,
@@ -414,6 +430,19 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
             LEFT JOIN trajectories t ON t.id = s.id AND t.outcome = '{FINISHED}' AND t.purpose <> 'eval'
             GROUP BY s.id"""
         )
+
+    def waiting_samples(self, ids: Collection[str]) -> list[TrainSample]:
+        """Those of these samples that were neither trained nor dropped. PayloadDamaged for one that changed."""
+        rows = self._query(f"SELECT id, payload, segment, offset FROM samples WHERE state = {LIVE} ORDER BY rowid")
+        files = PayloadFiles(self._path.parent / SEGMENTS)
+        wanted, found = frozenset(ids), []
+        for id_, payload, segment, offset in rows:
+            if id_ in wanted:
+                try:
+                    found.append(decode_sample(payload if segment is None else files.read(segment, offset)))
+                except ValueError as error:
+                    raise PayloadDamaged(f"{self._path}: {error}") from None
+        return found
 
     def batch_tokens(self) -> list[int]:
         """Length in tokens, prompts included, of the samples that were trained into each version, by version."""
