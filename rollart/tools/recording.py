@@ -139,31 +139,40 @@ def fit_trainer_speed(tokens: Sequence[int], seconds: Sequence[float]) -> Measur
     """The line through the step times; through the origin if batch sizes are too similar for another line, or if the
     line has a negative coefficient. Its sum over the steps equals that of the times."""
     pairs = list(zip(tokens, seconds, strict=False))
-    n, total, spent = len(pairs), sum(t for t, _ in pairs), math.fsum(s for _, s in pairs)
-    mean_t, mean_s = total / n, spent / n
-    if min(tokens) * MIN_BATCH_SPREAD <= max(tokens) and n > 2:
-        slope = math.fsum((t - mean_t) * (s - mean_s) for t, s in pairs) / math.fsum(
-            (t - mean_t) ** 2 for t, _ in pairs
-        )
-        rest = mean_s - slope * mean_t
-        if slope >= 0 and rest >= 0:
-            return MeasuredSpeed(slope, rest)
-    return MeasuredSpeed(spent / total)
+    through_origin = math.fsum(s for _, s in pairs) / sum(t for t, _ in pairs), 0.0
+    return MeasuredSpeed(*(_fitted_line(pairs) or through_origin))
+
+
+def _fitted_line(pairs: Sequence[tuple[int, float]]) -> tuple[float, float] | None:
+    """Slope and intercept of the least-squares line; None if the sizes are too similar, or a coefficient is
+    negative."""
+    sizes, n = [size for size, _ in pairs], len(pairs)
+    if n <= 2 or min(sizes) * MIN_BATCH_SPREAD > max(sizes):
+        return None
+    mean, mean_s = sum(sizes) / n, math.fsum(s for _, s in pairs) / n
+    slope = math.fsum((size - mean) * (s - mean_s) for size, s in pairs) / math.fsum(
+        (size - mean) ** 2 for size in sizes
+    )
+    rest = mean_s - slope * mean
+    return (slope, rest) if slope >= 0 and rest >= 0 else None
 
 
 def _function_profiles(calls: Sequence[Invocation]) -> dict[str, Profile]:
-    """Timing of each function as means over its calls: billed time per call, the remaining time of a warm call, and a
-    cold start."""
+    """Timing of each function: the line through the billed seconds of its calls by their items (their mean, if the
+    calls have similar numbers of items), the mean of the remaining time of a warm call, and of a cold start."""
     served, found = [c for c in calls if c.status == "ok"], {}
     for name in sorted({c.function for c in served}):
         own = [c for c in served if c.function == name]
         warm = [c.t1 - c.t0 for c in own if not c.cold_start_s]
         cold = [c.cold_start_s for c in own if c.cold_start_s]
-        billed = fmean(c.billed_s - c.start_billed_s for c in own)
+        seconds = [c.billed_s - c.start_billed_s for c in own]
+        billed = fmean(seconds)
+        by_items = [(c.items, s) for c, s in zip(own, seconds, strict=True) if c.items]
+        item_s, call_s = _fitted_line(by_items) or (0.0, billed)
         found[name] = Profile(
             cold_start_s=fmean(cold) if cold else 0.0,
-            call_s=billed,
-            item_s=0.0,
+            call_s=call_s,
+            item_s=item_s,
             overhead_s=max(0.0, fmean(warm) - billed) if warm else 0.0,
         )
     return found

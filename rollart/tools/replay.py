@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean
 
 from placement.roofline import Calibration, Constants
-from rollart.errors import UsageError, did_you_mean
+from rollart.errors import SpecError, UsageError, did_you_mean
 from rollart.ledger.reader import LedgerReader
 from rollart.report.cost import cost_lines
 from rollart.report.profile import profiles_of
@@ -66,14 +66,33 @@ def prepare_from_run(
     """A recorded run again: unchanged, with overrides, or on another cluster. Errors as from reading a run and
     resolving a spec."""
     recording, recorded = read_recording(directory), resolve_saved(directory / RESOLVED_FILE)
-    measured = profiles_of(directory)
-    if cluster is None and not overrides:
-        resolved = recorded
-    elif cluster is None and recorded.cluster.engines.fixed:
-        resolved = resolve_specs(recorded_specs(directory / RESOLVED_FILE, None, overrides))
-    else:
-        resolved = forecast(recorded_specs(directory / RESOLVED_FILE, cluster, overrides, measured=measured))
+    resolved = _with_overrides(directory, recorded, cluster, overrides)
     return _prepared(resolved, recorded, recording, directory, resample)
+
+
+def with_changes(
+    prepared: PreparedReplay, directory: Path, cluster: Path | None, overrides: Sequence[str]
+) -> PreparedReplay:
+    """What `prepare_from_run` prepared, with other overrides, at the same speeds. SpecError for overrides that break a
+    rule, or that put engines or the trainer on devices whose speeds were not recorded."""
+    recorded = resolve_saved(directory / RESOLVED_FILE)
+    resolved = _with_overrides(directory, recorded, cluster, overrides)
+    if prepared.replay.pace is None:
+        return replace(prepared, resolved=resolved)
+    if not _same_hardware(resolved, recorded):
+        raise SpecError(
+            f"{' '.join(overrides)}: engines or the trainer would be on other devices than the recorded ones"
+        )
+    return replace(prepared, resolved=_with_problem(resolved, directory))
+
+
+def _with_overrides(directory: Path, recorded: Resolved, cluster: Path | None, overrides: Sequence[str]) -> Resolved:
+    if cluster is None and not overrides:
+        return recorded
+    if cluster is None and recorded.cluster.engines.fixed:
+        return resolve_specs(recorded_specs(directory / RESOLVED_FILE, None, overrides))
+    measured = profiles_of(directory)
+    return forecast(recorded_specs(directory / RESOLVED_FILE, cluster, overrides, measured=measured))
 
 
 def prepare_from_spec(specs: Specs, directory: Path, *, resample: bool = False) -> PreparedReplay:
@@ -97,8 +116,9 @@ def _prepared(
     if not _same_hardware(resolved, recorded):
         note = f"replays {recording.name} on other devices, at the speeds of the plan"
         return PreparedReplay(resolved, ReplayPlan(recording, resample), note)
+    # Fitted on the recorded specs: a change of the engines' load must not be compensated by their pace.
+    pace = _fitted_pace(_with_problem(recorded, directory), recording)
     resolved = _with_problem(resolved, directory)
-    pace = _fitted_pace(resolved, recording)
     note = f"replays {recording.name} at its own speeds (engines at {pace:.2f} times the model's step times)"
     return PreparedReplay(resolved, ReplayPlan(recording, resample, pace), note)
 

@@ -18,7 +18,7 @@ NEAR, ATTEMPTS = 0.35, 3
 pytestmark = pytest.mark.slow  # real runs: 20 s each on two idle cores
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("name", ["words", "slow_mix"])  # `games` only repeats the steps of its trainer
 def test_a_real_run_is_predicted(name: str, tmp_path: Path) -> None:
     for attempt in range(ATTEMPTS):
         (directory := tmp_path / f"{attempt}").mkdir()

@@ -197,6 +197,24 @@ def test_a_run_bound_by_its_trainer_is_predicted(prepared: PreparedReplay) -> No
     assert abs(found.wall_s / found.recorded.wall_s - 1.0) < loop_error, "what lies around the loop is as recorded"
 
 
+def test_the_pace_is_that_of_the_recorded_specs(recorded: Path, prepared: PreparedReplay) -> None:
+    """A larger batch gives an engine more at a time; that is not compensated by a faster engine."""
+    changed = prepare_from_run(recorded, overrides=["batch.trajectories=8"])
+    assert changed.resolved.run.batch.trajectories == 8
+    assert changed.replay.pace == prepared.replay.pace
+
+
+def test_calls_of_several_sizes_show_what_an_item_takes(tmp_path: Path, resolved: Resolved) -> None:
+    directory = make(tmp_path, resolved)
+    with Ledger(directory, clock=lambda: 0.0, config=resolved.to_dict(), inline=True) as ledger:
+        for items in (1, 2, 4, 8):
+            billed = 0.1 + 0.05 * items
+            ledger.invocation(Invocation("graded", "local", "w", 0.0, billed, 0.0, billed, 1024, items, "ok"))
+    found = read_recording(directory).functions
+    assert (found["graded"].call_s, found["graded"].item_s) == (pytest.approx(0.1), pytest.approx(0.05))
+    assert found["exact"].item_s == 0, "its calls have one size"
+
+
 def test_functions_are_called_as_they_were(prepared: PreparedReplay, tmp_path: Path) -> None:
     done = simulate(prepared.resolved, tmp_path / "run", steps=3, replay=prepared.replay)
     with LedgerReader(done.directory) as reader:
