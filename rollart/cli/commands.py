@@ -784,6 +784,19 @@ def report_bias() -> None:
     by `simulate --keep`."""
 
 
+@command(cli, "compare.diff:diff")
+@click.argument("run_a", metavar="RUN_A", shell_complete=completed_by("runs"))
+@click.argument("run_b", metavar="RUN_B", shell_complete=completed_by("runs"))
+@output_option
+@runs_option
+def diff() -> None:
+    """Show the difference of two runs: inputs, success, and the parts of their seconds and dollars.
+
+    Inputs: specs, plan, prices, versions of functions and of rollart. Success is compared after as many trained
+    samples, with intervals. The parts of seconds and dollars add up to the whole difference.
+    """
+
+
 @command(cli, "trajectories:trajectories")
 @run_argument
 @click.option("--domain", help="Only those of this domain.")

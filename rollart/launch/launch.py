@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollart import controller_loop
+from rollart import __version__, controller_loop
 from rollart.architecture import stamp_of
 from rollart.controller_loop import ControllerLoop, LoopWatchdog
 from rollart.errors import (
@@ -181,7 +181,7 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
 
 
 def _record_start(context: RunContext, resolved: Resolved, directory: Path, resume: bool) -> None:
-    context.emit("starting", "run", directory=str(directory), resume=resume)
+    context.emit("starting", "run", directory=str(directory), resume=resume, rollart=__version__)
     for event in work_events(resolved, asyncio.get_running_loop().time()):
         context.ledger.event(event)
 

@@ -39,6 +39,9 @@ from rollart.ledger.intervals import ResourceState
 
 TRAINER = "trainer"
 
+WAITS_FOR_SAMPLES = "waits_for_samples"
+"""Cause of the trainer's idle time in its loop."""
+
 ADMISSION_S = 0.25
 """Longest time from the release of a slot to the begin of the group that it admits, which is journaled first."""
 

@@ -69,6 +69,14 @@ REPORTS: Mapping[str, Mapping[str, str]] = {
         "sets": "domain set prompts# trajectories# cut_short# length# length_p50# length_p90# turns# difficulty# "
         "reward#",
     },
+    "diff": {
+        "inputs": "kind key a b",
+        "outcome": "what unit a# b# difference# relative#",
+        "curves": "domain kind samples# a# b# difference# low# high# a_episodes# b_episodes# finding",
+        "seconds": "part a_s# b_s# difference_s# by_steps_s# by_speed_s# a_step_s# b_step_s#",
+        "dollars": "role cause a_usd# b_usd# difference_usd# by_amount_usd# by_price_usd#",
+        "waste": "role cause a_usd# b_usd# difference_usd#",
+    },
 }
 """Columns of every table by report. A name is a text, with `#` a number or null, with `?` a text or null; `*#`: further
 columns of numbers, by state. `_` is a space in a timeline's names."""

@@ -101,3 +101,11 @@ def test_the_total_is_what_is_billed_and_each_price_has_its_source(rollart: Call
 
 LAMBDA_HOUR = 3600 * 0.0000166667 + 0.2e-6
 """Dollars of one call of an hour with 1 GB."""
+
+
+def test_a_run_beside_itself_has_no_difference(rollart: Call, long_run: Path) -> None:
+    for form in ("table", "html", "csv", "json"):
+        done = rollart("diff", "long", "long", "-o", form)
+        assert done.code == 0
+        assert form == "csv" or "no difference" in done.out
+    assert rollart("diff", "long", "short").code == 2

@@ -12,6 +12,7 @@ import pytest
 from rollart.cli.main import run
 from rollart.ledger.intervals import IntervalSum
 from rollart.ports import RunEvent
+from rollart.report.compare.diff import ComparedRun, diff
 from rollart.report.cost import cost
 from rollart.report.render import render
 from rollart.report.schemas import REPORTS
@@ -47,6 +48,12 @@ EVENTS = (
 )
 
 
+COMPARED = {
+    "diff": [diff(ComparedRun(rows(), {"run": {"seed": 0}}), ComparedRun(rows(), {"run": {"seed": 1}}))],
+}
+"""Reports of `rollart diff`."""
+
+
 @pytest.mark.slow  # needs jsonschema, which the fast suite's environment lacks
 def test_reports_are_valid_under_their_schemas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from jsonschema import Draft202012Validator
@@ -56,8 +63,11 @@ def test_reports_are_valid_under_their_schemas(tmp_path: Path, capsys: pytest.Ca
     for name in REPORTS:
         assert run(["schema", f"report.{name}"]) == 0
         validator = Draft202012Validator(json.loads(capsys.readouterr().out))
-        assert run(["report", name, str(tmp_path), "-o", "json"]) == 0
-        found: list[dict[str, Any]] = [json.loads(capsys.readouterr().out)]
+        found: list[dict[str, Any]] = []
+        if name not in COMPARED:
+            assert run(["report", name, str(tmp_path), "-o", "json"]) == 0
+            found.append(json.loads(capsys.readouterr().out))
+        found += [json.loads(render(report, "json")) for report in COMPARED.get(name, ())]
         if name in ("cost", "utilization"):
             make = cost if name == "cost" else utilization
             down = IntervalSum("engine", "engine-0", "down", "engine_down", 10, 10, 1.0, 0, 100)
