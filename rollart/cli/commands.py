@@ -299,6 +299,24 @@ def simulate() -> None:
     """
 
 
+@command(cli, "compare.advise:advise")
+@click.argument("arguments", nargs=-1, metavar="[RUN|RUN.yaml] [KEY=VALUE]...")
+@click.option("--cluster", type=PATH, help="Cluster spec of RUN.yaml. Default: this machine, or a run's own.")
+@click.option("--fast", is_flag=True, help="Show alarms and exposed seconds alone; simulate nothing.")
+@shown_option("--seeds", type=click.IntRange(2, 1000), default=5, help="Simulations of each change.")
+@click.option("--steps", type=COUNT, help="Training steps of each. Default: 20, or as many as the run has.")
+@click.option("--workers", type=COUNT, help="Processes at a time. Default: one per core.")
+@runs_option
+@output_option
+def advise() -> None:
+    """Show a run's alarms, the seconds that each part costs, and at most three changes that help.
+
+    Each change is simulated on this very run (the trajectories, rewards and times of its ledger) beside the unchanged
+    run, over the same seeds: seconds and dollars saved, with intervals. No change is advised that saves less than its
+    interval. RUN is a name or directory, without it the latest run; of RUN.yaml, the plan is simulated.
+    """
+
+
 @command(cli, "calibrate:calibrate")
 @spec_arguments
 @shown_option(

@@ -157,31 +157,52 @@ class RunTiming:
             cause = admitted
         return _Member(index, cause, life.began - self._moments[cause], life.ended - life.began)
 
-    def exposed_s(self, saved: Mapping[int, float]) -> float:
+    @property
+    def training_s(self) -> float:
+        """Seconds of training, of steps that took groups."""
+        return math.fsum(step.busy_s + step.trained - step.whole for step in self._steps if step.taken)
+
+    @property
+    def publishing_s(self) -> float:
+        """Seconds of publishing, of steps that took groups; without the wait for running trajectories before it."""
+        return math.fsum(waits[1] for step, waits in zip(self._steps, self._waits_s, strict=True) if step.taken)
+
+    def exposed_s(self, saved: Mapping[int, float], *, training: bool = False, publishing: bool = False) -> float:
         """Seconds of wall time saved if trajectory i ended `saved[i]` seconds earlier; negative if trajectories end
-        later. 0 for a run without a step."""
+        later. With `training` or `publishing`, these take no time in steps that take groups. 0 for a run without a
+        step."""
         if not self._steps:
             return 0.0
-        _, trained = self._play(saved)[-1]
-        return self._steps[-1].ended - trained - self._waits_s[-1][1]
+        _, trained = self._play(saved, training=training, publishing=publishing)[-1]
+        instant = publishing and self._steps[-1].taken
+        return self._steps[-1].ended - trained - (0.0 if instant else self._waits_s[-1][1])
 
-    def _play(self, saved: Mapping[int, float], *, as_recorded: bool = False) -> list[tuple[float, float]]:
+    def _play(
+        self,
+        saved: Mapping[int, float],
+        *,
+        as_recorded: bool = False,
+        training: bool = False,
+        publishing: bool = False,
+    ) -> list[tuple[float, float]]:
         """Of each step the moment when its batch is complete, and when it is trained and may be published.
-        `as_recorded`: every step builds on the recorded moments before it."""
+        `as_recorded`: every step builds on the recorded moments before it; `training`, `publishing`: without them."""
         moments, found = [0.0], []
         ready: dict[str, list[float]] = defaultdict(list)
         for n, step in enumerate(self._steps):
             self._end_groups(moments, saved, ready)
-            complete = moments[-1] + step.busy_s
+            works = not (training and step.taken)
+            complete = moments[-1] + (step.busy_s if works else 0.0)
             for domain, count in step.taken.items():
                 for _ in range(min(count, len(ready[domain]))):
                     complete = max(complete, heapq.heappop(ready[domain]))
             moments.append(step.whole if as_recorded else complete + self._waits_s[n][0])
-            trained = moments[-1] + (step.trained - step.whole)
+            trained = moments[-1] + (step.trained - step.whole if works else 0.0)
             self._end_groups(moments, saved, ready)
             if self._drained:
                 trained = max([trained, *(end for ends in ready.values() for end in ends)])
-            moments.append(step.ended if as_recorded else trained + self._waits_s[n][1])
+            published = trained if publishing and step.taken else trained + self._waits_s[n][1]
+            moments.append(step.ended if as_recorded else published)
             found.append((complete, trained))
         return found
 

@@ -77,6 +77,12 @@ REPORTS: Mapping[str, Mapping[str, str]] = {
         "dollars": "role cause a_usd# b_usd# difference_usd# by_amount_usd# by_price_usd#",
         "waste": "role cause a_usd# b_usd# difference_usd#",
     },
+    "advise": {
+        "alarms": "alarm subject value# unit limit# meaning",
+        "exposed": "part busy_s# exposed_s# share_of_run# exposed_usd#",
+        "tried": "change seconds# saved_s# ±_s# saved# saved_usd# ±_usd# verdict reason",
+        "advice": "rank# change saved_s# ±_s# saved# saved_usd# ±_usd# side_effect",
+    },
 }
 """Columns of every table by report. A name is a text, with `#` a number or null, with `?` a text or null; `*#`: further
 columns of numbers, by state. `_` is a space in a timeline's names."""

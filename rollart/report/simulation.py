@@ -288,15 +288,15 @@ def _per_1k(found: SimulationFigures) -> Mapping[str, float]:
     return {cause: usd * scale for cause, usd in found.waste.items()}
 
 
-def interval(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean, and half of its 95 % confidence interval (Student's t), None for a single value."""
+def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float | None]:
+    """Mean, and half of its confidence interval (Student's t), None for a single value."""
     mean = fmean(values)
     if len(values) < 2:
         return mean, None
     from scipy.special import stdtrit  # scipy.stats would take a second to import
 
     deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1))
-    return mean, float(stdtrit(len(values) - 1, 0.975)) * deviation / math.sqrt(len(values))
+    return mean, float(stdtrit(len(values) - 1, (1 + confidence) / 2)) * deviation / math.sqrt(len(values))
 
 
 def fault_cost(rows: RunRows, events: Sequence[RunEvent], observed: ObservedFaults) -> FaultCost:

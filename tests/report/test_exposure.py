@@ -122,6 +122,11 @@ def test_laws_of_retiming(run: tuple[list[Span], list[TrajectoryLife], bool], da
     published = sum(span.state == "sync" for span in steps)
     assert -1e-9 <= gained <= gained_more + 1e-9
     assert gained <= published * max(some, default=0.0) * (2 if drained else 1) + 1e-9
+    training, publishing = timing.exposed_s({}, training=True), timing.exposed_s({}, publishing=True)
+    assert -1e-9 <= training <= timing.training_s + 1e-9
+    assert -1e-9 <= publishing <= timing.publishing_s + 1e-9
+    both = timing.exposed_s({}, training=True, publishing=True)
+    assert max(training, publishing) - 1e-9 <= both <= timing.training_s + timing.publishing_s + 1e-9
 
 
 def test_the_report_of_two_functions_of_one_trajectory() -> None:

@@ -12,12 +12,16 @@ import pytest
 from rollart.cli.main import run
 from rollart.ledger.intervals import IntervalSum
 from rollart.ports import RunEvent
+from rollart.report.compare.advice import advice
+from rollart.report.compare.alarms import Alarm
 from rollart.report.compare.diff import ComparedRun, diff
+from rollart.report.compare.parts import ExposedPart
 from rollart.report.cost import cost
 from rollart.report.render import render
 from rollart.report.schemas import REPORTS
 from rollart.report.utilization import utilization
 from serverless.meter import Saving
+from tests.report.compare.test_advice import trial, trials
 from tests.report.test_perfetto import record
 from tests.report.test_report import rows
 
@@ -50,8 +54,19 @@ EVENTS = (
 
 COMPARED = {
     "diff": [diff(ComparedRun(rows(), {"run": {"seed": 0}}), ComparedRun(rows(), {"run": {"seed": 1}}))],
+    "advise": [
+        advice(
+            rows(),
+            [Alarm("idle", "trainer", 0.5, "share of its time", None, "it waits")],
+            [ExposedPart("rewards", 2.0, 1.0)],
+            found,
+            None,
+            (),
+        )
+        for found in (trials(trial("faster", (1.25, 1.5625, 1.0, 1.25))), None)
+    ],
 }
-"""Reports of `rollart diff`."""
+"""Reports of `rollart diff` and `rollart advise`."""
 
 
 @pytest.mark.slow  # needs jsonschema, which the fast suite's environment lacks

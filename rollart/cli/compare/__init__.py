@@ -1,1 +1,1 @@
-"""Commands that compare runs."""
+"""Commands that compare: two runs, or a run with changes of itself."""
