@@ -161,6 +161,14 @@ TEACHER = RetryPolicy(
     16.0,
     jitter="half",
 )
+WEBHOOK = RetryPolicy(
+    "Notice to a webhook (`budget.notify`)",
+    "the connection is lost, or status 408, 429 or 5xx",
+    4,
+    1.0,
+    8.0,
+    jitter="half",
+)
 VLLM_KV = RetryPolicy(
     "Removal of a vLLM server's KV cache", "it holds KV that other engines were promised", 0, 0.25, 0.25
 )

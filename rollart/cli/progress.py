@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import click
 
 from rollart.cli.context import print_stderr
+from rollart.ledger import events
+from rollart.money import dollars, dollars_between
 from rollart.ports import RunEvent
 
 EVERY_S = 10.0
@@ -90,6 +92,11 @@ class ProgressLines:
                     f"step {fields['step']} failed: `rollart bundle -o step.zip` writes its batch and weights into a "
                     "file that repeats it on any machine"
                 )
+            case events.BUDGET_ALARM:
+                return self._warn(f"budget: {fields['text']}")
+            case events.NOTICE:
+                lost = f"notice about the budget not sent to {fields['host']}: {fields.get('why')}"
+                return "" if fields["sent"] else self._warn(lost)
             case "finished":
                 return f"finished: {fields['steps']} steps, v{fields['version']}"
             case _:
@@ -126,7 +133,8 @@ class ProgressLines:
         if staleness is None and isinstance(loss := fields.get("loss"), float):  # nothing was rolled out
             bars = f"loss {loss:.4f}"
         late = f"  staleness {staleness:.2f}" if isinstance(staleness, float) else ""
-        return f"step {step:>3}/{steps}  {bars}  train {fields['train_s']:.2f}s  wait {fields['waited_s']:.2f}s{late}"
+        times = f"train {fields['train_s']:.2f}s  wait {fields['waited_s']:.2f}s{late}"
+        return f"step {step:>3}/{steps}  {bars}  {times}{_spent(event)}"
 
     def _bar(self, rate: float) -> str:
         full = round(rate * BAR)
@@ -135,6 +143,16 @@ class ProgressLines:
 
     def _warn(self, text: str) -> str:
         return click.style(text, fg="yellow") if self._colour else text
+
+
+def _spent(event: RunEvent) -> str:
+    """Dollars so far and at the last step; nothing for a run without a price."""
+    usd, end, half = (event.fields.get(key) for key in ("usd", "usd_at_end", "usd_at_end_half"))
+    if not isinstance(usd, float):
+        return ""
+    if not isinstance(end, float) or not isinstance(half, float) or event.fields["step"] == event.fields["steps"]:
+        return f"  {dollars(usd)} so far"
+    return f"  {dollars(usd)} so far, {dollars_between(end, half)} in all"
 
 
 def _start_line(event: RunEvent) -> str | None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rollart.cli.context import find_run, print_report
+from rollart.cli.context import FOR_PEOPLE, find_run, print_report
 from rollart.cli.controller import live_controller
 from rollart.cli.progress import strip_log_prefix
 from rollart.ledger.database import FILE as LEDGER
 from rollart.ledger.events import PLAN_ADOPTED
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.reader import LedgerReader
+from rollart.money import dollars, dollars_between
+from rollart.ports import RunEvent
 from rollart.report.cost import cost_lines
 from rollart.report.rows import ENGINE_ROLES, collect
 from rollart.report.tables import Cell, Report, Table, as_number
@@ -40,6 +42,7 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         starting = _starting(reader, engines)
         plan = _plan(reader, engines, config)
         early = "" if owner else _stopped_early(reader)
+        forecast = reader.last_event("step") if owner else None
     steps = config.get("run", {}).get("steps")
     done = steps is not None and rows.facts.step is not None and rows.facts.step >= steps
     state = "running" if owner else "finished" if done else "stopped"
@@ -65,7 +68,8 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         ("waiting_trajectories", rows.facts.live_samples),
         ("open_groups", rows.facts.live_groups),
         ("dropped_groups", rows.facts.dropped_groups),
-        ("usd", sum(line.usd for line in cost_lines(rows))),
+        ("usd", _usd(sum(line.usd for line in cost_lines(rows)), output)),
+        *_at_end(forecast, output),
         output=output,
     )
 
@@ -73,6 +77,20 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
 def _print_status(run: str, *values: tuple[str, Cell], output: str) -> None:
     table = Table.of("status", "Status", ({"what": what, "value": as_number(value)} for what, value in values))
     print_report(Report("status", run, (table,)), output)
+
+
+def _usd(usd: float, output: str) -> Cell:
+    return dollars(usd) if output in FOR_PEOPLE else usd
+
+
+def _at_end(step: RunEvent | None, output: str) -> Iterator[tuple[str, Cell]]:
+    """Dollars of a running run at its last step: a mean, and half of its 95 % interval."""
+    usd, half = (None if step is None else step.fields.get(key) for key in ("usd_at_end", "usd_at_end_half"))
+    if isinstance(usd, float) and isinstance(half, float):
+        if output in FOR_PEOPLE:
+            yield "usd_at_the_last_step", dollars_between(usd, half)
+        else:
+            yield from (("usd_at_the_last_step", usd), ("usd_at_the_last_step_half", half))
 
 
 def external_trainer_status(directory: Path) -> str | None:

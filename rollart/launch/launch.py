@@ -24,8 +24,8 @@ from rollart.errors import (
     leaf_errors,
 )
 from rollart.exports.process import exporting
-from rollart.launch.clusters import follow_nodes, record_cluster_events
-from rollart.launch.hosts import host_count_keepers, watch_memory
+from rollart.launch.clusters import follow_nodes
+from rollart.launch.hosts import host_count_keepers
 from rollart.launch.plan import RunStart, resolve_start, work_events
 from rollart.launch.preflight import decide_workers, refuse_unlaunchable
 from rollart.launch.prepare import fetch_model, produce_artefacts, warm_start_samples
@@ -130,12 +130,8 @@ async def _run(resolved: Resolved, directory: Path, resume: bool, progress: Prog
             def watch(work: Coroutine[Any, Any, None], name: str) -> None:
                 watchers.append(background.create_task(work, name=name))
 
-            watch(context.ledger.watch(), "ledger")
-            watch(context.watchdog(), "watchdog")
-            if resolved.cluster.runtime.backend == "ray":
-                watch(record_cluster_events(context.runtime, context.emit), "cluster")
-            if context.environments is None:
-                watch(watch_memory(resolved.cluster.environments, context.emit), "memory")
+            for name, work in context.watchers():
+                watch(work, name)
             _record_start(context, resolved, directory, resume)
             fleets = [fleet for fleet in (context.environments, context.functions) if fleet is not None]
             for fleet in fleets:

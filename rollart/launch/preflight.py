@@ -34,6 +34,7 @@ from typing import IO, Any
 from placement.types import ROLLOUT_ROLES, Role
 from rollart.adapters.env_hosts.checks import MODULE, WARM_START_ARGUMENT, EnvironmentProblem, check_environments
 from rollart.adapters.text import HubTokenizer
+from rollart.adapters.webhook import webhook_url
 from rollart.architecture import (
     ATTENTION_LINEAR,
     LINEAR,
@@ -140,6 +141,8 @@ def launchable(specs: Specs, where: SpecSources | None = None, *, others: bool =
         _refuse_programs(resolved)
     check_providers(resolved.cluster.functions, [function.name for function in resolved.run.functions])
     check_secrets(resolved.cluster.functions, resolved.functions.values(), Path(resolved.base))
+    if resolved.run.budget.notify is not None:
+        webhook_url(resolved.run.budget.notify)
     if resolved.cluster.engines.kind == "vllm":  # imported late for the sake of other runs
         from rollart.launch.vllm import refuse_dead_servers, refuse_without_vllm
 

@@ -11,7 +11,7 @@ import contextlib
 import datetime as dt
 import functools
 import json
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rollart.adapters.rewards.keeping import KeepingRewarder
 from rollart.adapters.rewards.offload import OffloadRewarder, RewardCalls
 from rollart.adapters.rewards.order_check import LIMIT_S, OrderCheckedOffload
 from rollart.adapters.text import HubTokenizer
+from rollart.adapters.webhook import Webhook, webhook_url
 from rollart.adapters.weights.directory import DirectoryWeightStore
 from rollart.architecture import may_have_experts, stamp_of, vocab_of
 from rollart.control.admission import SchedulerSettings
@@ -36,7 +37,7 @@ from rollart.controller_loop import ControllerLoop
 from rollart.errors import StoppedEarly, StorageFailed
 from rollart.fleet import EngineRole
 from rollart.launch.broadcasts import weight_broadcaster
-from rollart.launch.clusters import elastic_nodes, elastic_planner, open_cluster
+from rollart.launch.clusters import elastic_nodes, elastic_planner, open_cluster, record_cluster_events
 from rollart.launch.engines import ClusterEngineSite, TrainerProgram
 from rollart.launch.functions import (
     LedgerMeter,
@@ -54,6 +55,7 @@ from rollart.launch.hosts import (
     function_fleet,
     planned_function_hosts,
     provider_run_id,
+    watch_memory,
 )
 from rollart.launch.layout import part_clock
 from rollart.launch.plan import RunStart, engines_are_movable, rebalance_settings
@@ -73,10 +75,19 @@ from rollart.launch.strategies import (
 from rollart.launch.trainer import place_trainer
 from rollart.launch.weight_store import SharedWeightStore, agreement_sample, weight_store
 from rollart.leases import Leases
-from rollart.ledger.events import EVALUATION_SAMPLED, FUNCTION_VERSION, STEP_FAILED, UTC_CLOCK
+from rollart.ledger.events import (
+    BUDGET_ALARM,
+    EVALUATION_SAMPLED,
+    FUNCTION_VERSION,
+    NOTICE,
+    STEP_FAILED,
+    UTC_CLOCK,
+)
 from rollart.ledger.intervals import ResourceClock
 from rollart.ledger.store import Ledger
 from rollart.model import EngineId, Group, Outcome, TrainSample, Trajectory, WeightsRef
+from rollart.money import dollars, dollars_between
+from rollart.policy.budget import BudgetAlarm, BudgetAlarms, SpendForecast, SpendMeter
 from rollart.policy.collapse import CollapseAlarm, StalenessAlarm
 from rollart.policy.schedules import resolve as schedule
 from rollart.ports import RunEvent, Runtime
@@ -139,6 +150,7 @@ SHOWN_EVENTS = frozenset(
         "host_started",
         "infra_fault",
         "lease_expired",
+        NOTICE,
         "prefill_barred",
         "rebalance_failed",
         "rebalance_measured",
@@ -191,6 +203,18 @@ class RunContext:
     fleet: EngineFleet = field(init=False)
     nodes: NodeTracker | None = None
     rewarder: OffloadRewarder = field(init=False)
+    spend: SpendMeter = field(init=False)
+    forecast: SpendForecast | None = None
+    alarms: BudgetAlarms | None = None
+    webhook: Webhook | None = None
+
+    def __post_init__(self) -> None:
+        run = self.resolved.run
+        self.spend = SpendMeter(run.steps)
+        if run.budget.usd is not None:
+            self.alarms = BudgetAlarms(run.budget.usd, run.budget.warn_at)
+        if run.budget.notify is not None:
+            self.webhook = Webhook(webhook_url(run.budget.notify), self.ledger)
 
     def emit(self, kind: str, subject: str, **fields: str | int | float | bool | None) -> None:
         """Record an event in the ledger and show it."""
@@ -349,6 +373,17 @@ class RunContext:
         fields = release.model_dump(include={"reference", "provider", "number"})
         return {**fields, "weights": json.dumps(release.weights)}
 
+    def watchers(self) -> Iterator[tuple[str, Coroutine[Any, Any, None]]]:
+        """Tasks of the whole run, by name."""
+        yield "ledger", self.ledger.watch()
+        yield "watchdog", self.watchdog()
+        if self.webhook is not None:
+            yield "notices", self.webhook.run()
+        if self.resolved.cluster.runtime.backend == "ray":
+            yield "cluster", record_cluster_events(self.runtime, self.emit)
+        if self.environments is None:
+            yield "memory", watch_memory(self.resolved.cluster.environments, self.emit)
+
     async def watchdog(self) -> None:
         """Monitor the run, from the first part's start on."""
         await watch_progress(
@@ -360,7 +395,19 @@ class RunContext:
             budget=self.resolved.run.budget,
             seconds=lambda: self.ledger.seconds,
             spent_usd=self._spent_usd,
+            spent=self._check_budget,
         )
+
+    def _check_budget(self, spent: float) -> None:
+        """Record and show the alarms that are due, and post them to the webhook."""
+        run = self.resolved.run
+        if self.alarms is None or run.budget.usd is None:
+            return
+        for alarm in self.alarms.due(spent, self.forecast):
+            text = budget_text(alarm, spent, run.budget.usd, self.forecast, steps=run.steps)
+            self.emit(BUDGET_ALARM, alarm, spent_usd=spent, budget_usd=run.budget.usd, text=text)
+            if self.webhook is not None:
+                self.webhook.post(alarm, f"rollart, run {self.directory.name}: {text}")
 
     def finish(self) -> None:
         """Record the end of the run. Raises `StoppedEarly` if a condition of `stop_when` ended it."""
@@ -372,8 +419,8 @@ class RunContext:
         saved = per_step * (steps - version)
         self.emit("stopped_early", "run", step=version, steps=steps, why=why, saved_usd_estimate=saved)
         raise StoppedEarly(
-            f"stopped after step {version} of {steps}: {why}; about ${saved:.3g} saved (estimate: ${per_step:.3g} per "
-            f"step so far, {steps - version} steps)",
+            f"stopped after step {version} of {steps}: {why}; about {dollars(saved)} saved (estimate: "
+            f"{dollars(per_step)} per step so far, {steps - version} steps)",
             remedy="--resume continues; without the condition, clear stop_when",
         )
 
@@ -426,6 +473,9 @@ class RunContext:
             fields[f"success.{domain}"] = sum(judged) / len(judged) if judged else None
             fields[f"score.{domain}"] = sum(v for v, _ in results) / len(results)
         fields |= {name: done.report.metrics[name] for name in SHOWN_METRICS if name in done.report.metrics}
+        if usd := self._spent_usd():
+            self.forecast = self.spend.step(done.step + 1, usd)
+            fields |= spend_fields(usd, self.forecast)
         self.emit("step", "training", **fields)
 
     def _on_evaluated(self, label: str, results: Mapping[str, EvaluationResult]) -> None:
@@ -451,6 +501,26 @@ class RunContext:
         hosts = [clock for fleet in (self.environments, self.functions) if fleet for clock in fleet.clocks]
         for clock in (*self.clocks, *self.site.clocks, *hosts):
             clock.flush()
+
+
+def spend_fields(usd: float, forecast: SpendForecast | None) -> EventFields:
+    """The fields of a step's event about dollars: spent so far, and at the last step if that can be told yet."""
+    fields: EventFields = {"usd": usd}
+    return fields if forecast is None else {**fields, "usd_at_end": forecast.usd, "usd_at_end_half": forecast.half}
+
+
+def budget_text(alarm: BudgetAlarm, spent: float, budget: float, forecast: SpendForecast | None, *, steps: int) -> str:
+    """An alarm as one line for people."""
+    text = f"{dollars(spent)} of a budget of {dollars(budget)} spent ({spent / budget:.0%})"
+    if forecast is not None and forecast.half:
+        text += f"; {dollars_between(forecast.usd, forecast.half)} to step {steps}, as the latest steps cost"
+    match alarm:
+        case BudgetAlarm.FORECAST:
+            return f"the budget will not last: {text}"
+        case BudgetAlarm.WARN_AT:
+            return text
+        case BudgetAlarm.EXCEEDED:
+            return f"the budget is spent, and the run stops: {text}"
 
 
 def control_settings(

@@ -5,6 +5,13 @@ from __future__ import annotations
 UTC_CLOCK = "utc_clock"
 """Event at the start of each life of a run: `unix_s`, the UTC time of this second of the run."""
 
+BUDGET_ALARM = "budget_alarm"
+"""Event of a budget, about the alarm (`policy.budget.BudgetAlarm`): `spent_usd`, `budget_usd`, and its `text`."""
+
+NOTICE = "notice"
+"""Event after the last attempt to send a notice to a webhook, about its topic: `sent`, the webhook's `host`, and `why`
+it was not sent. No event has the URL: with it anybody can post."""
+
 TURN = "turn"
 """Event of a trajectory at the end of a turn: its number, seconds of its generation (`generation_s`) and of its
 environment's step after it (`environment_s`), `engine`, `version` and `tokens`. Of the trajectories that a run traces

@@ -546,6 +546,13 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
         )
         return [RunEvent(t, k, subject, json.loads(fields)) for t, k, subject, fields in rows]
 
+    def last_event(self, kind: str) -> RunEvent | None:
+        """The latest event of a kind."""
+        rows = self._query(
+            "SELECT t, subject, fields FROM events WHERE kind = ? ORDER BY t DESC, rowid DESC LIMIT 1", kind
+        )
+        return next((RunEvent(t, kind, subject, json.loads(fields)) for t, subject, fields in rows), None)
+
     def events_after(self, row: int, *kinds: str) -> tuple[int, list[RunEvent]]:
         """Events of these kinds that were written after the row `row` (0: all), and the last row that was written: for
         readers that follow a run."""

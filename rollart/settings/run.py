@@ -7,10 +7,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
 from rollart.settings.algorithms import with_advantage_defaults
-from rollart.settings.base import AdapterName, ImportPath, Name, SpecEntry
+from rollart.settings.base import AdapterName, ImportPath, Name, SpecEntry, http_url
 from rollart.settings.placement import PlacementSpec, ProfileSpec
 from rollart.settings.rollout import RolloutSpec
 from rollart.settings.telemetry import TelemetrySpec
@@ -379,13 +379,29 @@ class FaultsSpec(SpecEntry):
     """Attempts after which a group is dropped."""
 
 
+def _webhook(value: str) -> str:
+    return value if re.fullmatch(r"[A-Za-z_]\w*", value) else http_url(value)
+
+
 class BudgetSpec(SpecEntry):
-    """Bounds at which the run stops by itself (exit code 4 for money)."""
+    """Bounds at which the run stops by itself (exit code 4 for money), and the warnings before that."""
 
     usd: float | None = Field(default=None, gt=0)
     """Largest bill in dollars: devices, and functions of providers that send one; none if not given."""
+    warn_at: float = Field(default=0.8, gt=0, le=1)
+    """Share of `usd` from which the run warns. It also warns, once it has trained five steps, when the forecast to its
+    last step is above `usd` with its whole 95 % interval."""
+    notify: Annotated[str, AfterValidator(_webhook)] | None = None
+    """Webhook that gets these warnings and the end at the budget, as a POST of `{"text": ...}` (Slack's format): its
+    URL, or the name of an environment variable that holds it, since a run's directory keeps its spec."""
     wall_s: float | None = Field(default=None, gt=0)
     """Longest run in seconds, over all of its lives; none if not given."""
+
+    @model_validator(mode="after")
+    def _about_dollars(self) -> BudgetSpec:
+        if self.notify is not None and self.usd is None:
+            raise ValueError("notify is given and usd is not (rule: notices are about a budget in dollars)")
+        return self
 
 
 class WeightStoreSpec(SpecEntry):

@@ -19,6 +19,7 @@ from rollart.leases import Expiry, Leases
 from rollart.ledger.events import ENGINE_DID
 from rollart.ledger.intervals import EngineShares, ResourceState
 from rollart.model import EngineId, EngineStats, WeightsRef
+from rollart.money import dollars
 from rollart.ports import Engine, Recorder, RunEvent
 from rollart.serving.gateway import Gateway
 from rollart.settings.run import BudgetSpec
@@ -316,10 +317,11 @@ async def watch_progress(
     budget: BudgetSpec,
     seconds: Callable[[], float],
     spent_usd: Callable[[], float],
+    spent: Callable[[float], None] = lambda usd: None,
 ) -> None:
     """Check the run every `CHECK_S`: a run without progress for `stall_s` fails, and the error names the longest
     waits; an exceeded budget ends the run. Waits only for its own timer and for `check`. `seconds` and `spent_usd`
-    cover all lives of the run."""
+    cover all lives of the run; `spent` is called with the dollars of a run that has a budget in dollars."""
     changed = running_s()
     last = progress()
     while True:
@@ -333,11 +335,14 @@ async def watch_progress(
                 f"the run has taken {seconds():.0f} s of a budget of {budget.wall_s:.0f} s",
                 remedy="raise budget.wall_s, then rollart launch --resume",
             )
-        if budget.usd is not None and spent_usd() > budget.usd:
-            raise BudgetExceeded(
-                f"the run has cost ${spent_usd():.4f} of a budget of ${budget.usd:.4f}",
-                remedy="raise budget.usd, then rollart launch --resume",
-            )
+        if budget.usd is not None:
+            usd = spent_usd()
+            spent(usd)
+            if usd > budget.usd:
+                raise BudgetExceeded(
+                    f"the run has cost {dollars(usd)} of a budget of {dollars(budget.usd)}",
+                    remedy="raise budget.usd, then rollart launch --resume",
+                )
         if now - changed > stall_s:
             holders = "; ".join(leases.describe()) or "no lease is open"
             recorder.event(RunEvent(loop_time(), "stalled", "run", {"holders": holders}))

@@ -62,3 +62,19 @@ def test_samples_at_a_temperature_have_a_line_with_each_domain_once(capsys: pyte
     fields = {"version": 20, "temperature": 0.6, "a avg@8": 0.25, "a pass@8": 0.5, "b avg@8": None, "b pass@8": None}
     ProgressLines(colour=False)(RunEvent(0.0, "evaluation_sampled", "step20", fields))
     assert "held-out success at v20 (temperature 0.6):   a avg@8 0.25 pass@8 0.50\n" in capsys.readouterr().err
+
+
+def test_a_step_shows_the_dollars_so_far_and_at_the_last_step(capsys: pytest.CaptureFixture[str]) -> None:
+    lines, fields = ProgressLines(colour=False), {"step": 1, "steps": 9, "train_s": 1.0, "waited_s": 0.0}
+    lines(RunEvent(1.0, "step", "training", {**fields, "usd": 1.5}))
+    lines(RunEvent(2.0, "step", "training", {**fields, "usd": 1.5, "usd_at_end": 1240.2, "usd_at_end_half": 181.3}))
+    lines(RunEvent(3.0, "budget_alarm", "warn_at", {"text": "$8.00 of a budget of $10.00 spent (80%)"}))
+    lines(RunEvent(4.0, "notice", "warn_at", {"sent": True, "host": "a.example"}))
+    lines(RunEvent(5.0, "notice", "warn_at", {"sent": False, "host": "a.example", "why": "status 404"}))
+    shown = [line.partition("s  ")[2].rpartition("wait 0.00s")[2] for line in capsys.readouterr().err.splitlines()]
+    assert shown == [
+        "  $1.50 so far",
+        "  $1.50 so far, $1,240 ± 181 in all",
+        "budget: $8.00 of a budget of $10.00 spent (80%)",
+        "notice about the budget not sent to a.example: status 404",
+    ]

@@ -187,11 +187,15 @@ def test_a_run_ends_at_its_budget_of_time(home: Home) -> None:
 
 
 def test_a_budget_of_dollars_counts_the_bills_of_functions(home: Home) -> None:
-    """A call over HTTP at $1 passes a budget of which the seconds of devices take nothing."""
+    """A call over HTTP at $1 passes a budget of which the seconds of devices take nothing; a webhook hears of it."""
+    notices: list[str] = []
 
     class Judge(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if self.path == "/hook":
+                notices.append(items["text"])
+                items = []
             said = [{"id": item["id"], "aggregate_reward_score": 1.0, "metrics_list": []} for item in items]
             body = json.dumps(said).encode()
             self.send_response(200)
@@ -209,9 +213,19 @@ def test_a_budget_of_dollars_counts_the_bills_of_functions(home: Home) -> None:
             url = f"http://127.0.0.1:{server.server_port}/rule"
             functions = {"backend": "http", "http": {"rule": url}}
             run = home.launch(
-                tiny(**held(home), budget__usd=0.9), cluster={**CLUSTER, "functions": functions, "price_list": [price]}
+                tiny(
+                    **held(home),
+                    budget__usd=0.9,
+                    budget__warn_at=1e-9,
+                    budget__notify=f"http://127.0.0.1:{server.server_port}/hook",
+                ),
+                cluster={**CLUSTER, "functions": functions, "price_list": [price]},
             )
             run.failed(4, "budget", "--resume")
+            alarms = events(home.directory, "budget_alarm")
+            assert [alarm["subject"] for alarm in alarms] == ["warn_at", "exceeded"]
+            assert notices == [f"rollart, run {home.directory.name}: {alarm['text']}" for alarm in alarms]
+            assert [notice["sent"] for notice in events(home.directory, "notice")] == [True, True]
         finally:
             server.shutdown()
             thread.join()
