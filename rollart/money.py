@@ -20,7 +20,7 @@ def dollars(usd: float) -> str:
         return f"{'> -' if sign else '< '}0.0001 ¢"
     if size < CENT:
         return f"{sign}{_trimmed(size / CENT)} ¢"
-    return f"{sign}${size:,.{max(2, decimals(size, 3))}f}"
+    return f"{sign}${_digits(size, 3)}"
 
 
 def dollars_between(usd: float, half: float) -> str:
@@ -34,15 +34,12 @@ def dollars_between(usd: float, half: float) -> str:
 
 
 def unit_price(usd: float) -> str:
-    """A price of one unit with up to six digits, of the least power of a thousand units that costs a cent: `$1.85`,
-    `$0.0166667 per 1,000`, `$0.2 per million`."""
+    """A price of one unit with up to six digits; where that is below a cent, of a thousand units, or of a million:
+    `$1.85`, `$0.164 / 1k`, `$16.6667 / 1M`."""
     units, per = 1, ""
     if 0 < abs(usd) < CENT:
-        units, per = (1000, " per 1,000") if abs(usd) * 1000 >= CENT else (1_000_000, " per million")
-    exact = f"{usd * units:,.{max(2, decimals(usd * units, 6))}f}"
-    while exact.endswith("0") and exact[-3] != ".":
-        exact = exact[:-1]
-    return f"${exact}{per}"
+        units, per = (1000, " / 1k") if abs(usd) * 1000 >= 10 * CENT else (1_000_000, " / 1M")
+    return f"${_digits(usd * units, 6)}{per}"
 
 
 def decimals(value: float, digits: int) -> int:
@@ -50,6 +47,14 @@ def decimals(value: float, digits: int) -> int:
     if not abs(value) > 1e-9:
         return 0
     return min(9, max(0, digits - 1 - math.floor(math.log10(abs(value)))))
+
+
+def _digits(value: float, digits: int) -> str:
+    """At least two decimals, and as many more as the digits need."""
+    text = f"{value:,.{max(2, decimals(value, digits))}f}"
+    while text.endswith("0") and text[-3] != ".":
+        text = text[:-1]
+    return text
 
 
 def _trimmed(value: float) -> str:

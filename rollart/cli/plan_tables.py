@@ -14,6 +14,7 @@ from placement.solve import solve
 from placement.training import mfu, training_layout
 from placement.types import ROLLOUT_ROLES, Infeasible, Objective, Placement, Role
 from placement.window import DomainWindow
+from rollart.money import dollars
 from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_share, as_usd, ratio, table
 from rollart.settings.planning import pools_of
 from rollart.settings.resolve import Resolved
@@ -31,7 +32,7 @@ def plan_report(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table
     """One plan. `fast` leaves out parts that need further solutions; `extra` tables come before the last one."""
     found, problem = resolved.plan.placement, resolved.problem
     tables = [_pools(resolved)]
-    notes, away = [f"total: ${resolved.plan.usd_per_hour:.4f} per hour"], list[str]()
+    notes, away = [f"total: {dollars(resolved.plan.usd_per_hour)} per hour"], list[str]()
     if found is None:
         tables.insert(0, _parts(resolved))
         notes.append(f"binds: {resolved.plan.binds}")

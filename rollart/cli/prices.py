@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Sequence
-from decimal import Decimal
 from pathlib import Path
 
 import click
 
 from rollart.cli.context import FOR_PEOPLE, cluster_functions, print_report
 from rollart.errors import UsageError
-from rollart.report.tables import Report, Row, Table, as_count, as_text
+from rollart.report.tables import Report, Row, Table, as_count, as_price, as_text
 from rollart.settings.load import load_prices
 from rollart.settings.prices import STALE_DAYS
 from rollart.tools.prices import SOURCES, PriceChange, base_list, effective_prices, merge_into, read_prices
@@ -24,7 +23,7 @@ def list_(cluster: Path | None, output: str) -> None:
         {
             "name": p.name,
             "unit": p.unit,
-            "usd": _usd(p.usd) if output in FOR_PEOPLE else p.usd,
+            "usd": as_price(p.usd),
             "date": str(p.date),
             "age_days": as_count(p.age_days(today)),
             "source": as_text(p.source, wrap=True),
@@ -70,8 +69,8 @@ def _show(changed: Sequence[PriceChange], into: Path, output: str) -> None:
         {
             "name": c.name,
             "unit": c.unit,
-            "before": _usd(c.before) if people else c.before,
-            "after": _usd(c.after) if people else c.after,
+            "before": as_price(c.before),
+            "after": as_price(c.after),
             "source": as_text(c.source, wrap=True),
         }
         for c in changed
@@ -80,8 +79,3 @@ def _show(changed: Sequence[PriceChange], into: Path, output: str) -> None:
     same = sum(c.same for c in changed)
     notes = (f"{same} as before, now of a new date",) if same else ()
     print_report(Report("prices", str(into), (Table.of("changes", "Changed: US dollars", rows),), notes), output)
-
-
-def _usd(value: float | None) -> str:
-    """Without an exponent: a GB-second costs a hundred-thousandth of a dollar."""
-    return "-" if value is None else format(Decimal(repr(value)), "f")

@@ -20,10 +20,12 @@ from rollart.report.tables import (
     Table,
     as_count,
     as_number,
+    as_price,
     as_seconds,
     as_share,
     as_text,
     as_usd,
+    as_value,
     ratio,
     table,
 )
@@ -130,7 +132,7 @@ def _total(rows: RunRows, lines: Sequence[CostLine]) -> Iterator[Row]:
         ("versions", "count", len(rows.versions)),
         ("trajectories generated", "count", generated),
         ("trajectories trained", "count", facts.trained_samples),
-        ("per trained trajectory", "USD", ratio(usd, facts.trained_samples)),
+        ("per 1,000 trained trajectories", "USD", ratio(usd * 1e3, facts.trained_samples)),
         ("trained tokens", "count", facts.trained_tokens),
         ("per million trained tokens", "USD", ratio(usd * 1e6, facts.trained_tokens)),
         ("warm start", "USD", math.fsum(line.usd for line in lines if line.cause == WARM_START)),
@@ -138,7 +140,7 @@ def _total(rows: RunRows, lines: Sequence[CostLine]) -> Iterator[Row]:
         ("idle and waste", "share", ratio(wasted, usd)),
     )
     for what, unit, value in values:
-        yield {"what": what, "unit": unit, "value": as_number(value)}
+        yield {"what": what, "unit": unit, "value": as_value(value)}
 
 
 def _grouped(key: str, lines: Sequence[CostLine]) -> Iterator[Row]:
@@ -198,7 +200,7 @@ def _priced(price: str, unit: str, usd: float, amount: float, cost: str, date: s
     return {
         "price": price,
         "unit": unit,
-        "usd_per_unit": as_number(usd),
+        "usd_per_unit": as_price(usd),
         "amount": as_number(amount),
         "usd": as_usd(usd * amount),
         "cost": cost,

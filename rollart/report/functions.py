@@ -17,6 +17,7 @@ from rollart.ledger.events import (
 )
 from rollart.ledger.intervals import ResourceState
 from rollart.ledger.reader import InvocationSum
+from rollart.money import dollars
 from rollart.ports import RunEvent
 from rollart.report.rows import CostLine, RunRows
 from rollart.report.tables import Row, as_count, as_number, as_seconds, as_share, as_text, as_usd, ratio, table
@@ -327,8 +328,8 @@ def notes(rows: RunRows) -> Iterable[str]:
             for c in guessed
         )
         yield (
-            f"{provider}: {count:,} calls without a bill of the provider are estimates: {seconds:.1f} s, ${usd:.2g}, "
-            "the time until each was answered or given up"
+            f"{provider}: {count:,} calls without a bill of the provider are estimates: {seconds:.1f} s, "
+            f"{dollars(usd)}, the time until each was answered or given up"
         )
     for provider in sorted({w.provider for w in rows.workers if w.estimated}):
         yield f"{provider}: idle seconds are estimated: the gaps between a container's calls, up to keep_alive_s each"

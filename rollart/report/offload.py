@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import Any
 
 from rollart.ledger.reader import LedgerReader
+from rollart.money import unit_price
 from rollart.policy.schedules import SCHEDULES, Admission, InFlightHandling
 from rollart.report import functions
 from rollart.report.exposure import TRAINER, RunTiming, Span, TrajectoryLife
@@ -500,13 +501,17 @@ def _notes(rows: RunRows, trace: CallTrace, cases: Sequence[_OffloadCase], wait_
     pool = next((p for p in rows.pools if trace.core_source == f"pool '{p.pool}'"), None)
     source = trace.core_source if pool is None else f"{trace.core_source}: {pool.source}, {pool.date}".rstrip(", ")
     yield (
-        f"a worker holds a core, or more where its memory or `cpu` wants it: ${trace.core_usd_hour:g} per core-hour "
-        f"({source or 'no price'})"
+        f"a worker holds a core, or more where its memory or `cpu` wants it: {unit_price(trace.core_usd_hour)} per "
+        f"core-hour ({source or 'no price'})"
     )
     for case in own:
         if case.gpu:
             price = case.gpu_price
-            known = "no price" if price is None else f"${price.usd:g} per device-hour ({price.source}, {price.date})"
+            known = (
+                "no price"
+                if price is None
+                else f"{unit_price(price.usd)} per device-hour ({price.source}, {price.date})"
+            )
             yield f"{case.name}: a worker holds {case.gpu} too: {known}"
     found, calls = sum(case.found for case in own), sum(len(case.calls) for case in own)
     yield (
@@ -522,5 +527,5 @@ def _notes(rows: RunRows, trace: CallTrace, cases: Sequence[_OffloadCase], wait_
         yield f"{provider}: workers on the run's own cores: dollars of its calls are what they would cost elsewhere"
     for provider in sorted({case.provider for case in own}):
         for price in rows.prices.sources(provider):
-            yield f"{provider}: ${price.usd:g} per {price.unit} ({price.source}, {price.date})"
+            yield f"{provider}: {price.unit} at {unit_price(price.usd)} ({price.source}, {price.date})"
     yield from functions.notes(rows)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import ParamSpec, TypeAlias
+
+from rollart.money import decimals, dollars, dollars_between, unit_price
 
 P = ParamSpec("P")
 
@@ -37,8 +38,14 @@ as_count = partial(FormattedCell, kind="count")
 as_seconds = partial(FormattedCell, kind="seconds")
 as_ms = partial(FormattedCell, kind="ms")
 as_usd = partial(FormattedCell, kind="usd")
+as_price = partial(FormattedCell, kind="price")
 as_share = partial(FormattedCell, kind="share")
 as_number = partial(FormattedCell, kind="number")
+as_value = partial(FormattedCell, kind="value")
+"""A number whose format follows the row's cell in the column `unit`."""
+
+BY_UNIT = {"USD": "usd", "share": "share", "count": "count"}
+"""Formats by the unit of a row."""
 
 Row: TypeAlias = Mapping[str, Cell | FormattedCell]
 """A table's row: cells by the names of their columns; a cell without a format is text."""
@@ -46,8 +53,8 @@ Row: TypeAlias = Mapping[str, Cell | FormattedCell]
 
 @dataclass(frozen=True, slots=True)
 class TableColumn:
-    """A column's name and format: text, count, seconds, ms, usd, share (of 1), number. Without `people` it is for
-    machines only; with `wrap` a text may take several lines."""
+    """A column's name and format: text, count, seconds, ms, usd, price (of one unit), share (of 1), number, value (by
+    the row's unit). Without `people` it is for machines only; with `wrap` a text may take several lines."""
 
     name: str
     kind: str = "text"
@@ -120,18 +127,27 @@ def for_people(table: Table) -> Table:
 
 def rows_for_people(table: Table) -> list[list[str]]:
     """Every row of the table, its cells as text: a report never drops a row."""
-    return [[cell_text(cell, column) for cell, column in zip(row, table.columns, strict=True)] for row in table.rows]
+    at = next((n for n, column in enumerate(table.columns) if column.name == "unit"), None)
+    return [
+        [
+            cell_text(cell, column, "" if at is None else str(row[at]))
+            for cell, column in zip(row, table.columns, strict=True)
+        ]
+        for row in table.rows
+    ]
 
 
-def cell_text(value: Cell, column: TableColumn) -> str:
-    """A cell as text, by its column's kind."""
+def cell_text(value: Cell, column: TableColumn, unit: str = "") -> str:
+    """A cell as text, by its column's kind, and for the kind `value` by the row's unit."""
     if value is None:
         return "-"
     if isinstance(value, str):
         return value
-    match column.kind:
+    match BY_UNIT.get(unit, "number") if column.kind == "value" else column.kind:
         case "usd":
-            return f"{value:,.6f}" if abs(value) < 1 else f"{value:,.2f}"
+            return dollars(value)
+        case "price":
+            return unit_price(value)
         case "share":
             return f"{value:.1%}"
         case "seconds":
@@ -140,10 +156,10 @@ def cell_text(value: Cell, column: TableColumn) -> str:
             return "0"
         case "count":
             return f"{value:,d}" if isinstance(value, int) else f"{value:,.0f}"
+        case _ if isinstance(value, int):
+            return f"{value:,d}"
         case _:
-            return (
-                f"{value:,d}" if isinstance(value, int) else f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
-            )
+            return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def figure(value: float, unit: str = PLAIN) -> str:
@@ -151,7 +167,7 @@ def figure(value: float, unit: str = PLAIN) -> str:
     if unit == PERCENT:
         return f"{_digits(100.0 * value)}%"
     if unit == DOLLARS:
-        return f"${value:,.2f}" if 1 <= abs(value) < 100 else f"${_digits(value)}"
+        return f"${value:,.0f}" if abs(value) >= 100 else dollars(value)
     return _digits(value)
 
 
@@ -162,19 +178,15 @@ def estimate(value: float, half: float | None, unit: str = PLAIN) -> str:
         return figure(value, unit)
     if half <= NEGLIGIBLE * abs(value):
         return f"{figure(value, unit)} ± 0"
+    if unit == DOLLARS:
+        return dollars_between(value, half)
     scale = 100.0 if unit == PERCENT else 1.0
-    decimals = max(_decimals(half * scale, 2), _decimals(value * scale, 3))
-    before, after = ("$" if unit == DOLLARS else ""), ("%" if unit == PERCENT else "")
-    return " ± ".join(f"{before}{given * scale:,.{decimals}f}{after}" for given in (value, half))
+    shown = max(decimals(half * scale, 2), decimals(value * scale, 3))
+    after = "%" if unit == PERCENT else ""
+    return " ± ".join(f"{given * scale:,.{shown}f}{after}" for given in (value, half))
 
 
 def _digits(value: float) -> str:
     if abs(value) < 1e-9:
         return "0"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _decimals(value: float, digits: int) -> int:
-    if not abs(value) > 1e-9:
-        return 0
-    return min(9, max(0, digits - 1 - math.floor(math.log10(abs(value)))))

@@ -24,6 +24,7 @@ from rollart.architecture import MARKER
 from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.reader import LedgerReader
 from rollart.lora import ADAPTER_CONFIG, ADAPTER_MODEL, BASE, adapter_names, write_merged
+from rollart.money import dollars
 from rollart.report.checkpoints import KeptVersion, choose_version, kept_versions
 from rollart.report.cost import cost_lines
 from rollart.report.rows import collect
@@ -105,7 +106,7 @@ def model_card(run: str, reader: LedgerReader, kept: KeptVersion, adapter: str |
         ("Trained tokens", f"{sum(v.tokens for v in rows.versions if v.version <= kept.version):,}"),
         *([] if given else [("Schedule", f"{spec.get('schedule')}, staleness {spec.get('staleness')}")]),
         ("Hours of the whole run", f"{rows.facts.seconds / 3600:.3g}"),
-        ("Cost of the whole run", f"${usd:,.2f}" if usd >= 1 else f"${usd:.3g}"),
+        ("Cost of the whole run", dollars(usd)),
         ("Trained with", f"rollart {__version__}"),
     ]
     domains = spec.get("domains", [])

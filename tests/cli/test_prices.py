@@ -68,7 +68,7 @@ def test_a_file_starts_from_the_shipped_list_and_is_added_to(rollart: Call) -> N
     first = rollart("prices", "import", "a.csv")
     assert first.code == 0, first.err
     assert "2.69" in first.out
-    assert "0.0000011" in first.out
+    assert "$1.10 / 1M" in first.out
     written = in_file("prices.yaml")
     assert written.keys() == SHIPPED.keys() | {("onprem", "GB-second")}
     assert (written["H100", "device-hour"].usd, written["H100", "device-hour"].date) == (2.1, dt.date(2026, 11, 1))

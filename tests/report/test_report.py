@@ -95,7 +95,7 @@ def test_the_numbers_of_a_small_run() -> None:
     total = {(row["what"], row["unit"]): row["value"] for row in cells(report, "total")}
     functions = 6600 * 0.0000166667 + 11 * 0.2e-6
     assert total["total", "USD"] == pytest.approx(30 + functions)
-    assert total["per trained trajectory", "USD"] == pytest.approx((30 + functions) / 10)
+    assert total["per 1,000 trained trajectories", "USD"] == pytest.approx((30 + functions) * 100)
     assert total["per million trained tokens", "USD"] == pytest.approx((30 + functions) * 1000)
     assert {row["role"]: row["usd"] for row in cells(report, "by_role")} == pytest.approx(
         {"engine": 10, "trainer": 20, "reward": functions}

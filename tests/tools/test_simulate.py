@@ -207,7 +207,7 @@ def test_the_command(specs: tuple[Path, Path], tmp_path: Path) -> None:
     assert figures["mean lag"]["sync"] == 0
     assert sorted(p.name for p in (tmp_path / "kept").iterdir()) == ["rollart-0", "sync-0"]
     report = CliRunner().invoke(cli, ["report", "cost", str(tmp_path / "kept" / "sync-0")])
-    assert "per trained trajectory" in report.output
+    assert "per 1,000 trained trajectories" in report.output
 
 
 @pytest.mark.slow

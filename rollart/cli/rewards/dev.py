@@ -17,6 +17,7 @@ from rollart.cli.rewards.develop import outcome_text
 from rollart.errors import RollartError, UsageError
 from rollart.launch.functions import backend, cases_beside, packages_in, translated_errors, units_by_provider
 from rollart.lifeline import stop_event
+from rollart.money import dollars
 from rollart.settings.cluster import ClusterFunctions
 from serverless.analysis.sources import collect
 from serverless.declare import declarations
@@ -184,7 +185,7 @@ def _lines(one: Rehearsal, last: Rehearsal | None, changes: list[dict[str, str]]
         f"memory {memory} of {one.memory_limit_mb} MB"
     )
     costs = [
-        f"{c.provider} ${c.usd_single:.3g}" + (f" (${c.usd_batched:.3g} in batches)" if c.usd_batched else "")
+        f"{c.provider} {dollars(c.usd_single)}" + (f" ({dollars(c.usd_batched)} in batches)" if c.usd_batched else "")
         for c in one.costs
         if c.usd_single is not None
     ]

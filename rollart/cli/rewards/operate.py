@@ -28,6 +28,7 @@ from rollart.launch.functions import (
     one_package,
     translated_errors,
 )
+from rollart.money import unit_price
 from rollart.report.tables import Report, Row, Table, as_count, as_seconds, as_share, as_text, as_usd, table
 from serverless import wire
 from serverless.meter import MeterSink
@@ -366,5 +367,5 @@ def deployed_table(found: Sequence[DeployedFunction], *, people: bool) -> Iterat
 
 def trial_line(trial: DeploymentTrial) -> str:
     failed = "" if trial.call.status == "ok" else f" ({trial.call.status})"
-    usd = f"${trial.usd:.7f}" if trial.billed else f"no bill here, ${trial.usd:.7f} elsewhere"
+    usd = unit_price(trial.usd) if trial.billed else f"no bill here, {unit_price(trial.usd)} elsewhere"
     return f"trial{failed} of {trial.call.billed_s:.3g} s at {trial.call.memory_mb} MB: {usd}"
