@@ -40,6 +40,7 @@ from rollart.ledger.reader import LedgerReader
 from rollart.report.checkpoints import LATEST, choose_version, kept_versions
 from rollart.report.cost import cost
 from rollart.report.curve import curve
+from rollart.report.money.planned import forecast_lines, planned_cost
 from rollart.report.profile import measured_profiles
 from rollart.report.rows import collect
 from rollart.report.utilization import utilization
@@ -92,6 +93,8 @@ def launch(
         return
     for line in launch_warnings(resolved):
         click.echo(f"warning: {line}", err=True)
+    for line in forecast_lines(resolved.to_dict()) if resume is None else ():
+        click.echo(line, err=True)
     if resume is None:
         directory = _new_directory(runs_dir, name, resolved)
     if detach:
@@ -126,8 +129,11 @@ def _show(resolved: Resolved) -> None:
         click.echo(f"# {line}")
     for line in launch_warnings(resolved):
         click.echo(f"# warning: {line}")
-    for line in unchecked_remotes(resolved):
-        click.echo(f"# not checked: {line}")
+    for line in (
+        *forecast_lines(resolved.to_dict()),
+        *(f"not checked: {line}" for line in unchecked_remotes(resolved)),
+    ):
+        click.echo(f"# {line}")
 
 
 def _detach(resolved: Resolved, directory: Path, overrides: list[str]) -> None:
@@ -192,7 +198,7 @@ def _run(resolved: Resolved, directory: Path, *, resume: bool) -> None:
         rows = collect(reader, directory.resolve().name)
     curves = curve(rows)
     curves = replace(curves, tables=curves.tables[:1], notes=("every point: rollart report curve",))
-    for report in (curves, cost(rows), utilization(rows)):
+    for report in (curves, cost(rows, planned=planned_cost(resolved.to_dict())), utilization(rows)):
         click.echo()
         print_report(report, "table")
     click.echo(f"\nrun directory: {directory}")

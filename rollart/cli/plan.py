@@ -19,6 +19,7 @@ from rollart.cli.commands import SEEDS, STEPS
 from rollart.cli.context import native_output_to_stderr, print_report, split_arguments
 from rollart.cli.plan_tables import comparison_report, plan_report
 from rollart.errors import SpecError, UsageError
+from rollart.report.money.planned import SimulatedCost
 from rollart.report.profile import measured_profiles
 from rollart.report.simulation import FIGURES, SimulationFigures, interval
 from rollart.report.tables import Row, Table, as_number, as_text, table
@@ -59,8 +60,8 @@ def plan(
             report = comparison_report(resolved, _forecast(apply_changes(specs, changes))[0], changes)
         elif simulate:
             # First, so that it fails early.
-            simulated, notes = simulation_tables(resolved, seeds=seeds or SEEDS, steps=steps or STEPS)
-            report = plan_report(resolved, fast=fast, extra=extra)
+            simulated, cost, notes = simulation_tables(resolved, seeds=seeds or SEEDS, steps=steps or STEPS)
+            report = plan_report(resolved, fast=fast, extra=extra, simulated=cost)
             tables = (report.tables[0], simulated, *report.tables[1:])
             report = replace(report, tables=tables, notes=(*report.notes, *notes))
         else:
@@ -125,8 +126,8 @@ def played_profiles(specs: Specs) -> tuple[DomainProfile, ...]:
     return (*specs.measured, *(p for p in found if p.name not in known))
 
 
-def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Table, list[str]]:
-    """Simulate the run's own schedule; the table and its notes. SpecError if the plan cannot be simulated."""
+def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Table, SimulatedCost, list[str]]:
+    """Simulate the run's own schedule; the table, dollars and notes. SpecError if the plan cannot be simulated."""
     found = resolved.plan.placement
     if found is not None and resolved.problem is None:
         raise SpecError(
@@ -144,7 +145,10 @@ def simulation_tables(resolved: Resolved, *, seeds: int, steps: int) -> tuple[Ta
     notes = [f"simulated: {name}, {one.steps} steps, {one.skipped} left out, seeds: {len(findings)}"]
     longest = next((cause for cause in one.waits if not cause.startswith("unused:")), None)
     notes += [] if longest is None else [f"longest wait there: {longest.replace('_', ' ')}"]
-    return comparison_table(found, resolved.run.batch.trajectories, publish_s, findings), notes
+    usd, half = interval([one.usd_per_1k for one in findings])
+    simulation = f"simulation of {one.steps} steps, their start included, of {len(findings)} seeds"
+    cost = SimulatedCost(usd, half, simulation)
+    return comparison_table(found, resolved.run.batch.trajectories, publish_s, findings), cost, notes
 
 
 @table("simulated", "Beside a simulation")

@@ -15,6 +15,7 @@ from placement.training import mfu, training_layout
 from placement.types import ROLLOUT_ROLES, Infeasible, Objective, Placement, Role
 from placement.window import DomainWindow
 from rollart.money import dollars
+from rollart.report.money.planned import SimulatedCost, forecast_table, planned_cost
 from rollart.report.tables import Report, Row, Table, as_count, as_number, as_seconds, as_share, as_usd, ratio, table
 from rollart.settings.planning import pools_of
 from rollart.settings.resolve import Resolved
@@ -28,8 +29,11 @@ REACHED = 0.01
 its solution."""
 
 
-def plan_report(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] = ()) -> Report:
-    """One plan. `fast` leaves out parts that need further solutions; `extra` tables come before the last one."""
+def plan_report(
+    resolved: Resolved, *, fast: bool = False, extra: Sequence[Table] = (), simulated: SimulatedCost | None = None
+) -> Report:
+    """One plan. `fast` leaves out parts that need further solutions; `extra` tables come before the last one;
+    `simulated`: the cost of the run by its simulation."""
     found, problem = resolved.plan.placement, resolved.problem
     tables = [_pools(resolved)]
     notes, away = [f"total: {dollars(resolved.plan.usd_per_hour)} per hour"], list[str]()
@@ -40,6 +44,7 @@ def plan_report(resolved: Resolved, *, fast: bool = False, extra: Sequence[Table
         held, binds = sustained_slots(resolved), found.binds
         tables = [
             _totals(found),
+            forecast_table(planned_cost(resolved.to_dict()), simulated),
             _stages(found),
             *tables,
             _deployments(found),
@@ -409,6 +414,9 @@ def _both(old: Resolved, new: Resolved) -> Iterator[Row]:
         if a.rate > 0 and b.rate > 0:
             yield _figure("$/1k trajectories", a.usd_per_thousand, b.usd_per_thousand)
     yield _figure("$/h of all pools", old.plan.usd_per_hour, new.plan.usd_per_hour)
+    costs = [planned_cost(resolved.to_dict()) for resolved in (old, new)]
+    if costs[0] is not None and costs[1] is not None:
+        yield _figure(f"$ to step {costs[0].steps:,}", costs[0].usd, costs[1].usd)
 
 
 def _figure(name: str, a: float, b: float) -> Row:

@@ -21,6 +21,7 @@ from rollart.report import focus, perfetto
 from rollart.report import offload as offloads
 from rollart.report import timeline as timelines
 from rollart.report import utilization as utilizations
+from rollart.report.money.planned import planned_cost
 from rollart.report.pages import cost_page, timeline_page
 from rollart.report.rows import RunRows, collect
 
@@ -30,14 +31,16 @@ T = TypeVar("T")
 def cost(run: str | None, output: str, runs_dir: Path, into: Path | None) -> None:
     directory = find_run(run, runs_dir)
     if output != "focus":
-        print_report(costs.cost(_collect(directory)), output, page=cost_page, into=into)
+        with LedgerReader(directory) as reader:
+            rows, planned = collect(reader, directory.resolve().name), planned_cost(reader.config())
+        print_report(costs.cost(rows, planned=planned), output, page=cost_page, into=into)
         return
-    rows = _read(directory, lambda reader: list(focus.focus_rows(reader, directory.resolve().name)))
+    charged = _read(directory, lambda reader: list(focus.focus_rows(reader, directory.resolve().name)))
     if into is not None and into.suffix == ".parquet":
         create_output_file(into)
-        focus.write_parquet(rows, into)
+        focus.write_parquet(charged, into)
     else:
-        print_text(focus.focus_csv(rows), into)
+        print_text(focus.focus_csv(charged), into)
 
 
 def utilization(run: str | None, output: str, runs_dir: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from rollart.ledger.intervals import ResourceState
 from rollart.report import functions
+from rollart.report.money.planned import PlannedCost, plan_table
 from rollart.report.rows import ENGINE_ROLES, CostLine, PoolPrice, RunRows
 from rollart.report.tables import (
     Report,
@@ -49,14 +50,15 @@ class FateCost:
     usd: float
 
 
-def cost(rows: RunRows) -> Report:
-    """The cost report."""
+def cost(rows: RunRows, *, planned: PlannedCost | None = None) -> Report:
+    """The cost report. `planned`: the plan's figures, which the bill is set beside."""
     lines = cost_lines(rows)
     return Report(
         "cost",
         rows.run,
         (
             _total(rows, lines),
+            plan_table(planned, rows.facts, _usd(lines)),
             Table.of("by_role", "By role", _grouped("role", lines)),
             Table.of("by_resource", "By resource", _grouped("resource", lines)),
             _elsewhere(rows),

@@ -10,6 +10,7 @@ from rollart.report.render import SCHEMA_VERSION
 REPORTS: Mapping[str, Mapping[str, str]] = {
     "cost": {
         "total": "what unit value#",
+        "plan": "what unit plan# actual# ratio#",
         "by_role": "role usd# share# busy_usd# not_busy_usd#",
         "by_resource": "resource usd# share# busy_usd# not_busy_usd#",
         "elsewhere": "resource billed_s# usd#",

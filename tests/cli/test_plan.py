@@ -110,6 +110,10 @@ class TestComputed:
         } <= tables.keys()
         (totals,) = tables["totals"]
         assert totals["from"] < totals["trajectories_per_s"] < totals["to"]
+        (forecast,) = tables["forecast"]
+        assert forecast["to_step"] == 100
+        assert forecast["usd"] == pytest.approx(totals["usd_per_1k_all"] * 64 * 100 / 1000)
+        assert 0 < forecast["±"] < forecast["usd"]
         assert totals["trajectories_per_s"] <= totals["bound"] * (1 + 1e-9)
         used = {row["pool"]: row["used"] for row in tables["pools"]}
         for pool, devices in used.items():

@@ -107,5 +107,9 @@ def test_through_the_command_line(specs: Callable[..., Result]) -> None:
     assert rate["plan"] == totals["trajectories_per_s"]
     assert rate["ratio"] == pytest.approx(rate["simulated"] / rate["plan"])
     assert 0.05 < rate["ratio"] < 2, "the same cluster"
+    by_plan, simulated = told["tables"]["forecast"]
+    ratio = figures["usd_per_1k"]["simulated"] / figures["usd_per_1k"]["plan"]
+    assert simulated["usd"] / by_plan["usd"] == pytest.approx(ratio)
+    assert simulated["basis"] == "simulation of 3 steps, their start included, of 2 seeds"
     assert any(note.endswith(", 3 steps, 1 left out, seeds: 2") for note in told["notes"])
     assert "Beside a simulation" in specs("--simulate", "--steps", "1").out
