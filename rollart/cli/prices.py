@@ -23,6 +23,7 @@ def list_(cluster: Path | None, output: str) -> None:
         {
             "name": p.name,
             "unit": p.unit,
+            "kind": p.kind,
             "usd": as_price(p.usd),
             "date": str(p.date),
             "age_days": as_count(p.age_days(today)),
@@ -69,6 +70,7 @@ def _show(changed: Sequence[PriceChange], into: Path, output: str) -> None:
         {
             "name": c.name,
             "unit": c.unit,
+            "kind": c.kind,
             "before": as_price(c.before),
             "after": as_price(c.after),
             "source": as_text(c.source, wrap=True),

@@ -634,8 +634,8 @@ def scaling_prices(resolved: Resolved, live: Callable[[], int]) -> ScalingPrices
     dearest), else the listed price; a waiting trajectory costs its share of all devices of the plan."""
     pools = [p.name for p in resolved.cluster.pools if p.device == "cpu"]
     hourly = [resolved.usd_per_device_hour[name] for name in pools if name in resolved.usd_per_device_hour]
-    listed = [p.usd for p in resolved.prices.prices if (p.name, p.unit) == ("cpu", "device-hour")]
-    core = max(hourly or listed or [0.0]) / 3600.0
+    listed = resolved.prices.device_price("cpu")
+    core = max(hourly or [0.0 if listed is None else listed.usd]) / 3600.0
     every_second = resolved.plan.usd_per_hour / 3600.0
 
     def idle(spec: FunctionSpec, provider: str) -> float:

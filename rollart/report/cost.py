@@ -30,11 +30,13 @@ from rollart.report.tables import (
     ratio,
     table,
 )
-from rollart.settings.prices import PriceEntry
+from rollart.settings.prices import PriceEntry, PriceKind
 from serverless.meter import WorkerState
 
 WARM_START = "warm_start"
 """Cause of busy time in the warm start, so that imitation and RL are reported separately. It is not waste."""
+
+ON_DEMAND: PriceKind = "on_demand"
 
 NOT_WASTE = frozenset({"trained", "evaluated", "waiting", "unattributed"})
 """Outcomes of trajectories whose engine time was useful, or may still be."""
@@ -186,7 +188,8 @@ def _prices(rows: RunRows) -> Iterator[Row]:
         dates = ", ".join(dict.fromkeys(pool.date or "-" for pool in same)) or "-"
         sources = "; ".join(dict.fromkeys(pool.source for pool in same))
         sources = sources or "recorded by the run from an earlier price list"
-        yield _priced(_names(same), "device-hour", usd, hours, functions.BILLED, dates, sources)
+        kinds = ", ".join(dict.fromkeys(pool.kind for pool in same)) or ON_DEMAND
+        yield _priced(_names(same), "device-hour", kinds, usd, hours, functions.BILLED, dates, sources)
     amounts: dict[tuple[str, str], float] = defaultdict(float)
     prices: dict[tuple[str, str], PriceEntry] = {}
     for price, amount in _function_items(rows):
@@ -195,13 +198,14 @@ def _prices(rows: RunRows) -> Iterator[Row]:
     for key, amount in sorted(amounts.items()):
         price = prices[key]
         cost = functions.BILLED if rows.prices.billed(price.name) else functions.ELSEWHERE
-        yield _priced(price.name, price.unit, price.usd, amount, cost, str(price.date), price.source)
+        yield _priced(price.name, price.unit, price.kind, price.usd, amount, cost, str(price.date), price.source)
 
 
-def _priced(price: str, unit: str, usd: float, amount: float, cost: str, date: str, source: str) -> Row:
+def _priced(price: str, unit: str, kind: str, usd: float, amount: float, cost: str, date: str, source: str) -> Row:
     return {
-        "price": price,
+        "price": price if kind == ON_DEMAND else f"{price}, {kind}",
         "unit": unit,
+        "kind": as_text(kind, people=False),
         "usd_per_unit": as_price(usd),
         "amount": as_number(amount),
         "usd": as_usd(usd * amount),

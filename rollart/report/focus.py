@@ -3,8 +3,9 @@ hour of UTC and charge.
 
 The rows hold what is billed, as the cost report does: their sums agree (property test). A charge is one price of one
 resource in one state for one cause. The columns are all mandatory ones, the conditional ones whose condition holds
-here, and null ones that tools of version 1.0 ask for in any case: prices are list prices without commitments,
-reservations, regions or invoices, in one currency. Names with `x_` are our own.
+here, and null ones that tools of version 1.0 ask for in any case: there are no regions or invoices, and one currency.
+Charges of spot, reserved and committed prices have the price on demand as their list price. Names with `x_` are our
+own.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from rollart.report.rows import (
     price_list,
     unmetered_calls,
 )
-from rollart.settings.prices import PriceEntry, PriceList, function_gpus
+from rollart.settings.prices import PriceEntry, PriceKind, PriceList, function_gpus
 from serverless.meter import NO_SCORE, WorkerState
 
 FocusValue: TypeAlias = str | float | dt.datetime | None
@@ -56,8 +57,10 @@ COLUMNS: Mapping[str, tuple[FocusType, bool]] = {
     "CommitmentDiscountCategory": ("string", True),
     "CommitmentDiscountId": ("string", True),
     "CommitmentDiscountName": ("string", True),
+    "CommitmentDiscountQuantity": ("decimal", True),
     "CommitmentDiscountStatus": ("string", True),
     "CommitmentDiscountType": ("string", True),
+    "CommitmentDiscountUnit": ("string", True),
     "ConsumedQuantity": ("decimal", True),
     "ConsumedUnit": ("string", True),
     "ContractedCost": ("decimal", False),
@@ -95,9 +98,26 @@ COLUMNS: Mapping[str, tuple[FocusType, bool]] = {
 
 UNUSED: Mapping[str, FocusValue] = {name: None for name in COLUMNS if name.startswith(("CommitmentDiscount", "Region"))}
 
+UNUSED_ROLE = "unused"
+"""Role of devices of paid pools that a run does not use."""
+
 PROVIDERS = {"aws_lambda": "AWS", "modal": "Modal"}
 
 DEVICE_HOUR = "device-hour"
+
+CATEGORIES: Mapping[PriceKind, str] = {
+    "on_demand": "Standard",
+    "spot": "Dynamic",
+    "reserved": "Committed",
+    "committed": "Committed",
+}
+"""PricingCategory of each kind of price."""
+
+COMMITMENTS: Mapping[PriceKind, tuple[str, str]] = {
+    "reserved": ("Usage", "Reservation"),
+    "committed": ("Spend", "Savings Plan"),
+}
+"""CommitmentDiscountCategory and CommitmentDiscountType."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +152,13 @@ class FocusCharge:
     source: str = ""
     date: str = ""
     pool: str = ""
+    kind: PriceKind = "on_demand"
+    list_price: float | None = None
+    """The price on demand; None: `price`."""
+
+    @property
+    def usd(self) -> float:
+        return self.price * self.amount
 
 
 def focus_charges(reader: LedgerReader) -> Iterator[FocusCharge]:
@@ -196,6 +223,8 @@ def _devices(reader: LedgerReader, config: Mapping[str, Any]) -> Iterator[FocusC
             known.source,
             known.date,
             known.pool,
+            known.kind,
+            known.list_usd,
         )
 
 
@@ -240,7 +269,8 @@ def _row(charge: FocusCharge, run: str, cluster: str) -> dict[str, FocusValue]:
     month = begins.replace(day=1, hour=0)
     provider = charge.provider or cluster
     unit, consumed_unit, consumed = _units(charge)
-    usd = charge.price * charge.amount
+    list_price = charge.price if charge.list_price is None else charge.list_price
+    usd = charge.usd
     cause = f" ({charge.cause})" if charge.cause else ""
     details = {"x_Source": charge.source, "x_Date": charge.date}
     tags = {"run": run, "role": charge.role, "pool": charge.pool}
@@ -265,9 +295,9 @@ def _row(charge: FocusCharge, run: str, cluster: str) -> dict[str, FocusValue]:
         "ContractedUnitPrice": charge.price,
         "EffectiveCost": usd,
         "InvoiceIssuerName": provider,
-        "ListCost": usd,
-        "ListUnitPrice": charge.price,
-        "PricingCategory": "Standard",
+        "ListCost": list_price * charge.amount,
+        "ListUnitPrice": list_price,
+        "PricingCategory": CATEGORIES[charge.kind],
         "PricingQuantity": charge.amount,
         "PricingUnit": unit,
         "ProviderName": provider,
@@ -289,7 +319,28 @@ def _row(charge: FocusCharge, run: str, cluster: str) -> dict[str, FocusValue]:
         "x_Cause": charge.cause or None,
         "x_Role": charge.role,
         "x_State": charge.state,
+        **_commitment(charge, cluster),
     }
+
+
+def _commitment(charge: FocusCharge, cluster: str) -> dict[str, FocusValue]:
+    """The columns of a commitment. The devices of a pool that the run did not use are its unused part, of which nothing
+    is consumed."""
+    if charge.kind not in COMMITMENTS:
+        return {}
+    category, kind = COMMITMENTS[charge.kind]
+    unused = charge.role == UNUSED_ROLE
+    unit, _, consumed = _units(charge)
+    found: dict[str, FocusValue] = {
+        "CommitmentDiscountCategory": category,
+        "CommitmentDiscountId": f"{cluster}/{charge.pool}",
+        "CommitmentDiscountName": charge.pool,
+        "CommitmentDiscountQuantity": consumed if category == "Usage" else charge.usd,
+        "CommitmentDiscountStatus": "Unused" if unused else "Used",
+        "CommitmentDiscountType": kind,
+        "CommitmentDiscountUnit": unit if category == "Usage" else "USD",
+    }
+    return found | ({"ConsumedQuantity": None, "ConsumedUnit": None} if unused else {})
 
 
 def _units(charge: FocusCharge) -> tuple[str, str, float]:

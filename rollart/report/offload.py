@@ -22,7 +22,7 @@ from rollart.money import unit_price
 from rollart.policy.schedules import SCHEDULES, Admission, InFlightHandling
 from rollart.report import functions
 from rollart.report.exposure import TRAINER, RunTiming, Span, TrajectoryLife
-from rollart.report.rows import RunRows
+from rollart.report.rows import RunRows, price_list
 from rollart.report.tables import (
     Cell,
     FormattedCell,
@@ -121,10 +121,8 @@ def _core(config: Mapping[str, Any]) -> tuple[float, float, str]:
     for pool in config.get("cluster", {}).get("pools", ()):
         if pool.get("device") == "cpu" and pool["name"] in hourly:
             return float(hourly[pool["name"]]), (pool.get("memory_gb") or 0.0) / pool["count"], f"pool '{pool['name']}'"
-    for price in config.get("prices", {}).get("prices", ()):
-        if (price["name"], price["unit"]) == ("cpu", "device-hour"):
-            return float(price["usd"]), 0.0, "the price list"
-    return 0.0, 0.0, ""
+    price = price_list(config).device_price("cpu") if config.get("prices") else None
+    return (0.0, 0.0, "") if price is None else (price.usd, 0.0, "the price list")
 
 
 def _specs(config: Mapping[str, Any]) -> dict[str, FunctionSpec]:

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from placement.hardware import device_name
 from rollart.ledger import events
 from rollart.ledger.intervals import IntervalSum
 from rollart.ledger.reader import (
@@ -21,7 +20,7 @@ from rollart.ledger.reader import (
     WorkerSum,
 )
 from rollart.ports import RunEvent
-from rollart.settings.prices import PriceList, function_gpus
+from rollart.settings.prices import PriceKind, PriceList, function_gpus
 from serverless.meter import Saving, WorkerState
 from serverless.spec import FunctionSpec
 from serverless.types import Invocation
@@ -53,13 +52,16 @@ class CostLine:
 
 @dataclass(frozen=True, slots=True)
 class PoolPrice:
-    """The hourly price of a pool's device, with its source and date (empty if unknown)."""
+    """The hourly price of a pool's device, with its source and date (empty if unknown), and its kind. `list_usd`: the
+    price on demand, None where the list has none, or it is the price."""
 
     pool: str
     device: str
     usd: float
     source: str
     date: str
+    kind: PriceKind = "on_demand"
+    list_usd: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,16 +140,20 @@ def price_list(config: Mapping[str, Any]) -> PriceList:
 def pool_prices(config: Mapping[str, Any]) -> Iterator[PoolPrice]:
     """Prices of the pools of a run's configuration (`Resolved.to_dict`), those of its own cluster spec included."""
     hourly = config.get("usd_per_device_hour", {})
-    listed = {p["name"]: p for p in config.get("prices", {}).get("prices", ()) if p["unit"] == "device-hour"}
-    listed = {device_name(name): price for name, price in listed.items()} | listed
+    prices = price_list(config) if config.get("prices") else None
     for pool in config.get("cluster", {}).get("pools", ()):
         name, device = pool["name"], pool["device"]
         if name not in hourly:
             continue
+        kind: PriceKind = pool.get("commitment") or ("spot" if pool.get("spot") else "on_demand")
+        standard = None if prices is None else prices.device_price(device)
+        price = standard if prices is None or kind == "on_demand" else prices.device_price(device, kind) or standard
+        list_usd = None if standard is None or kind == "on_demand" else standard.usd
         if pool.get("price") is not None:
-            yield PoolPrice(name, device, hourly[name], f"the cluster spec: price of pool '{name}'", "")
-        elif (price := listed.get(device) or listed.get(device_name(device))) is not None:
-            yield PoolPrice(name, device, hourly[name], price["source"], str(price["date"]))
+            source = f"the cluster spec: price of pool '{name}'"
+            yield PoolPrice(name, device, hourly[name], source, "", kind, list_usd)
+        elif price is not None:
+            yield PoolPrice(name, device, hourly[name], price.source, str(price.date), kind, list_usd)
 
 
 def estimated_workers(calls: Iterable[Invocation], keep_s: Mapping[str, float]) -> list[WorkerSum]:

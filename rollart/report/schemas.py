@@ -14,7 +14,7 @@ REPORTS: Mapping[str, Mapping[str, str]] = {
         "by_role": "role usd# share# busy_usd# not_busy_usd#",
         "by_resource": "resource usd# share# busy_usd# not_busy_usd#",
         "elsewhere": "resource billed_s# usd#",
-        "prices": "price unit usd_per_unit# amount# usd# cost date source",
+        "prices": "price unit kind usd_per_unit# amount# usd# cost date source",
         "trajectories": "fate trajectories# engine_seconds# usd#",
         "waste": "role cause usd# share#",
         "functions": "function provider status cause calls# items# cold_starts# cold_s# cold_billed_s# billed_s# "

@@ -21,7 +21,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails
 
 from rollart.settings.base import ImportPath, Name, SpecEntry, host_and_port, http_url, is_loopback
-from rollart.settings.prices import PriceEntry
+from rollart.settings.prices import PriceEntry, PriceKind
 from rollart.settings.providers import ALIASES, BUILT_IN, PLUGIN_NAME, installed_plugins, provider_names
 from serverless.secrets import private_url
 
@@ -103,7 +103,10 @@ class PoolSpec(SpecEntry):
     """true: only devices that the plan uses are paid; false: all of them, used or not."""
     spot: bool = False
     """true: `rollart infra render` asks for interruptible capacity (spot instances). Only for `rented` pools; `price`
-    is then the spot price."""
+    is then the spot price, and without one the list's `spot` price counts, or its price on demand."""
+    commitment: Literal["reserved", "committed"] | None = None
+    """Devices that are paid for a term, used or not: at the list's price of this kind, or at `price`. Not with
+    `rented`."""
 
     @model_validator(mode="after")
     def _within(self) -> PoolSpec:
@@ -111,7 +114,14 @@ class PoolSpec(SpecEntry):
             raise ValueError(f"min {self.min} is more than count {self.count}")
         if self.spot and not self.rented:
             raise ValueError("spot is true and rented is false (rule: spot capacity is rented). Add `rented: true`")
+        if self.commitment is not None and self.rented:
+            raise ValueError(f"commitment is {self.commitment} and rented is true (rule: it is paid, used or not)")
         return self
+
+    @property
+    def price_kind(self) -> PriceKind:
+        """The kind of price that the pool pays."""
+        return self.commitment or ("spot" if self.spot else "on_demand")
 
 
 class LinkSpec(SpecEntry):

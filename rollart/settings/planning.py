@@ -575,16 +575,18 @@ def _pool(pool: PoolSpec, own: DeviceSpec | None, prices: PriceList) -> Pool:
 def _hourly(pool: PoolSpec, prices: PriceList) -> float:
     if pool.price is not None:
         return pool.price
-    listed = {p.name: p.usd for p in prices.prices if p.unit == "device-hour"}
-    if pool.device in listed:
-        return listed[pool.device]
-    synonyms = {device_name(name): usd for name, usd in listed.items()}
-    if device_name(pool.device) not in synonyms:
+    kind = pool.price_kind
+    price = prices.device_price(pool.device, kind)
+    if price is None and kind == "spot":
+        price = prices.device_price(pool.device)
+    if price is None:
+        listed = [p.name for p in prices.prices if p.unit == "device-hour"]
+        named = f"{kind} price" if pool.commitment else f"price{did_you_mean(pool.device, listed)}"
         raise SpecError(
-            f"pool '{pool.name}': device '{pool.device}' has no price{did_you_mean(pool.device, listed)}",
+            f"pool '{pool.name}': device '{pool.device}' has no {named}",
             remedy="give the pool a price (dollars per device-hour) or add one to price_list",
         )
-    return synonyms[device_name(pool.device)]
+    return price.usd
 
 
 def _links(cluster: ClusterSpec, *, to_store: bool) -> tuple[Link, ...]:

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, StringConstraints
+from pydantic import Field, StringConstraints, model_validator
 
+from placement.hardware import device_name
 from rollart.settings.base import SpecEntry
 from serverless.spec import gpu_type
 from serverless.types import TokenUsage
@@ -32,6 +33,10 @@ Unit = Literal[
 ]
 """The unit of a price. A provider without `idle-...` prices charges nothing for an idle worker. A GPU's idle price is
 stated even so, since most providers charge it: 0 where there is none."""
+
+PriceKind = Literal["on_demand", "spot", "reserved", "committed"]
+"""Kind of a price: at any time; of capacity that may be taken back; of devices reserved for a term; under a commitment
+to spend (a savings plan)."""
 
 TOKEN_UNITS: tuple[Unit, ...] = ("million-input-tokens", "million-output-tokens")
 """Units without which the tokens of a model have no bill."""
@@ -61,8 +66,8 @@ def gpu_price_parts(name: str) -> tuple[str, str]:
 
 
 def merged_prices(prices: PriceList, entries: Sequence[PriceEntry]) -> PriceList:
-    """The list with entries added or replaced, by name and unit."""
-    table = {(p.name, p.unit): p for p in (*prices.prices, *entries)}
+    """The list with entries added or replaced, by name, unit and kind."""
+    table = {(p.name, p.unit, p.kind): p for p in (*prices.prices, *entries)}
     return PriceList(currency=prices.currency, prices=list(table.values()))
 
 
@@ -87,6 +92,15 @@ class PriceEntry(SpecEntry):
     """Source of the price."""
     date: dt.date
     """Date on which the source was read (YYYY-MM-DD)."""
+    kind: PriceKind = "on_demand"
+    """Kind of the price: `spot` for pools with `spot: true`, `reserved` and `committed` for pools with that
+    `commitment`. Others than on_demand are of device-hours."""
+
+    @model_validator(mode="after")
+    def _kind_of_devices(self) -> PriceEntry:
+        if self.kind != "on_demand" and self.unit != "device-hour":
+            raise ValueError(f"kind is {self.kind} and unit is {self.unit} (rule: on_demand, or of device-hours)")
+        return self
 
     @property
     def of_tokens(self) -> bool:
@@ -108,7 +122,12 @@ class PriceList(SpecEntry):
     @cached_property
     def _by_name_and_unit(self) -> dict[tuple[str, str], PriceEntry]:
         """Prices are floats: at any run's size, sums stay far above a double's rounding error."""
-        return {(p.name, p.unit): p for p in self.prices}
+        return {(p.name, p.unit): p for p in self.prices if p.kind == "on_demand"}
+
+    def device_price(self, device: str, kind: PriceKind = "on_demand") -> PriceEntry | None:
+        """The price of an hour of a device, by its name or another name of its type."""
+        listed = {p.name: p for p in self.prices if p.unit == "device-hour" and p.kind == kind}
+        return listed.get(device) or {device_name(name): p for name, p in listed.items()}.get(device_name(device))
 
     def function_usd(
         self, provider: str, *, billed_s: float, memory_mb: float, requests: int = 1, gpu: str = ""

@@ -118,12 +118,12 @@ def missing_price(loc: KeyPath, entry: PriceEntry, needed: str) -> RuleViolation
 
 
 def repeated_prices(prices: PriceList) -> list[RuleViolation]:
-    """A name has one price per unit."""
-    counts = Counter((p.name, p.unit) for p in prices.prices)
+    """A name has one price per unit and kind."""
+    counts = Counter((p.name, p.unit, p.kind) for p in prices.prices)
     return [
         _at(f"prices.{i}.name", f"price of '{p.name}' per {p.unit} is given twice (rule: once)")
         for i, p in enumerate(prices.prices)
-        if counts[p.name, p.unit] > 1
+        if counts[p.name, p.unit, p.kind] > 1
     ]
 
 

@@ -23,10 +23,12 @@ from typing import Any
 from rollart.errors import ProviderError, RollartError, SpecError, UsageError
 from rollart.settings.cluster import ClusterFunctions
 from rollart.settings.load import builtin, load_cluster, load_price_changes, load_prices, price_list
-from rollart.settings.prices import PriceEntry, PriceList, gpu_price_name, merged_prices
+from rollart.settings.prices import PriceEntry, PriceKind, PriceList, gpu_price_name, merged_prices
 from rollart.settings.providers import with_plugin_prices
 
 COLUMNS = ("name", "unit", "usd", "source", "date")
+KIND = "kind"
+"""A column that a price file may lack: its prices are on demand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class PriceChange:
     before: float | None
     after: float
     source: str
+    kind: PriceKind = "on_demand"
 
     @property
     def same(self) -> bool:
@@ -60,6 +63,7 @@ def effective_prices(cluster: Path | None) -> list[PriceEntry]:
             usd=pool.price,
             date=day,
             source=f"pool '{pool.name}' of {cluster.name}",
+            kind=pool.price_kind,
         )
         for pool in spec.pools
         if pool.price is not None
@@ -98,7 +102,8 @@ def _csv(path: Path) -> list[dict[str, Any]]:
         for row in reader:
             if None in row or None in row.values():
                 raise SpecError(f"a row needs {len(COLUMNS)} values", where=f"{path}:{reader.line_num}:1")
-            rows.append({column: row[column].strip() for column in COLUMNS})
+            kind = {KIND: row[KIND].strip()} if row.get(KIND, "").strip() else {}
+            rows.append({column: row[column].strip() for column in COLUMNS} | kind)
         return rows
 
 
@@ -151,14 +156,15 @@ def merge_into(path: Path, new: Sequence[PriceEntry], *, cluster: Path | None, t
         temporary.replace(path)
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}", remedy="give a path that can be written with --into") from None
-    known = {(p.name, p.unit): p.usd for p in before.prices}
-    return [PriceChange(p.name, p.unit, known.get((p.name, p.unit)), p.usd, p.source) for p in new]
+    known = {(p.name, p.unit, p.kind): p.usd for p in before.prices}
+    return [PriceChange(p.name, p.unit, known.get((p.name, p.unit, p.kind)), p.usd, p.source, p.kind) for p in new]
 
 
 def _line(p: PriceEntry) -> str:
     usd = format(Decimal(repr(p.usd)), "f")
     source = json.dumps(p.source, ensure_ascii=False)
-    return f"  - {{name: {json.dumps(p.name)}, unit: {p.unit}, usd: {usd}, date: {p.date}, source: {source}}}"
+    kind = "" if p.kind == "on_demand" else f", kind: {p.kind}"
+    return f"  - {{name: {json.dumps(p.name)}, unit: {p.unit}, usd: {usd}, date: {p.date}{kind}, source: {source}}}"
 
 
 SOURCES = ("aws_lambda", "modal")

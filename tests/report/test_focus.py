@@ -9,7 +9,7 @@ import json
 import math
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from serverless.meter import TokenBill, WorkerSpan, WorkerState
 from serverless.types import Invocation, TokenUsage
 
 PRICES = load_prices(builtin("prices.yaml"))
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "cluster": {"name": "lab", "pools": [{"name": "here", "device": "cpu"}, {"name": "own", "device": "H20"}]},
     "plan": {"assignments": [{"part": "engine-0", "pool": "own"}, {"part": "trainer-0", "pool": "here"}]},
     "usd_per_device_hour": {"here": 0.0472, "own": 1.85},
@@ -121,8 +121,13 @@ SUBCATEGORIES = {
 }
 
 
-def record(directory: Path, rows: Sequence[Any], starts: Sequence[tuple[float, float]] = ((0.0, NEW_YEAR),)) -> None:
-    with Ledger(directory, clock=lambda: 0.0, config=CONFIG, prices=PRICES, inline=True) as ledger:
+def record(
+    directory: Path,
+    rows: Sequence[Any],
+    starts: Sequence[tuple[float, float]] = ((0.0, NEW_YEAR),),
+    config: Mapping[str, Any] = CONFIG,
+) -> None:
+    with Ledger(directory, clock=lambda: 0.0, config=dict(config), prices=PRICES, inline=True) as ledger:
         for t, unix_s in starts:
             ledger.event(RunEvent(t, UTC_CLOCK, "run", {"unix_s": unix_s}))
         for row in rows:
@@ -181,6 +186,36 @@ def test_values_have_the_types_and_forms_of_focus_1_2(table: list[dict[str, str]
         for cost, price in (("ListCost", "ListUnitPrice"), ("ContractedCost", "ContractedUnitPrice")):
             assert float(row[cost]) == pytest.approx(float(row[price]) * float(row["PricingQuantity"]))
         assert row["BilledCost"] == row["EffectiveCost"] == row["ContractedCost"] == row["ListCost"]
+
+
+@pytest.mark.parametrize(
+    ("pool", "category", "discount", "kind"),
+    [
+        ({"rented": True, "spot": True, "price": 0.9}, "Dynamic", "", ""),
+        ({"commitment": "reserved", "price": 0.9}, "Committed", "Usage", "Reservation"),
+        ({"commitment": "committed", "price": 0.9}, "Committed", "Spend", "Savings Plan"),
+    ],
+)
+def test_kinds_of_prices_have_the_columns_of_their_discount(
+    tmp_path: Path, pool: dict[str, Any], category: str, discount: str, kind: str
+) -> None:
+    """Two device-hours of each: one used, one of devices that the run did not use."""
+    pools = [CONFIG["cluster"]["pools"][0], {"name": "own", "device": "H20", **pool}]
+    config = {**CONFIG, "cluster": {"name": "lab", "pools": pools}, "usd_per_device_hour": {"here": 0.0472, "own": 0.9}}
+    lives = [("decode", "engine-0", "busy"), ("unused", "unused-own", "idle")]
+    record(tmp_path, [Interval(*who, 0.0, 1800.0, state, "", 4.0, 0.9) for *who, state in lives], config=config)
+    with LedgerReader(tmp_path) as reader:
+        used, unused = sorted(focus_rows(reader, "quick"), key=lambda row: str(row["x_Role"]))
+    for row in (used, unused):
+        assert (row["PricingCategory"], row["BilledCost"], row["ListCost"]) == (category, 1.8, 3.7)
+        assert (row["ContractedUnitPrice"], row["ListUnitPrice"]) == (0.9, 1.85)
+        assert (row["CommitmentDiscountCategory"] or "", row["CommitmentDiscountType"] or "") == (discount, kind)
+        assert row["CommitmentDiscountId"] == ("lab/own" if discount else None)
+        assert row["CommitmentDiscountQuantity"] == {"": None, "Usage": 2.0, "Spend": 1.8}[discount]
+        assert row["CommitmentDiscountUnit"] == {"": None, "Usage": "Device-Hours", "Spend": "USD"}[discount]
+    if discount:
+        assert (used["CommitmentDiscountStatus"], unused["CommitmentDiscountStatus"]) == ("Used", "Unused")
+        assert (used["ConsumedQuantity"], unused["ConsumedQuantity"]) == (2.0, None)
 
 
 def test_charges_are_cut_at_the_hours_and_months_of_utc(table: list[dict[str, str]]) -> None:

@@ -7,9 +7,12 @@ import importlib
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from rollart.settings.cluster import ClusterFunctions
+from rollart.errors import SpecError
+from rollart.settings.cluster import ClusterFunctions, ClusterSpec
 from rollart.settings.load import builtin, load_prices
+from rollart.settings.planning import pools_of
 from rollart.settings.prices import PriceEntry, PriceList, Unit, gpu_price_name, gpu_price_parts
 from rollart.settings.providers import RESERVED, with_plugin_prices
 from rollart.settings.rules import price_problems
@@ -127,3 +130,36 @@ def test_no_plugin_has_the_name_of_a_key_of_functions() -> None:
 def test_a_provider_without_prices_costs_nothing_and_shows_it() -> None:
     assert SHIPPED.function_usd("nobody", billed_s=1, memory_mb=1024) == 0.0
     assert SHIPPED.sources("nobody") == ()
+
+
+def test_a_pool_pays_the_price_of_its_kind() -> None:
+    entries = [
+        *(
+            {"name": "H800", "usd": usd, "source": "the test", "date": "2026-07-01", "kind": kind}
+            for kind, usd in KINDS
+        ),
+    ]
+
+    def usd(given: dict[str, object], prices: list[dict[str, object]] | None = None) -> float:
+        cluster = ClusterSpec.model_validate(
+            {"name": "c", "pools": [{"name": "p", "device": "H800", "count": 8, **given}]}
+        )
+        listed = PriceList.model_validate({"prices": entries if prices is None else prices})
+        return pools_of(cluster, listed)[0].usd_per_device_hour
+
+    assert usd({}) == 5.0
+    assert usd({"rented": True, "spot": True}) == 2.0
+    assert usd({"rented": True, "spot": True}, entries[:1]) == 5.0, "a list without a spot price"
+    assert usd({"commitment": "reserved"}) == 3.0
+    assert usd({"commitment": "committed"}) == 4.0
+    assert usd({"commitment": "reserved", "price": 1.5}) == 1.5
+    with pytest.raises(SpecError, match="device 'H800' has no reserved price"):
+        usd({"commitment": "reserved"}, entries[:1])
+    with pytest.raises(ValidationError, match="it is paid, used or not"):
+        usd({"commitment": "reserved", "rented": True})
+    with pytest.raises(ValidationError, match="rule: on_demand, or of device-hours"):
+        PriceEntry.model_validate({**entries[1], "unit": "GB-second"})
+    assert SHIPPED.function_usd("aws_lambda", billed_s=1.0, memory_mb=1024) == pytest.approx(1.68667e-5)
+
+
+KINDS = (("on_demand", 5.0), ("spot", 2.0), ("reserved", 3.0), ("committed", 4.0))
