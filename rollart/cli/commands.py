@@ -751,9 +751,22 @@ def report() -> None:
 @command(report, "reports:cost")
 @exported_options("focus", "File to write instead of printing; with -o focus as Parquet if it ends in .parquet.")
 def report_cost() -> None:
-    """Show dollars: in all, by role and resource, per trajectory and token, and waste by cause.
+    """Show dollars: in all and beside the plan, over time, by tag, role and resource, and waste by cause.
 
     focus: a row per resource, hour and charge in the FinOps Open Cost and Usage Specification 1.2, as CSV or Parquet.
+    """
+
+
+@command(report, "reports:fleet")
+@shown_option("--runs-dir", "--runs", type=PATH, default=Path("runs"), help="Directory that holds the runs.")
+@shown_option("--by", default="month", metavar="KEY,...", help="Tags of runs and pools, or fields of charges.")
+@output_option
+@click.option("--into", type=FILE, metavar="FILE", help="File to write instead of printing.")
+def report_fleet() -> None:
+    """Show the dollars of all runs below a directory, by tags and fields of their charges.
+
+    Fields: run, cluster, month, day, service, provider, role, pool, sku, price. Tags are `tags` of the runs and of the
+    pools of their clusters (`--by team,month`); months and days are those of UTC.
     """
 
 

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollart.cli.context import (
+    RESOLVED,
     create_output_file,
     find_run,
     native_output_to_stderr,
     print_report,
     print_text,
 )
+from rollart.errors import RollartError, UsageError
+from rollart.ledger.database import FILE as LEDGER
 from rollart.ledger.reader import LedgerReader
 from rollart.report import bias as biases
 from rollart.report import cost as costs
@@ -22,8 +25,11 @@ from rollart.report import offload as offloads
 from rollart.report import timeline as timelines
 from rollart.report import utilization as utilizations
 from rollart.report.money.planned import planned_cost
+from rollart.report.money.spend import FleetSums, RunCharge, spend_sums
+from rollart.report.money.spend import fleet as fleet_report
 from rollart.report.pages import cost_page, timeline_page
 from rollart.report.rows import RunRows, collect
+from rollart.tools.recording import SIMULATED_KEY
 
 T = TypeVar("T")
 
@@ -32,15 +38,43 @@ def cost(run: str | None, output: str, runs_dir: Path, into: Path | None) -> Non
     directory = find_run(run, runs_dir)
     if output != "focus":
         with LedgerReader(directory) as reader:
-            rows, planned = collect(reader, directory.resolve().name), planned_cost(reader.config())
-        print_report(costs.cost(rows, planned=planned), output, page=cost_page, into=into)
+            found = costs.cost(
+                collect(reader, directory.resolve().name),
+                planned=planned_cost(reader.config()),
+                spend=spend_sums(focus.focus_charges(reader)),
+            )
+        print_report(found, output, page=cost_page, into=into)
         return
-    charged = _read(directory, lambda reader: list(focus.focus_rows(reader, directory.resolve().name)))
+    rows = _read(directory, lambda reader: list(focus.focus_rows(reader, directory.resolve().name)))
     if into is not None and into.suffix == ".parquet":
         create_output_file(into)
-        focus.write_parquet(charged, into)
+        focus.write_parquet(rows, into)
     else:
-        print_text(focus.focus_csv(charged), into)
+        print_text(focus.focus_csv(rows), into)
+
+
+def fleet(runs_dir: Path, by: str, output: str, into: Path | None) -> None:
+    """Charges of every run below a directory, added up. Simulations cost nothing, and are left out."""
+    sums, notes = FleetSums([key.strip() for key in by.split(",") if key.strip()]), list[str]()
+    if not sums.by:
+        raise UsageError(f"--by is '{by}' (rule: keys with commas between them)", remedy="--by team,month")
+    directories = sorted(path.parent for path in runs_dir.rglob(LEDGER) if (path.parent / RESOLVED).is_file())
+    if not directories:
+        raise UsageError(f"no runs in {runs_dir}", remedy="give the directory of runs with --runs-dir")
+    for directory in directories:
+        name = str(directory.relative_to(runs_dir))
+        try:
+            with LedgerReader(directory) as reader:
+                config = reader.config()
+                charges = [] if SIMULATED_KEY in config else list(focus.focus_charges(reader))
+        except RollartError as error:
+            notes.append(f"left out: {name}: {error}")
+            continue
+        if SIMULATED_KEY in config:
+            notes.append(f"left out: {name}: a simulation")
+        for charge in charges:
+            sums.add(RunCharge(name, str(config.get("cluster", {}).get("name", "")), charge))
+    print_report(fleet_report(runs_dir.resolve().name, sums, notes), output, into=into)
 
 
 def utilization(run: str | None, output: str, runs_dir: Path) -> None:

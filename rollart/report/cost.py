@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from rollart.ledger.intervals import ResourceState
 from rollart.report import functions
 from rollart.report.money.planned import PlannedCost, plan_table
+from rollart.report.money.spend import SpendSums, by_tag, over_time
 from rollart.report.rows import ENGINE_ROLES, CostLine, PoolPrice, RunRows
 from rollart.report.tables import (
     Report,
@@ -52,27 +53,30 @@ class FateCost:
     usd: float
 
 
-def cost(rows: RunRows, *, planned: PlannedCost | None = None) -> Report:
-    """The cost report. `planned`: the plan's figures, which the bill is set beside."""
-    lines = cost_lines(rows)
+def cost(rows: RunRows, *, planned: PlannedCost | None = None, spend: SpendSums | None = None) -> Report:
+    """The cost report, in the order of its readers' questions: what the run cost, when and for whom, beside its plan;
+    what was wasted; what would have been cheaper. `planned`: the plan's figures; `spend`: the sums of its charges."""
+    lines, sums = cost_lines(rows), spend or SpendSums()
     return Report(
         "cost",
         rows.run,
         (
             _total(rows, lines),
             plan_table(planned, rows.facts, _usd(lines)),
+            over_time(sums),
+            by_tag(sums),
             Table.of("by_role", "By role", _grouped("role", lines)),
             Table.of("by_resource", "By resource", _grouped("resource", lines)),
-            _elsewhere(rows),
-            _prices(rows),
             _fates(rows),
             _waste(rows, lines),
             functions.calls(rows),
             functions.tokens(rows),
             functions.workers(rows),
-            functions.savings(rows),
             functions.stages(rows),
             functions.refused(rows),
+            functions.savings(rows),
+            _elsewhere(rows),
+            _prices(rows),
         ),
         tuple(functions.notes(rows)),
     )

@@ -15,7 +15,7 @@ import datetime as dt
 import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -155,6 +155,7 @@ class FocusCharge:
     kind: PriceKind = "on_demand"
     list_price: float | None = None
     """The price on demand; None: `price`."""
+    tags: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def usd(self) -> float:
@@ -162,8 +163,17 @@ class FocusCharge:
 
 
 def focus_charges(reader: LedgerReader) -> Iterator[FocusCharge]:
-    """Every charge of the run, in order of time within devices, functions and tokens."""
+    """Every charge of the run, in order of time within devices, functions and tokens, with the tags of the run and of
+    its pool."""
     config = reader.config()
+    tags = config.get("run", {}).get("tags", {})
+    by_pool = {pool["name"]: {**tags, **pool.get("tags", {})} for pool in config.get("cluster", {}).get("pools", ())}
+    for charge in _charges(reader, config):
+        own = by_pool.get(charge.pool, tags)
+        yield replace(charge, tags=own) if own else charge
+
+
+def _charges(reader: LedgerReader, config: Mapping[str, Any]) -> Iterator[FocusCharge]:
     book, gpus, utc = price_list(config), function_gpus(config), reader.utc()
     yield from _devices(reader, config)
     for hour, call in reader.invocation_hours(utc):
@@ -273,7 +283,7 @@ def _row(charge: FocusCharge, run: str, cluster: str) -> dict[str, FocusValue]:
     usd = charge.usd
     cause = f" ({charge.cause})" if charge.cause else ""
     details = {"x_Source": charge.source, "x_Date": charge.date}
-    tags = {"run": run, "role": charge.role, "pool": charge.pool}
+    tags = {**charge.tags, "run": run, "role": charge.role, "pool": charge.pool}
     return {
         **UNUSED,
         "BilledCost": usd,

@@ -11,6 +11,8 @@ REPORTS: Mapping[str, Mapping[str, str]] = {
     "cost": {
         "total": "what unit value#",
         "plan": "what unit plan# actual# ratio#",
+        "over_time": "from usd# so_far_usd# devices_usd# functions_usd# language_models_usd#",
+        "by_tag": "tag value usd# share#",
         "by_role": "role usd# share# busy_usd# not_busy_usd#",
         "by_resource": "resource usd# share# busy_usd# not_busy_usd#",
         "elsewhere": "resource billed_s# usd#",
@@ -25,6 +27,10 @@ REPORTS: Mapping[str, Mapping[str, str]] = {
         "stages": "function stage entered# acted# helped# waited_s# extra_calls# extra_billed_s# extra_usd# "
         "saved_calls# saved_billed_s# saved_usd# cost",
         "refused": "function provider limit by calls# beside",
+    },
+    "fleet": {
+        "fleet": "runs# device_hours# usd# share# not_busy_usd# *",
+        "total": "runs# usd#",
     },
     "utilization": {
         "resources": "resource role seconds# *#",

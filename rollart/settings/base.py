@@ -12,7 +12,7 @@ import typing
 import urllib.parse
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, StringConstraints, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, StringConstraints, ValidationInfo, field_validator
 
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 """Letters, digits, '_', '.', '-': a name becomes a directory, a label and a function name."""
@@ -22,6 +22,19 @@ AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_
 
 ImportPath = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*(\.\w+)*$")]
 """`package.module:attribute`."""
+
+FIELDS_OF_CHARGES = ("run", "cluster", "month", "day", "service", "provider", "role", "pool", "sku", "price")
+"""Fields by which `report fleet` groups dollars, beside tags."""
+
+
+def _tags(value: dict[str, str]) -> dict[str, str]:
+    if value.keys() & set(FIELDS_OF_CHARGES):
+        raise ValueError(f"names other than the fields of charges: {', '.join(FIELDS_OF_CHARGES)}")
+    return value
+
+
+Tags = Annotated[dict[Name, Annotated[str, StringConstraints(min_length=1, max_length=256)]], AfterValidator(_tags)]
+"""Tags of costs, by name."""
 
 LARGEST = 10**24
 """Largest magnitude of any whole number: fields have their own bounds; this one keeps arithmetic on them finite."""

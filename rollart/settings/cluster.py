@@ -20,7 +20,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails
 
-from rollart.settings.base import ImportPath, Name, SpecEntry, host_and_port, http_url, is_loopback
+from rollart.settings.base import ImportPath, Name, SpecEntry, Tags, host_and_port, http_url, is_loopback
 from rollart.settings.prices import PriceEntry, PriceKind
 from rollart.settings.providers import ALIASES, BUILT_IN, PLUGIN_NAME, installed_plugins, provider_names
 from serverless.secrets import private_url
@@ -107,6 +107,8 @@ class PoolSpec(SpecEntry):
     commitment: Literal["reserved", "committed"] | None = None
     """Devices that are paid for a term, used or not: at the list's price of this kind, or at `price`. Not with
     `rented`."""
+    tags: Tags = Field(default_factory=dict)
+    """Tags of the pool's costs, before those of the run (`owner: infra`)."""
 
     @model_validator(mode="after")
     def _within(self) -> PoolSpec:

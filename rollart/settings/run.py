@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, JsonValue, field_validator, model_validator
 
 from rollart.settings.algorithms import with_advantage_defaults
-from rollart.settings.base import AdapterName, ImportPath, Name, SpecEntry, http_url
+from rollart.settings.base import AdapterName, ImportPath, Name, SpecEntry, Tags, http_url
 from rollart.settings.placement import PlacementSpec, ProfileSpec
 from rollart.settings.rollout import RolloutSpec
 from rollart.settings.telemetry import TelemetrySpec
@@ -560,6 +560,9 @@ class RunSpec(SpecEntry):
     """Trajectories whose content stays in the ledger, for `rollart trajectory` and `rollart rewards rescore`: `all`,
     `sample 0.02`, `failed` or `none`, or a mapping with a bound (docs/trajectories.md)."""
 
+    tags: Tags = Field(default_factory=dict)
+    """Tags of the run's costs (`team: agents`, `project: search`, `owner: ada`), for `report cost`, `report fleet` and
+    FOCUS."""
     telemetry: TelemetrySpec = Field(default_factory=TelemetrySpec)
     """Traces, metrics and trackers that other tools read (docs/observability.md)."""
 

@@ -24,7 +24,8 @@ from rollart.ledger.store import Ledger
 from rollart.ledger.utc import HOUR_S, UtcTimes, hourly_parts
 from rollart.ports import Interval, RunEvent
 from rollart.report.cost import cost_lines
-from rollart.report.focus import COLUMNS, focus_csv, focus_rows
+from rollart.report.focus import COLUMNS, focus_charges, focus_csv, focus_rows
+from rollart.report.money.spend import FleetSums, RunCharge, by_tag, spend_sums
 from rollart.report.rows import collect
 from rollart.settings.load import builtin, load_prices
 from serverless.meter import TokenBill, WorkerSpan, WorkerState
@@ -36,6 +37,17 @@ CONFIG: dict[str, Any] = {
     "plan": {"assignments": [{"part": "engine-0", "pool": "own"}, {"part": "trainer-0", "pool": "here"}]},
     "usd_per_device_hour": {"here": 0.0472, "own": 1.85},
     "prices": PRICES.model_dump(mode="json"),
+}
+TAGGED = {
+    **CONFIG,
+    "run": {"tags": {"team": "agents"}},
+    "cluster": {
+        **CONFIG["cluster"],
+        "pools": [
+            CONFIG["cluster"]["pools"][0],
+            {"name": "own", "device": "H20", "tags": {"team": "infra", "owner": "ada"}},
+        ],
+    },
 }
 NEW_YEAR = dt.datetime(2026, 12, 31, 22, 30, tzinfo=dt.UTC).timestamp()
 
@@ -297,13 +309,17 @@ BILLS = st.builds(
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.one_of(INTERVALS, CALLS, WORKERS, BILLS), max_size=12), st.booleans())
 def test_the_rows_add_up_to_the_cost_report_and_to_the_ledger(rows: list[Any], resumed: bool) -> None:
-    """By resource, state and cause, to a thousandth of a cent; the dollars of functions are those of their lines."""
+    """By resource, state and cause, to a thousandth of a cent; the dollars of functions are those of their lines. So do
+    the tables over time, by tag, and of a fleet."""
     starts = [(0.0, NEW_YEAR), (5000.0, NEW_YEAR + 90_000.0)][: 1 + resumed]
     with tempfile.TemporaryDirectory() as directory:
-        record(Path(directory), rows, starts)
+        record(Path(directory), rows, starts, TAGGED)
         with LedgerReader(directory) as reader:
             lines = cost_lines(collect(reader, "quick"))
             charged = list(focus_rows(reader, "quick"))
+            sums, several = spend_sums(focus_charges(reader)), FleetSums(["team", "month", "pool"])
+            for charge in focus_charges(reader):
+                several.add(RunCharge("quick", "lab", charge))
             ledger_usd = math.fsum(row.usd for row in rows if isinstance(row, Interval))
     by_charge: dict[tuple[Any, ...], float] = defaultdict(float)
     for line in lines:
@@ -316,6 +332,13 @@ def test_the_rows_add_up_to_the_cost_report_and_to_the_ledger(rows: list[Any], r
     devices = math.fsum(float(row["BilledCost"]) for row in charged if row["ServiceName"] == "Devices")  # type: ignore[arg-type]
     assert devices == pytest.approx(ledger_usd, abs=1e-5)
     assert all(row.keys() == COLUMNS.keys() for row in charged)
+    total = math.fsum(line.usd for line in lines)
+    assert math.fsum(sums.by_hour.values()) == pytest.approx(total, abs=1e-5)
+    assert math.fsum(group.usd for group in several.groups.values()) == pytest.approx(total, abs=1e-5)
+    for tag in ("team", "owner"):
+        shown = [dict(zip(["tag", "value", "usd", "share"], row, strict=True)) for row in by_tag(sums).rows]
+        own = math.fsum(float(row["usd"] or 0.0) for row in shown if row["tag"] == tag)
+        assert own == pytest.approx(total if any(row["tag"] == tag for row in shown) else 0.0, abs=1e-5)
 
 
 def test_the_command_prints_and_writes_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,18 +1,25 @@
-"""Dollars for people: units, the forecast of a plan, and the plan beside the bill."""
+"""Dollars for people: units, the forecast of a plan, the plan beside the bill, and tables over time and by tag."""
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollart.cli.main import run
 from rollart.ledger.reader import RunFacts
 from rollart.money import dollars, dollars_between, unit_price
+from rollart.report.focus import DEVICES, FUNCTIONS, FocusCharge
 from rollart.report.money.planned import SimulatedCost, forecast_lines, forecast_table, plan_table, planned_cost
+from rollart.report.money.spend import KEYS, MOST_HOURS, FleetSums, RunCharge, by_tag, fleet, over_time, spend_sums
 from rollart.report.tables import Table, TableColumn, rows_for_people
-from tests.report.test_focus import CONFIG
+from rollart.settings.base import FIELDS_OF_CHARGES
+from tests.report.test_focus import CONFIG, SAMPLE, record
 
 PLANNED = {
     **CONFIG,
@@ -90,3 +97,76 @@ def test_the_plan_stands_beside_the_bill_up_to_the_step_that_was_reached() -> No
     assert found["per hour"]["actual"] == pytest.approx(66.0)
     assert found["per 1,000 trained trajectories"]["actual"] == pytest.approx(44.0)
     assert found["trajectories trained"]["ratio"] == pytest.approx(3000 / 7200 / 0.5)
+
+
+CHARGES = st.lists(
+    st.builds(
+        lambda hour, service, role, state, price, amount, tags: FocusCharge(
+            hour, service, "", role, f"{role}-0", state, "", "H20", "device-hour", price, amount, tags=tags
+        ),
+        st.integers(490_000, 490_200),
+        st.sampled_from([DEVICES, FUNCTIONS]),
+        st.sampled_from(["engine", "trainer"]),
+        st.sampled_from(["busy", "idle"]),
+        st.floats(0, 10),
+        st.floats(0, 100),
+        st.sampled_from([{}, {"team": "a"}, {"team": "b", "owner": "x"}]),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(max_examples=25)
+@given(CHARGES, st.lists(st.sampled_from(["team", *KEYS]), min_size=1, max_size=3, unique=True))
+def test_every_table_adds_up_to_the_charges(charges: list[FocusCharge], keys: list[str]) -> None:
+    total = math.fsum(charge.usd for charge in charges)
+    sums = spend_sums(charges)
+    periods = values(over_time(sums))
+    assert len(periods) <= MOST_HOURS
+    assert math.fsum(row["usd"] for row in periods) == pytest.approx(total)
+    assert periods[-1]["so_far_usd"] == pytest.approx(total)
+    for row in periods:
+        parts = ("devices_usd", "functions_usd", "language_models_usd")
+        assert math.fsum(row[part] for part in parts) == pytest.approx(row["usd"])
+    for tag in {name for charge in charges for name in charge.tags}:
+        own = [row["usd"] for row in values(by_tag(sums)) if row["tag"] == tag]
+        assert math.fsum(own) == pytest.approx(total, abs=1e-6)
+    several = FleetSums([key for key in keys if key != "team" or any("team" in c.tags for c in charges)] or ["run"])
+    for n, charge in enumerate(charges):
+        several.add(RunCharge(f"run-{n % 3}", "lab", charge))
+    grouped, whole = fleet("runs", several).tables
+    assert math.fsum(row["usd"] for row in values(grouped)) == pytest.approx(total)
+    assert values(whole) == [{"runs": len(several.runs), "usd": pytest.approx(total)}]
+
+
+def test_a_fleet_is_grouped_by_tags_and_months(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tuple(KEYS) == FIELDS_OF_CHARGES
+    spent = {}
+    for name, team in (("a", "search"), ("deep/b", "agents")):
+        record(tmp_path / name, SAMPLE, config={**CONFIG, "run": {"tags": {"team": team}}})
+        (tmp_path / name / "resolved.yaml").write_text("")
+        assert run(["report", "cost", str(tmp_path / name), "--json"]) == 0
+        tables = json.loads(capsys.readouterr().out)["tables"]
+        spent[name] = tables["total"][0]["value"]
+        (tagged,) = tables["by_tag"]
+        assert (tagged["tag"], tagged["value"], tagged["usd"]) == ("team", team, pytest.approx(spent[name]))
+        assert math.fsum(row["usd"] for row in tables["over_time"]) == pytest.approx(spent[name])
+    record(tmp_path / "kept", SAMPLE, config={**CONFIG, "simulated": {}})
+    (tmp_path / "kept" / "resolved.yaml").write_text("")
+    (tmp_path / "broken").mkdir()
+    for name in ("resolved.yaml", "ledger.sqlite"):
+        (tmp_path / "broken" / name).write_text("not a ledger")
+    assert run(["report", "fleet", "--runs", str(tmp_path), "--by", "team,month", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    tables, (broken, simulated) = report["tables"], report["notes"]
+    assert broken.startswith("left out: broken: ")
+    assert simulated == "left out: kept: a simulation"
+    found: dict[str, float] = {}
+    for row in tables["fleet"]:
+        assert row["month"] in ("2026-12", "2027-01")
+        found[row["team"]] = found.get(row["team"], 0.0) + row["usd"]
+    assert found == pytest.approx({"search": spent["a"], "agents": spent["deep/b"]})
+    assert tables["total"] == [{"runs": 2, "usd": pytest.approx(math.fsum(spent.values()))}]
+    assert run(["report", "fleet", "--runs", str(tmp_path), "--by", "tam"]) == 2
+    assert "did you mean 'team'?" in capsys.readouterr().err
