@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from rollart.report.tables import Report, Row, as_count, as_number, as_share, ta
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 
+Z = 1.96
+"""Standard deviations of a 95 % interval."""
+
 
 @dataclass(frozen=True, slots=True)
 class Point:
@@ -22,6 +26,11 @@ class Point:
     version: int
     success: float
     episodes: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % interval of the success."""
+        return wilson(round(self.success * self.episodes), self.episodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +85,21 @@ def _summary(found: Sequence[Curve]) -> Iterator[Row]:
         }
 
 
-@table("points", "Points")
+@table("points", "Points, with the 95 % interval of their success")
 def _points(found: Sequence[Curve]) -> Iterator[Row]:
     for c in found:
         for kind, points in (("training", c.training), ("evaluation", c.evaluation)):
             for p in points:
-                version, success, episodes = as_count(p.version), as_share(p.success), as_count(p.episodes)
-                yield {"domain": c.domain, "kind": kind, "version": version, "success": success, "episodes": episodes}
+                low, high = p.interval
+                yield {
+                    "domain": c.domain,
+                    "kind": kind,
+                    "version": as_count(p.version),
+                    "success": as_share(p.success),
+                    "low": as_share(low),
+                    "high": as_share(high),
+                    "episodes": as_count(p.episodes),
+                }
 
 
 @table("sampled", "Held-out success with several samples per prompt", optional=True)
@@ -98,6 +115,13 @@ def _sampled(rows: RunRows) -> Iterator[Row]:
                     "success": as_share(None if value is None else _number(value)),
                     "prompts": as_count(_int(event.fields["prompts"])),
                 }
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share."""
+    p, z = successes / trials, Z * Z / trials
+    middle, half = (p + z / 2.0) / (1.0 + z), Z / (1.0 + z) * math.sqrt(p * (1.0 - p) / trials + z / (4.0 * trials))
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

@@ -61,7 +61,7 @@ REPORTS: Mapping[str, Mapping[str, str]] = {
     },
     "curve": {
         "summary": "domain curve first# last# evaluated_first# evaluated_last#",
-        "points": "domain kind version# success# episodes#",
+        "points": "domain kind version# success# low# high# episodes#",
         "sampled": "domain version# temperature# metric success# prompts#",
     },
     "offload": {

@@ -13,6 +13,7 @@ from rollart.errors import StorageFailed, UsageError
 from rollart.ledger.database import FILE
 from rollart.ledger.events import FUNCTION_HEALTH, FUNCTION_VERSION
 from rollart.ledger.reader import LedgerReader
+from rollart.report.curve import wilson
 from rollart.report.offload import SERVED
 from rollart.settings.prices import PriceList, function_gpus
 from rollart.tools.rescore import CallMeter
@@ -20,9 +21,6 @@ from serverless import wire
 from serverless.providers.base import Backend, DeployedFunction
 from serverless.rehearse import RehearsalCase
 from serverless.types import Cause, InfraFault, ModelFault, Outcome, Scored
-
-Z = 1.96
-"""Standard deviations of a 95 % interval."""
 
 MODEL_FAULT = "model"
 
@@ -200,13 +198,6 @@ def fault_difference(before: VersionFigures, after: VersionFigures) -> tuple[flo
     low_p, high_p = wilson(before.infra_faults, before.outcomes)
     low_q, high_q = wilson(after.infra_faults, after.outcomes)
     return q - p - math.hypot(q - low_q, high_p - p), q - p + math.hypot(high_q - q, p - low_p)
-
-
-def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share."""
-    p, z = successes / trials, Z * Z / trials
-    middle, half = (p + z / 2.0) / (1.0 + z), Z / (1.0 + z) * math.sqrt(p * (1.0 - p) / trials + z / (4.0 * trials))
-    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def fault_kinds(figures: Iterable[VersionFigures]) -> Mapping[str, None]:

@@ -14,8 +14,9 @@ from rollart.ledger.database import FILE
 from rollart.ledger.events import FUNCTION_HEALTH, FUNCTION_VERSION
 from rollart.ledger.store import Ledger
 from rollart.ports import RunEvent
+from rollart.report.curve import wilson
 from rollart.settings.load import builtin, load_prices
-from rollart.tools.releases import VersionFigures, fault_difference, recorded_figures, wilson
+from rollart.tools.releases import VersionFigures, fault_difference, recorded_figures
 from serverless.meter import TokenBill
 from serverless.providers.base import DeployedFunction
 from serverless.types import Cause, FaultKind, InfraFault, Invocation, ModelFault, Scored, TokenUsage
