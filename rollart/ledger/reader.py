@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -41,6 +42,8 @@ WHEN s.state = {DROPPED} THEN 'group_dropped' ELSE 'waiting' END"""
 
 OF_TRAJECTORIES = """FROM trajectories t LEFT JOIN samples s ON s.id = t.id AND t.purpose <> 'eval'
 LEFT JOIN groups g ON g.id = s.grp"""
+
+WHOLE_RUN = (-math.inf, math.inf)
 
 _GROUP = "rtrim(t.id, '0123456789r')"
 """The group of a trajectory `t` with a dot behind it: 'lake-12.' of 'lake-12.3r2'."""
@@ -362,12 +365,16 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
         group: str | None = None,
         domain: str | None = None,
         outcomes: Sequence[str] = (),
+        during: tuple[float, float] | None = None,
         order: str = "t.rowid",
         most: int | None = None,
+        offset: int = 0,
     ) -> Iterator[TrajectoryRow]:
         """The trajectories with this id, of this group and domain, and with one of the outcomes, as far as they are
         given, in the order of their rows, which is that of their ends but for milliseconds. The members of groups that
-        were killed with the run have the same ids in the next life. `order`: an expression of the table's columns."""
+        were killed with the run have the same ids in the next life. `during`: those that lived at any time between two
+        seconds of the run. `order`: an expression of the table's columns; `offset`: rows to skip."""
+        began, ended = during or WHOLE_RUN
         marks = ", ".join("?" * len(outcomes))
         rows = self._cursor(
             f"""SELECT t.id, t.domain, t.purpose, {FATE} AS fate, t.v0, t.t0, t.t1, t.turns, t.prompt_tokens,
@@ -376,10 +383,13 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
             CASE WHEN s.state = {CONSUMED} AND t.outcome = '{FINISHED}' THEN v.step END
             {OF_TRAJECTORIES} LEFT JOIN versions v ON v.version = s.version
             WHERE (?1 IS NULL OR t.id = ?1) AND (?2 IS NULL OR {_GROUP} = ?2) AND (?3 IS NULL OR t.domain = ?3)
-            {f"AND fate IN ({marks})" if outcomes else ""} ORDER BY {order} LIMIT {-1 if most is None else most}""",
+            AND t.t1 >= ?4 AND t.t0 <= ?5 {f"AND fate IN ({marks})" if outcomes else ""}
+            ORDER BY {order} LIMIT {-1 if most is None else most} OFFSET {offset}""",
             id_,
             None if group is None else f"{group}.",
             domain,
+            began,
+            ended,
             *outcomes,
         )
         return (TrajectoryRow(*row) for row in rows)
@@ -524,21 +534,37 @@ class LedgerReader(AbstractContextManager["LedgerReader"]):
         """Every interval, in order of time: for timelines and checks."""
         return self._rows(Interval, "SELECT * FROM intervals ORDER BY t0, rowid")
 
-    def spans(self) -> Iterator[tuple[str, str, float, float, str, float]]:
-        """Role, resource, begin, end, state and units of every interval, one by one, in no order."""
-        yield from self._cursor("SELECT role, resource, t0, t1, state, units FROM intervals")
+    def spans(self, during: tuple[float, float] = WHOLE_RUN) -> Iterator[tuple[str, str, float, float, str, float]]:
+        """Role, resource, begin, end, state and units of every interval that touches the stretch `during` of the run,
+        one by one, in no order."""
+        query = "SELECT role, resource, t0, t1, state, units FROM intervals WHERE t1 >= ? AND t0 <= ?"
+        yield from self._cursor(query, *during)
 
-    def stays(self) -> Iterator[tuple[str, float, float, float, float]]:
+    def stays(self, during: tuple[float, float] = WHOLE_RUN) -> Iterator[tuple[str, float, float, float, float]]:
         """Domain, begin, end, seconds of reset and of all steps of its environment, for every trajectory that ended."""
-        yield from self._cursor("SELECT domain, t0, t1, reset_s, env_s FROM trajectories")
+        query = "SELECT domain, t0, t1, reset_s, env_s FROM trajectories WHERE t1 >= ? AND t0 <= ?"
+        yield from self._cursor(query, *during)
 
-    def call_spans(self) -> Iterator[tuple[str, float, float, float, float]]:
+    def call_spans(self, during: tuple[float, float] = WHOLE_RUN) -> Iterator[tuple[str, float, float, float, float]]:
         """Function, begin, end, seconds queued before the call and seconds of cold start within it, for every call."""
-        yield from self._cursor("SELECT function, t0, t1, queued_s, cold_start_s FROM invocations")
+        query = """SELECT function, t0, t1, queued_s, cold_start_s FROM invocations
+            WHERE t1 >= ? AND t0 - max(0.0, queued_s) <= ?"""
+        yield from self._cursor(query, *during)
 
-    def occurrences(self) -> Iterator[tuple[float, str]]:
+    def occurrences(self, during: tuple[float, float] = WHOLE_RUN) -> Iterator[tuple[float, str]]:
         """Time and kind of every event, without its fields."""
-        yield from self._cursor("SELECT t, kind FROM events")
+        yield from self._cursor("SELECT t, kind FROM events WHERE t >= ? AND t <= ?", *during)
+
+    def event_sums(self) -> list[tuple[str, int, float, float]]:
+        """Kind of events, their number, and the times of the first and of the last one."""
+        return self._query("SELECT kind, count(*), min(t), max(t) FROM events GROUP BY kind ORDER BY kind")
+
+    def last_events(self, kinds: Collection[str], most: int) -> list[RunEvent]:
+        """The last events of these kinds, the latest first."""
+        marks = ", ".join("?" * len(kinds))
+        query = f"SELECT t, kind, subject, fields FROM events WHERE kind IN ({marks}) ORDER BY rowid DESC LIMIT ?"
+        rows = self._query(query, *kinds, most)
+        return [RunEvent(t, kind, subject, json.loads(fields)) for t, kind, subject, fields in rows]
 
     def events(self, kind: str | None = None) -> list[RunEvent]:
         rows = self._query(

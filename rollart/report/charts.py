@@ -22,8 +22,11 @@ from rollart.report.timeline import (
     FAULTS,
     QUEUED,
     RESET,
+    REWARD,
     RUNNING,
     STEP,
+    TURN_PAIR,
+    TURNS,
     Band,
     Timeline,
 )
@@ -64,10 +67,14 @@ PAINT: Mapping[str, tuple[str, str]] = {
     RUNNING: ("busy", "running"),
     COLD: ("startup", "cold start"),
     QUEUED: ("idle", "queued"),
+    REWARD: ("other", "waiting for its reward"),
+    TURN_PAIR[0]: ("busy", "a turn: generation and the environment's step"),
+    TURN_PAIR[1]: ("elsewhere", "the turn after it"),
 }
 """Class and name of each state, in the order in which they are stacked."""
 
 TIME_STEPS = (
+    *(digit * power for power in (1e-5, 1e-4, 1e-3, 0.01, 0.1) for digit in (1, 2, 5)),
     *(1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200),
     *(10_800, 21_600, 43_200, 86_400, 172_800, 604_800),
 )
@@ -151,14 +158,15 @@ def timeline_chart(found: Timeline, *, until: float | None = None) -> MarkupElem
     for band in found.bands:
         y += 10.0 if band.kind != kind else 0.0
         kind = band.kind
-        height = LOW if band.kind == FAULTS or (band.kind == DEVICES and band.members == 1) else HIGH
+        height = LOW if band.kind in (FAULTS, TURNS) or (band.kind == DEVICES and band.members == 1) else HIGH
         parts.append(_row(band, found, LEFT + (x1 - LEFT) * found.seconds / end, y, height))
         y += height + (GAP if height == HIGH else 3.0)
-    step = next((float(s) for s in TIME_STEPS if end / s <= 9), end / 8) if end >= 1 else end / 8
+    step = next((float(s) for s in TIME_STEPS if end / s <= 9), end / 8)
     marks: list[MarkupElement] = []
-    for n in range(int(end / step * 1.000001) + 1):
-        text = duration(n * step) if n else "0"
-        marks += _axis_mark(LEFT + (x1 - LEFT) * n * step / end, y + 2.0, text, 16.0, base=not n, anchor="middle")
+    for n in range(math.ceil(found.begins / step), int((found.begins + end) / step * 1.000001) + 1):
+        text = _instant(found, n * step, step) if n else "0"
+        x = LEFT + (x1 - LEFT) * (n * step - found.begins) / end
+        marks += _axis_mark(x, y + 2.0, text, 16.0, base=not n, anchor="middle")
     return _svg(found.label or "timeline", [*marks, *parts], TIMELINE_WIDTH, y + 26.0, "chart wide")
 
 
@@ -194,6 +202,13 @@ def duration(seconds: float) -> str:
         if count:
             found.append(f"{count} {name}")
     return " ".join(found[:2])
+
+
+def _instant(found: Timeline, seconds: float, step: float) -> str:
+    """A second of the run; within a stretch of it, as precise as differences of `step` seconds."""
+    if not found.begins:
+        return duration(seconds)
+    return f"{seconds:,.{max(0, math.ceil(-math.log10(step)))}f} s"
 
 
 def _svg(title: str, parts: Sequence[MarkupElement], width: float, height: float, kind: str) -> MarkupElement:
@@ -279,7 +294,7 @@ def _ticks(band: Band, found: Timeline, width: float, y: float, height: float) -
         count = math.fsum(column)
         if count:
             tall = height * (0.25 + 0.75 * math.log1p(count - 1) / math.log1p(max(1.0, band.whole - 1)))
-            lines = [f"{duration(n * found.bin_s)} to {duration((n + 1) * found.bin_s)}"]
+            lines = [_stretch(found, n, n + 1)]
             lines += [f"{k.replace('_', ' ')}: {c:.0f}" for k, c in zip(band.amounts, column, strict=True) if c]
             x, top, tip = LEFT + n * width, y + height - tall, element("title", "\n".join(lines))
             yield element("rect", tip, x=x, y=top, width=max(width, 2.0), height=tall, class_="down")
@@ -290,12 +305,18 @@ def _words(band: Band, y: float, height: float) -> Iterable[MarkupElement]:
     many = height == HIGH
     yield _label(band.name, LEFT - 10.0, middle - (7.0 if many else 0.0), LEFT - 14.0, end=True)
     busy = f"{band.share(ResourceState.BUSY):.0%} busy"
-    right = {DEVICES: busy, FAULTS: f"{band.members:,} events"}.get(band.kind, f"peak {band.whole:,.4g}")
+    right = {DEVICES: busy, FAULTS: f"{band.members:,} events", TURNS: _counted(band.members, "turn")}.get(
+        band.kind, f"peak {band.whole:,.4g}"
+    )
     yield element("text", right, x=TIMELINE_WIDTH - RIGHT + 10.0, y=middle, class_="value")
     if many:
         devices = f"{band.members:,} parts, {band.whole:,.4g} devices"
         under = {DEVICES: devices, CALLS: f"{band.members:,} calls"}.get(band.kind, f"{band.members:,} ended")
         yield element("text", under, x=LEFT - 10.0, y=middle + 8.0, class_="tick", text_anchor="end")
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count:,} {name}" + ("" if count == 1 else "s")
 
 
 def _area(low: Sequence[float], high: Sequence[float], whole: float, width: float, y: float, height: float) -> str:
@@ -329,7 +350,7 @@ def _slots(band: Band, found: Timeline, x1: float, y: float, height: float) -> I
     count = min(SLOTS, found.bins)
     for n in range(count):
         a, b = n * found.bins // count, (n + 1) * found.bins // count
-        lines = [f"{band.name}, {duration(a * found.bin_s)} to {duration(b * found.bin_s)}"]
+        lines = [f"{band.name}, {_stretch(found, a, b)}"]
         for state in sorted(band.amounts, key=_order):
             amount = math.fsum(band.amounts[state][a:b]) / (b - a)
             if amount >= band.whole * 5e-4:
@@ -338,6 +359,11 @@ def _slots(band: Band, found: Timeline, x1: float, y: float, height: float) -> I
         left, right = (LEFT + (x1 - LEFT) * edge / found.bins for edge in (a, b))
         tip = element("title", "\n".join(lines))
         yield element("rect", tip, x=left, y=y, width=right - left, height=height, class_="hover")
+
+
+def _stretch(found: Timeline, a: int, b: int) -> str:
+    """The time from bin `a` to bin `b`."""
+    return " to ".join(_instant(found, found.begins + n * found.bin_s, found.bin_s) for n in (a, b))
 
 
 def _order(state: str) -> tuple[int, str]:

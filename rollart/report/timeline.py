@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
+from rollart.ledger.events import TURN
 from rollart.ledger.intervals import ResourceState
-from rollart.ledger.reader import LedgerReader
+from rollart.ledger.kept import RoutedTurn
+from rollart.ledger.reader import LedgerReader, TrajectoryRow
+from rollart.ports import RunEvent
 from rollart.report.tables import Cell, Report, Row, Table, TableColumn, as_count, as_number, as_share
 
 BINS = 320
@@ -30,7 +33,10 @@ FEW = 2
 ROLES = ("prefill", "decode", "engine", "trainer", "environment", "reward", "unused")
 """Order of rows: along the path of a trajectory."""
 
-DEVICES, TRAJECTORIES, CALLS, FAULTS = "devices", "trajectories", "calls", "faults"
+MOST_TRAJECTORIES = 64
+"""Largest number of trajectories in a stretch of a run that get a row each, with their turns."""
+
+DEVICES, TRAJECTORIES, CALLS, FAULTS, TURNS = "devices", "trajectories", "calls", "faults", "turns"
 FAULT_EVENTS = frozenset(
     {
         "engine_lost",
@@ -50,6 +56,9 @@ FAULT_EVENTS = frozenset(
 
 RESET, STEP, ELSEWHERE = "reset", "environment", "generation"
 QUEUED, COLD, RUNNING = "queued", "cold start", "running"
+REWARD = "reward"
+TURN_PAIR = ("a turn", "the turn after it")
+"""States of consecutive turns, alternating."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +81,13 @@ class Band:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Bands over the same bins of `seconds` in all, from the start of the run."""
+    """Bands over the same bins of `seconds` in all, from second `begins` of the run."""
 
     seconds: float
     bins: int
     bands: tuple[Band, ...]
     label: str = ""
+    begins: float = 0.0
 
     @property
     def bin_s(self) -> float:
@@ -128,15 +138,30 @@ class _Stack:
         return _band(name, kind, members, {state: own.means() for state, own in self.states.items()}, order, whole)
 
 
-def timeline(reader: LedgerReader, *, bins: int = BINS) -> Timeline:
-    """The timeline of one ledger. A run without records has no bands."""
-    seconds = reader.facts().seconds
+def timeline(reader: LedgerReader, *, bins: int = BINS, during: tuple[float, float] | None = None) -> Timeline:
+    """The timeline of one ledger, or of the stretch `during` of its run, in which the turns of trajectories are shown
+    where they are few. A run without records has no bands."""
+    begins, ends = during or (0.0, reader.facts().seconds)
+    seconds = ends - begins
     if seconds <= 0:
         return Timeline(0.0, bins, ())
     pools = {a["part"]: a["pool"] for a in reader.config().get("plan", {}).get("assignments", ())}
-    return timeline_of(
-        seconds, reader.spans(), reader.stays(), reader.call_spans(), reader.occurrences(), pools=pools, bins=bins
+    if during is None:
+        return timeline_of(
+            seconds, reader.spans(), reader.stays(), reader.call_spans(), reader.occurrences(), pools=pools, bins=bins
+        )
+    found = timeline_of(
+        seconds,
+        ((role, name, t0 - begins, t1 - begins, s, n) for role, name, t0, t1, s, n in reader.spans(during)),
+        ((domain, t0 - begins, t1 - begins, r, e) for domain, t0, t1, r, e in reader.stays(during)),
+        ((function, t0 - begins, t1 - begins, q, c) for function, t0, t1, q, c in reader.call_spans(during)),
+        ((t - begins, kind) for t, kind in reader.occurrences(during)),
+        pools=pools,
+        bins=bins,
     )
+    rows = list(reader.trajectories(during=during, order="t.t0, t.rowid", most=MOST_TRAJECTORIES + 1))
+    bands = turn_bands(reader, rows, during, bins=bins) if len(rows) <= MOST_TRAJECTORIES else ()
+    return replace(found, bands=(*found.bands, *bands), begins=begins)
 
 
 def timeline_of(
@@ -254,6 +279,50 @@ def _trajectories(seconds: float, stays: Iterable[tuple[str, float, float, float
         count[domain] += 1
     order = (RESET, STEP, ELSEWHERE)
     return [stacks[d].band(f"trajectories of {d}", TRAJECTORIES, count[d], order) for d in sorted(stacks)]
+
+
+def turn_bands(
+    reader: LedgerReader, rows: Sequence[TrajectoryRow], during: tuple[float, float], *, bins: int = BINS
+) -> Iterator[Band]:
+    """A band with the phases of each of these trajectories."""
+    begins, ends = during
+    ids = {row.id for row in rows}
+    kept = {(one.id, one.t): one.routes for one in reader.kept(ids)}
+    events: dict[str, list[RunEvent]] = defaultdict(list)
+    for event in reader.events_about(*ids) if ids else ():
+        if event.kind == TURN:
+            events[event.subject].append(event)
+    order = (RESET, QUEUED, *TURN_PAIR, ELSEWHERE, STEP, RUNNING, REWARD)
+    for row in rows:
+        own = _Stack(ends - begins, bins)
+        for state, t0, t1 in phases(row, events[row.id], kept.get((row.id, row.t1), ())):
+            own.add(state, t0 - begins, t1 - begins)
+        yield own.band(row.id, TURNS, row.turns, order, 1.0)
+
+
+def phases(
+    row: TrajectoryRow, turns: Sequence[RunEvent], routes: Sequence[RoutedTurn]
+) -> Iterator[tuple[str, float, float]]:
+    """State, begin and end of each phase of a trajectory. Generation and the environment's step of a turn are known of
+    trajectories whose turns were traced (`telemetry.turns`); of those with kept routes, the queue of a turn and the
+    time from its routing to the next turn (`TURN_PAIR`); of others, only the rest as a whole."""
+    begins, ends = min(row.t1, row.t0 + row.reset_s), max(row.t0, row.t1 - (row.reward_s or 0.0))
+    ends = max(begins, ends)
+    yield RESET, row.t0, begins
+    if turns:
+        for turn in turns:
+            acted = turn.t - float(turn.fields["environment_s"] or 0.0)
+            yield ELSEWHERE, max(begins, acted - float(turn.fields["generation_s"] or 0.0)), min(acted, ends)
+            yield STEP, max(begins, acted), min(turn.t, ends)
+    elif routes:
+        asked = [*(min(ends, row.t0 + route.asked) for route in routes), ends]
+        for n, (route, (t0, t1)) in enumerate(zip(routes, pairwise(asked), strict=True)):
+            routed = min(t1, row.t0 + route.routed)
+            yield QUEUED, t0, routed
+            yield TURN_PAIR[n % 2], routed, t1
+    else:
+        yield RUNNING, begins, ends
+    yield REWARD, ends, row.t1
 
 
 def _calls(seconds: float, calls: Iterable[tuple[str, float, float, float, float]], bins: int) -> list[Band]:
