@@ -655,6 +655,27 @@ def proxy() -> None:
     """
 
 
+@command(cli, "servers:dashboard")
+@run_argument
+@shown_option("--host", default="127.0.0.1", help="Address to listen on; another than this machine's needs a token.")
+@shown_option("--port", type=click.IntRange(0, 65535), default=0, help="0: any that is free.")
+@click.option(
+    "--token-env",
+    metavar="VAR",
+    help="Variable with the token that readers need; drawn if it is not given, but needed.",
+)
+@json_option
+@shown_option(
+    "--runs", "--runs-dir", "runs_dir", type=PATH, default=Path("runs"), help="Directory that holds the runs."
+)
+def dashboard() -> None:
+    """Show runs in a browser until Ctrl-C, while they go on and after: read-only, without a network.
+
+    Curves with intervals, costs with a forecast, utilization, a timeline from the whole run to a single turn,
+    trajectories, engines, functions, environments, alarms, and runs side by side. RUN shows one run alone.
+    """
+
+
 @command(cli, "servers:service")
 @listen_option
 @token_option("bearer token")

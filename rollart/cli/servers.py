@@ -15,9 +15,11 @@ from pathlib import Path
 import click
 
 from rollart.adapters.proxy.sessions import SessionLimits
-from rollart.cli.context import cluster_functions
+from rollart.cli.context import RESOLVED, cluster_functions, find_run
+from rollart.cli.controller import live_controller
 from rollart.cli.process import INTERRUPTED
 from rollart.cli.rewards.operate import names_deployed
+from rollart.dashboard.server import Dashboard, DashboardAccess
 from rollart.errors import ProviderError, UsageError
 from rollart.launch.functions import (
     LiveVersionCalls,
@@ -28,7 +30,7 @@ from rollart.launch.functions import (
     packages_in,
     translated_errors,
 )
-from rollart.launch.servers import serve_proxy, serve_service
+from rollart.launch.servers import serve_app, serve_proxy, serve_service
 from rollart.lifeline import stop_event
 from rollart.settings.base import is_loopback
 from rollart.settings.cluster import ClusterFunctions
@@ -81,6 +83,27 @@ def service(listen: str, token_env: str | None, data: Path | None, output: str) 
     _serve(
         server, lambda url: _announce(url, f'from rollart.service import Service; Service("{url}")', output == "json")
     )
+
+
+def dashboard(run: str | None, host: str, port: int, token_env: str | None, output: str, runs_dir: Path) -> None:
+    one = None if run is None else find_run(run, runs_dir)
+    if one is None and not runs_dir.is_dir():
+        raise UsageError(f"{runs_dir}: no directory of runs", remedy="give a run, or --runs DIR")
+    token = _secret(token_env, host, "", "") if token_env or is_loopback(host) else secrets.token_urlsafe(24)
+
+    def list_runs() -> list[Path]:
+        if one is not None:
+            return [one]
+        found = [path for path in runs_dir.iterdir() if (path / RESOLVED).is_file()]
+        return sorted(found, key=lambda path: (-(path / RESOLVED).stat().st_mtime_ns, path.name))
+
+    def is_running(directory: Path) -> bool:
+        return live_controller(directory) is not None
+
+    app = Dashboard(list_runs, is_running, access=DashboardAccess(token), single=one is not None).app()
+    query = f"/?token={token}" if token else "/"
+    server = serve_app(app, host=host, port=port)
+    _serve(server, lambda url: _announce(url + query, "open it in a browser", output == "json"))
 
 
 def serve(

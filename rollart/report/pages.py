@@ -28,15 +28,20 @@ BUSY = (("busy", "busy"), ("not busy", "idle"))
 
 def cost_page(report: Report) -> str:
     """The report of `report.cost.cost` with charts of its dollars."""
+    charts = cost_charts(report)
+    return page(report, [element("div", *charts, class_="cards spaced")] if charts else [])
+
+
+def cost_charts(report: Report) -> list[MarkupElement]:
+    """Charts of a cost report's dollars, as far as there are any."""
     tables = {table.name: table for table in report.tables}
-    charts = [
+    return [
         *_drawn("Dollars by role", "USD, busy and not", _by_role(tables["by_role"]), legend(BUSY)),
         *_drawn("Idle and waste", "USD by role and cause", _single(tables["waste"], names=2, value=2)),
         *_drawn(
             "Engine time by what became of the trajectory", "USD", _single(tables["trajectories"], names=1, value=3)
         ),
     ]
-    return page(report, [element("div", *charts, class_="cards spaced")] if charts else [])
 
 
 def timeline_page(report: Report, found: Timeline) -> str:
@@ -49,9 +54,14 @@ def timeline_page(report: Report, found: Timeline) -> str:
         for t in report.tables
     ]
     report = replace(report, tables=tuple(tables))
-    chart = element("div", timeline_chart(found), class_="scroll")
+    return page(report, [timeline_card(found)])
+
+
+def timeline_card(found: Timeline) -> MarkupElement:
+    """The chart of a timeline with its legend."""
     under = f"{duration(found.seconds)}; height is the share of devices, or trajectories and calls at a time"
-    return page(report, [card("Who did what when", timeline_legend([found]), chart, under=under)])
+    chart = element("div", timeline_chart(found), class_="scroll")
+    return card("Who did what when", timeline_legend([found]), chart, under=under)
 
 
 def _drawn(

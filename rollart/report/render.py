@@ -84,6 +84,7 @@ color:var(--muted)}
 .wide{min-width:820px}
 ul.notes{color:var(--muted);font-size:12.5px;padding-left:18px;margin:8px 0 0}
 .notes li{overflow-wrap:anywhere}
+.message{white-space:pre-wrap;overflow-wrap:anywhere}
 .busy{fill:var(--busy);background:var(--busy)}.sync{fill:var(--sync);background:var(--sync)}
 .idle{fill:var(--idle);background:var(--idle)}.startup{fill:var(--startup);background:var(--startup)}
 .down{fill:var(--down);background:var(--down)}.step{fill:var(--step);background:var(--step)}
@@ -96,7 +97,7 @@ ul.notes{color:var(--muted);font-size:12.5px;padding-left:18px;margin:8px 0 0}
 """
 """The style sheet has no `<`, `>`, `&` or `"`, which HTML and XML parse differently here."""
 
-VOID = frozenset({"br", "meta"})
+VOID = frozenset({"br", "input", "link", "meta"})
 """HTML elements that have no end tag."""
 
 FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]")
@@ -247,10 +248,13 @@ def _escaped(text: str) -> str:
 
 def page(report: Report, charts: Sequence[MarkupElement] = ()) -> str:
     """Any report: charts, if there are any, then its tables and notes."""
-    tables = [card(table.title, table_of(table)) for table in report.tables if table.people]
-    return document(
-        f"{report.kind[:1].upper()}{report.kind[1:]} of {report.run}", "", [*charts, *tables, *notes(report.notes)]
-    )
+    title = f"{report.kind[:1].upper()}{report.kind[1:]} of {report.run}"
+    return document(title, "", [*charts, *tables_of(report), *notes(report.notes)])
+
+
+def tables_of(report: Report) -> list[MarkupElement]:
+    """A card for each table for people."""
+    return [card(table.title, table_of(table)) for table in report.tables if table.people]
 
 
 def document(title: str, about: str, parts: Sequence[MarkupElement]) -> str:
@@ -278,8 +282,8 @@ def folded(table: Table) -> MarkupElement:
     return element("details", element("summary", element("h3", table.title)), table_of(table), class_="card")
 
 
-def table_of(table: Table) -> MarkupElement:
-    """The table for people, as HTML."""
+def table_of(table: Table, first: Sequence[Child] | None = None) -> MarkupElement:
+    """The table for people, as HTML. `first`: what stands in the first cell of each row in place of its text."""
     table = for_people(table)
     if not table.rows:
         return element("p", "nothing yet", class_="muted")
@@ -288,9 +292,12 @@ def table_of(table: Table) -> MarkupElement:
         element("th", column.name.replace("_", " "), scope="col", class_=kind)
         for column, kind in zip(table.columns, classes, strict=True)
     ]
+    cells: list[list[Child]] = [[*row] for row in rows_for_people(table)]
+    for row, child in zip(cells, first or (), strict=first is not None):
+        row[0] = child
     rows = [
         element("tr", *(element("td", cell, class_=kind) for cell, kind in zip(row, classes, strict=True)))
-        for row in rows_for_people(table)
+        for row in cells
     ]
     shown = element("table", element("thead", element("tr", *heads)), element("tbody", *rows))
     return element("div", shown, class_="scroll")

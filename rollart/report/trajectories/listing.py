@@ -16,7 +16,7 @@ from rollart.ledger.reader import LedgerReader, TrajectoryRow
 from rollart.model import AbortReason
 from rollart.report.cost import cost_lines
 from rollart.report.functions import REWARD
-from rollart.report.rows import ENGINE_ROLES, collect
+from rollart.report.rows import ENGINE_ROLES, RunRows, collect
 from rollart.report.tables import Report, Row, as_count, as_number, as_seconds, as_text, as_usd, table
 
 SHORT = {
@@ -38,11 +38,12 @@ class SecondPrices:
     reward: float
 
     @classmethod
-    def of(cls, reader: LedgerReader) -> SecondPrices:
+    def of(cls, reader: LedgerReader, rows: RunRows | None = None) -> SecondPrices:
+        """`rows`: those of the run, if they were read already."""
         engine, environment, reward = reader.phase_seconds()
         usd = {"engine": 0.0, ENVIRONMENT: 0.0, REWARD: 0.0}
         busy_s = 0.0
-        for line in cost_lines(collect(reader, "")):
+        for line in cost_lines(rows or collect(reader, "")):
             role = "engine" if line.role in ENGINE_ROLES else line.role
             if role in usd and line.state == ResourceState.BUSY:
                 usd[role] += line.usd
@@ -81,21 +82,25 @@ def listing(
     """The trajectories of a domain and with an outcome, at most `most`, the largest by `sort` (end, tokens, reward or
     usd) first."""
     prices, outcomes = SecondPrices.of(reader), recorded_outcomes(outcome)
+    rows = list(reader.trajectories(domain=domain, outcomes=outcomes, order=order_of(sort, prices), most=most))
+    count = len(rows) if most is None else reader.trajectory_count(domain=domain, outcomes=outcomes)
+    notes = [f"{len(rows):,} of {count:,} trajectories" + ("" if len(rows) == count else " (-n 0 shows all)")]
+    notes.append("tokens are sampled ones; usd is the share by seconds of what engines, environments and rewards cost")
+    return Report("trajectories", run, (listed(rows, prices),), tuple(notes))
+
+
+def order_of(sort: str, prices: SecondPrices) -> str:
+    """The order of the ledger's rows with the largest by `sort` first."""
     by_usd = (
         f"{prices.engine!r} * t.engine_seconds + {prices.environment!r} * (t.reset_s + t.env_s) "
         f"+ {prices.reward!r} * coalesce(t.reward_s, 0.0)"
     )
     column = {"end": "t.t1", "tokens": "t.action_tokens", "reward": "t.score", "usd": by_usd}[sort]
-    order = f"{column} DESC, t.rowid DESC"
-    rows = list(reader.trajectories(domain=domain, outcomes=outcomes, order=order, most=most))
-    count = len(rows) if most is None else reader.trajectory_count(domain=domain, outcomes=outcomes)
-    notes = [f"{len(rows):,} of {count:,} trajectories" + ("" if len(rows) == count else " (-n 0 shows all)")]
-    notes.append("tokens are sampled ones; usd is the share by seconds of what engines, environments and rewards cost")
-    return Report("trajectories", run, (_listed(rows, prices),), tuple(notes))
+    return f"{column} DESC, t.rowid DESC"
 
 
 @table("trajectories", "Trajectories")
-def _listed(rows: Sequence[TrajectoryRow], prices: SecondPrices) -> Iterator[Row]:
+def listed(rows: Sequence[TrajectoryRow], prices: SecondPrices) -> Iterator[Row]:
     for row in rows:
         usd = sum(prices.usd(row).values())
         yield {

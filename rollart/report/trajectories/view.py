@@ -149,6 +149,11 @@ def _tokens(found: FoundTrajectory) -> Iterator[Row]:
 def trajectory_page(report: Report) -> str:
     """The report as a page, with the messages as they are written."""
     tables = tuple(replace(t, people=t.people and t.name != MESSAGES) for t in report.tables)
+    return page(replace(report, tables=tables), message_cards(report))
+
+
+def message_cards(report: Report) -> list[MarkupElement]:
+    """A card for each message of the report."""
     messages = next(t for t in report.tables if t.name == MESSAGES)
     at = {column.name: n for n, column in enumerate(messages.columns)}
     cards: list[MarkupElement] = []
@@ -157,6 +162,6 @@ def trajectory_page(report: Report) -> str:
         under = f"{row[at['tokens']]} tokens" + (f", {versions}" if versions else "")
         if isinstance(logprob := row[at["mean_logprob"]], float):
             under += f", mean log-probability {figure(logprob)}"
-        text = element("div", str(row[at["text"]]), style="white-space:pre-wrap;overflow-wrap:anywhere")
+        text = element("div", str(row[at["text"]]), class_="message")
         cards.append(card(f"Turn {row[at['turn']]}: {author}", text, under=under))
-    return page(replace(report, tables=tables), cards)
+    return cards
