@@ -140,6 +140,7 @@ test: lint types layers test-fast
 
 docs: install
 	$(BIN)/python -m rollart.settings.reference > docs/spec.md
+	$(BIN)/python benchmarks/dashboard.py pictures docs/images
 
 benchmarks: install
 	$(BIN)/python benchmarks/engine.py

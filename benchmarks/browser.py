@@ -133,6 +133,8 @@ async def open_tab(width: int = 1280, height: int = 900, *, dark: bool = False) 
                     )
                     await tab.resize(width, height)
                     yield tab
+                    await tab.call("Browser.close")
+                    await process.wait()
                     listening.cancel()
         finally:
             with contextlib.suppress(ProcessLookupError):

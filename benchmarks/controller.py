@@ -2,7 +2,7 @@
 
     python benchmarks/controller.py [--json]
 
-Four measurements, one process each so that none warms another's caches. The ledger is the real one (SQLite, WAL,
+Six measurements, one process each so that none warms another's caches. The ledger is the real one (SQLite, WAL,
 synchronous FULL, its own thread), the event loop is real, and CPU seconds are those of the whole process.
 
 throughput   no-op engine and environment, 3 turns: finished trajectories per CPU-second (target: at least 2,000)
@@ -12,6 +12,8 @@ frozen_lake  128 FrozenLake environments (Gymnasium), turn limit 10, a mocked mo
 turns        `throughput` with the turns of 1 % and of all prompts recorded (`telemetry.turns`) beside none, alternating
              in pairs: median share of CPU that it adds (target: at most 2 % and 30 %). Exports run in a process of
              their own
+watched      `throughput` with and without a dashboard, whose page is fetched at each change, alternating in pairs: median
+             share of the controller's CPU that it adds (target: at most 2 %), and the dashboard's own CPU
 kept         `frozen_lake` with and without `keep: all`, in alternating pairs: the share of CPU that it takes
              (target: at most 3 %)
 """
@@ -62,7 +64,7 @@ async def timed(run: SimulatedRun, directory: str, *, keep: bool = False) -> tup
     return cpu() - began, sum(len(batch) for _, batch in run.trainer.batches)
 
 
-def throughput(traced: float = 0.0, steps: int = 24) -> dict[str, float]:
+def throughput(traced: float = 0.0, steps: int = 24, *, watch: bool = False) -> dict[str, float]:
     run = make_simulated_run(
         quotas={"noop": (512, 1)},
         alpha=1,
@@ -73,9 +75,18 @@ def throughput(traced: float = 0.0, steps: int = 24) -> dict[str, float]:
         engine_s=lambda _: 0.0,
         traced=traced,
     )
+    reading = {}
     with tempfile.TemporaryDirectory() as directory:
+        command = [sys.executable, str(Path(__file__).with_name("dashboard.py")), "watch", directory]
+        reader = subprocess.Popen(command, stdout=subprocess.PIPE, text=True) if watch else None
+        if reader is not None:
+            assert reader.stdout is not None
+            reader.stdout.readline()  # it is ready
         seconds, trained = asyncio.run(timed(run, directory))
-    return {"trajectories": trained, "cpu_s": seconds, "trajectories_per_cpu_s": trained / seconds}
+        if reader is not None:
+            reader.terminate()
+            reading = json.loads(reader.communicate()[0])
+    return {"trajectories": trained, "cpu_s": seconds, "trajectories_per_cpu_s": trained / seconds, **reading}
 
 
 def live() -> dict[str, float]:
@@ -166,6 +177,24 @@ def turns() -> dict[str, float]:
     return {f"{100 * share:g}_percent_of_prompts_add": statistics.median(found) for share, found in more.items()}
 
 
+WATCHED_STEPS = 24
+
+
+def watched() -> dict[str, float]:
+    throughput(steps=2)
+    added, own = [], []
+    for n in range(PAIRS):
+        runs = {watch: throughput(steps=WATCHED_STEPS, watch=watch) for watch in (n % 2 == 0, n % 2 == 1)}
+        added.append(runs[True]["cpu_s"] / runs[False]["cpu_s"] - 1.0)
+        own.append(runs[True])
+    return {
+        "share": statistics.median(added),
+        "trajectories": own[0]["trajectories"],
+        "refreshes": statistics.median(one["refreshes"] for one in own),
+        "dashboard_cpu_s": statistics.median(one["dashboard_cpu_s"] for one in own),
+    }
+
+
 KEPT_PAIRS, STEPS = 24, 8
 
 
@@ -185,7 +214,14 @@ def kept() -> dict[str, float]:
     }
 
 
-CASES = {"throughput": throughput, "live": live, "frozen_lake": frozen_lake, "turns": turns, "kept": kept}
+CASES = {
+    "throughput": throughput,
+    "live": live,
+    "frozen_lake": frozen_lake,
+    "turns": turns,
+    "watched": watched,
+    "kept": kept,
+}
 
 
 def main() -> None:

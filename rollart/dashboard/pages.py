@@ -187,9 +187,12 @@ def overview(snapshot: RunSnapshot) -> Iterator[Child]:
     found = values.alarms(snapshot)
     yield card(found.title, table_of(found) if found.rows else element("p", "none", class_="muted"))
     step = values.step_plot(snapshot.steps)
-    yield cards([*values.success_plots([rows]), *([step] if step else [])])
     yield element(
-        "div", _states(rows_states=values.role_states(rows)), *cost_charts(cost(rows))[:2], class_="cards spaced"
+        "div",
+        *map(plot_card, [*values.success_plots([rows]), *([step] if step else [])]),
+        _states(values.role_states(rows)),
+        *cost_charts(cost(rows))[:2],
+        class_="cards spaced",
     )
     yield from _metrics(values.metric_plots([rows]))
     yield table_card(next(t for t in curve(rows).tables if t.name == "summary"))

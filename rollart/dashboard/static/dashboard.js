@@ -26,7 +26,7 @@ function columns(spec) {
 
 function options(spec, width) {
   const series = [{label: spec.xLabel, value: (u, v) => text(v, "")}];
-  const bands = [];
+  const bands = [], whiskers = [];
   spec.series.forEach((s) => {
     const name = `--c${s.paint % COLOURS}`;
     const own = {
@@ -41,16 +41,39 @@ function options(spec, width) {
       const at = series.length;
       const edge = {class: "edge", stroke: "transparent", width: 0, spanGaps: true, points: {show: false}};
       series.push(edge, {...edge});
-      bands.push({series: [at, at + 1], fill: colour(name, s.dots ? 0.06 : 0.18)});
+      if (s.dots) whiskers.push(at - 1);
+      else bands.push({series: [at, at + 1], fill: colour(name, 0.18)});
     }
   });
   const axis = {stroke: colour("--muted"), grid: {stroke: colour("--grid"), width: 1}, ticks: {stroke: colour("--grid")}};
   return {
-    width, height: 230, series, bands,
+    width, height: 230, series, bands, hooks: {draw: [(u) => whiskers.forEach((n) => whisker(u, n))]},
     scales: {x: {time: false}, y: spec.unit === "%" ? {range: [0, 1]} : {}},
     axes: [{...axis, values: (u, ticks) => ticks.map((t) => text(t, ""))},
       {...axis, size: 62, values: (u, ticks) => ticks.map((t) => text(t, spec.unit))}],
   };
+}
+
+// The intervals of the dots of series n, whose ends are the two series after it.
+function whisker(u, n) {
+  const [x, values, high, low] = [u.data[0], u.data[n], u.data[n + 1], u.data[n + 2]];
+  u.ctx.save();
+  u.ctx.strokeStyle = strokeOf(u, n);
+  u.ctx.lineWidth = 1.5 * devicePixelRatio;
+  u.ctx.beginPath();
+  for (let i = 0; i < x.length; i++) {
+    if (!u.series[n].show || values[i] === null || x[i] < u.scales.x.min || x[i] > u.scales.x.max) continue;
+    const at = u.valToPos(x[i], "x", true);
+    u.ctx.moveTo(at, u.valToPos(low[i], "y", true));
+    u.ctx.lineTo(at, u.valToPos(high[i], "y", true));
+  }
+  u.ctx.stroke();
+  u.ctx.restore();
+}
+
+function strokeOf(u, n) {
+  const {stroke} = u.series[n];
+  return typeof stroke === "function" ? stroke(u, n) : stroke;
 }
 
 function draw(at) {
