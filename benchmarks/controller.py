@@ -12,8 +12,8 @@ frozen_lake  128 FrozenLake environments (Gymnasium), turn limit 10, a mocked mo
 turns        `throughput` with the turns of 1 % and of all prompts recorded (`telemetry.turns`) beside none, alternating
              in pairs: median share of CPU that it adds (target: at most 2 % and 30 %). Exports run in a process of
              their own
-watched      `throughput` with and without a dashboard, whose page is fetched at each change, alternating in pairs: median
-             share of the controller's CPU that it adds (target: at most 2 %), and the dashboard's own CPU
+watched      `throughput` with and without a dashboard, whose page is fetched at each change, alternating in pairs:
+             median share of the controller's CPU that it adds (target: at most 2 %), and the dashboard's own CPU
 kept         `frozen_lake` with and without `keep: all`, in alternating pairs: the share of CPU that it takes
              (target: at most 3 %)
 """

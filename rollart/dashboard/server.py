@@ -89,8 +89,8 @@ class DashboardAccess:
         return bool(self.token) and hmac.compare_digest(request.query.get("token", "").encode(), self.token.encode())
 
     def knows_host(self, request: web.Request) -> bool:
-        host = request.url.host or ""
         try:
+            host = request.url.host or ""
             return bool(self.token) or host == "localhost" or ipaddress.ip_address(host).is_loopback
         except ValueError:
             return False
@@ -126,7 +126,7 @@ class Dashboard:
             [
                 web.get("/", self._runs),
                 web.get("/compare", self._compare),
-                web.get("/changes", self._changes),
+                web.get("/changes", self._changes, allow_head=False),
                 web.get("/static/{file}", self._static),
                 web.get("/favicon.ico", self._no_icon),
                 web.get(run, self._tab),

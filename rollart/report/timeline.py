@@ -307,6 +307,8 @@ def phases(
     trajectories whose turns were traced (`telemetry.turns`); of those with kept routes, the queue of a turn and the
     time from its routing to the next turn (`TURN_PAIR`); of others, only the rest as a whole."""
     begins, ends = min(row.t1, row.t0 + row.reset_s), max(row.t0, row.t1 - (row.reward_s or 0.0))
+    if routes:  # a prefetched environment was reset before the trajectory began
+        begins = min(begins, row.t0 + routes[0].asked)
     ends = max(begins, ends)
     yield RESET, row.t0, begins
     if turns:
