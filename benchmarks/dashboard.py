@@ -49,7 +49,6 @@ async def serving(run: Path, *, running: bool = False) -> AsyncIterator[str]:
 async def measure_pages(run: Path) -> None:
     print(f"{'page':28} {'first s':>8} {'again s':>8} {'cpu s':>7} {'kB':>7}")
     async with serving(run) as url, open_tab() as tab:
-        await tab.open("about:blank#")  # the browser's own start is no page's
         paths = [*(f"/{name}" if name != TABS[0] else "" for name in TABS), "/trajectories?sort=usd&offset=50000"]
         for path in paths:
             began = time.process_time()
