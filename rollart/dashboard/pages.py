@@ -230,23 +230,22 @@ def cost_page(snapshot: RunSnapshot) -> Iterator[Child]:
     yield from notes(report.notes)
 
 
-def tables_page(report: Report, names: Sequence[str]) -> list[MarkupElement]:
-    """Some tables of a report, those for people that have rows, or a word that there are none."""
-    found = [table_card(t) for t in report.tables if t.name in names and t.people and t.rows]
-    return found or [element("p", "nothing yet", class_="muted")]
+def table_cards(report: Report, names: Sequence[str]) -> list[MarkupElement]:
+    """Those of these tables of a report that are for people and have rows."""
+    return [table_card(t) for t in report.tables if t.name in names and t.people and t.rows]
 
 
 def utilization_page(snapshot: RunSnapshot) -> Iterator[Child]:
     assert snapshot.rows is not None
     yield element("div", _states(values.role_states(snapshot.rows)), class_="cards spaced")
-    yield from tables_page(utilization(snapshot.rows), RESOURCE_TABLES)
+    yield from table_cards(utilization(snapshot.rows), RESOURCE_TABLES)
 
 
 def engines_page(snapshot: RunSnapshot) -> Iterator[Child]:
     assert snapshot.rows is not None
     plots = values.engine_plots(snapshot.rows)
     yield cards(plots) or element("p", "engines report their counters every 10 s: no report yet", class_="muted")
-    yield from tables_page(utilization(snapshot.rows), ENGINE_TABLES)
+    yield from table_cards(utilization(snapshot.rows), ENGINE_TABLES)
 
 
 def functions_page(snapshot: RunSnapshot, found: Timeline) -> Iterator[Child]:
@@ -254,15 +253,15 @@ def functions_page(snapshot: RunSnapshot, found: Timeline) -> Iterator[Child]:
     assert snapshot.rows is not None
     yield cards(values.band_plots(found, CALLS))
     yield table_card(calls(snapshot.rows))
-    yield from tables_page(utilization(snapshot.rows), FUNCTION_TABLES)
-    yield from tables_page(cost(snapshot.rows), ("function_workers", "tokens", "savings", "stages"))
+    yield from table_cards(utilization(snapshot.rows), FUNCTION_TABLES)
+    yield from table_cards(cost(snapshot.rows), ("function_workers", "tokens", "savings", "stages"))
 
 
 def environments_page(snapshot: RunSnapshot, found: Timeline) -> Iterator[Child]:
     """Concurrent trajectories by phase, and their environments' hosts."""
     assert snapshot.rows is not None
     yield cards(values.band_plots(found, TRAJECTORIES))
-    yield from tables_page(utilization(snapshot.rows), ("domains", *ENVIRONMENT_TABLES))
+    yield from table_cards(utilization(snapshot.rows), ("domains", *ENVIRONMENT_TABLES))
 
 
 def timeline_page(run: str, found: Timeline, *, whole: bool) -> Iterator[Child]:
@@ -346,9 +345,9 @@ def trajectory_page(run: str, report: Report, decisions: Report, found: Timeline
     """A trajectory: its phases, its messages, and why it went as it did."""
     yield element("p", element("a", "all trajectories", href=tab_path(run, "trajectories")))
     yield timeline_card(found)
-    yield from tables_page(report, ("summary", "phases", "rewards"))
     yield from message_cards(report)
-    yield from tables_page(decisions, ("decisions",))
+    for own, name in ((decisions, "decisions"), (report, "rewards"), (report, "phases"), (report, "summary")):
+        yield from table_cards(own, (name,))
     yield from notes([*report.notes, *decisions.notes])
 
 
