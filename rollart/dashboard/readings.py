@@ -79,6 +79,9 @@ class _Kept(Generic[T]):
     cpu_s: float
     value: T
 
+    def due(self, now: float) -> bool:
+        return now - self.t >= max(REFRESH_S, self.cpu_s / SHARE)
+
 
 class LedgerReadings:
     """Owns the reading thread and the values that were read last. `is_running`: whether the controller of the run in a
@@ -87,7 +90,7 @@ class LedgerReadings:
     def __init__(self, is_running: Callable[[Path], bool]) -> None:
         self._is_running = is_running
         self._thread = ThreadPoolExecutor(1, "ledger")
-        self._kept: OrderedDict[Hashable, _Kept[Any]] = OrderedDict()
+        self._kept: OrderedDict[tuple[Path, Hashable], _Kept[Any]] = OrderedDict()
         self._reading: dict[Hashable, asyncio.Lock] = {}
         self._lives: dict[Path, tuple[float, bool]] = {}
 
@@ -125,16 +128,21 @@ class LedgerReadings:
         """The name of the present state of a run, as in its snapshot."""
         return f"{_stamp(directory)}.{int(await self._running(directory))}"
 
-    def pause_s(self, directory: Path) -> float:
-        """Seconds between two refreshes of the run's pages: longer for a ledger that takes long to read."""
-        kept = self._kept.get((directory, "snapshot"))
-        return max(REFRESH_S, 0.0 if kept is None else kept.cpu_s / SHARE)
+    def stamp_of(self, directory: Path, key: Hashable) -> str:
+        """The state of the ledger from which a value was read; '' if it is not kept."""
+        kept = self._kept.get((directory, key))
+        return "" if kept is None else kept.stamp
+
+    def due(self, directory: Path) -> bool:
+        """True if every value of the run that is kept would be read again."""
+        now = asyncio.get_running_loop().time()
+        return all(kept.due(now) for at, kept in self._kept.items() if at[0] == directory)
 
     async def _read(self, directory: Path, key: Hashable, stamp: str, read: Callable[[LedgerReader], T]) -> T:
         loop, at = asyncio.get_running_loop(), (directory, key)
         async with self._reading.setdefault(at, asyncio.Lock()):
             kept = self._kept.get(at)
-            if kept is None or (kept.stamp != stamp and loop.time() - kept.t >= max(REFRESH_S, kept.cpu_s / SHARE)):
+            if kept is None or (kept.stamp != stamp and kept.due(loop.time())):
                 value, cpu_s = await loop.run_in_executor(self._thread, _timed, directory, read)
                 kept = self._kept[at] = _Kept(stamp, loop.time(), cpu_s, value)
             self._kept.move_to_end(at)

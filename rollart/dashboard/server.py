@@ -8,7 +8,7 @@ import hmac
 import ipaddress
 import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlencode
 
@@ -67,6 +67,9 @@ REPORTS = {"cost": cost.cost, "utilization": utilization.utilization, "curve": c
 """Reports that are also served as JSON, in the form of `rollart report NAME -o json`."""
 
 COOKIE = "rollart-dashboard"
+
+TIMELINE, WITH_TIMELINE = "timeline", ("timeline", "functions", "environments")
+"""The name of the timeline of a whole run among the readings, and the pages that show it."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -201,7 +204,7 @@ class Dashboard:
         if tab not in pages.TABS:
             raise web.HTTPNotFound
         if snapshot.rows is None:
-            return self._run_page(snapshot, tab, pages.not_yet(snapshot))
+            return self._run_page(directory, snapshot, tab, pages.not_yet(snapshot))
         match tab:
             case "overview":
                 parts = pages.overview(snapshot)
@@ -215,16 +218,16 @@ class Dashboard:
                 parts = pages.functions_page(snapshot, await self._whole_timeline(directory))
             case _:
                 parts = pages.environments_page(snapshot, await self._whole_timeline(directory))
-        return self._run_page(snapshot, tab, [*parts])
+        return self._run_page(directory, snapshot, tab, [*parts])
 
     async def _whole_timeline(self, directory: Path) -> Timeline:
-        return await self._readings.read(directory, "timeline", timelines.timeline)
+        return await self._readings.read(directory, TIMELINE, timelines.timeline)
 
     async def _timeline(self, request: web.Request) -> web.Response:
         directory, snapshot = await self._snapshot(request)
         during = _during(request)
         if snapshot.rows is None:
-            return self._run_page(snapshot, "timeline", pages.not_yet(snapshot))
+            return self._run_page(directory, snapshot, "timeline", pages.not_yet(snapshot))
         if during is None:
             found = await self._whole_timeline(directory)
         else:
@@ -235,14 +238,14 @@ class Dashboard:
 
             found = await self._readings.read(directory, ("timeline", t0, t1), read)
         parts = [*pages.timeline_page(snapshot.name, found, whole=during is None)]
-        return self._run_page(snapshot, "timeline", parts, live=during is None)
+        return self._run_page(directory, snapshot, "timeline", parts, live=during is None)
 
     async def _trajectories(self, request: web.Request) -> web.Response:
         directory, snapshot = await self._snapshot(request)
         chosen = _filter(request)
         rows, prices = snapshot.rows, snapshot.prices
         if rows is None or prices is None:
-            return self._run_page(snapshot, "trajectories", pages.not_yet(snapshot))
+            return self._run_page(directory, snapshot, "trajectories", pages.not_yet(snapshot))
         outcomes = recorded_outcomes(chosen.outcome or None)
 
         def read(reader: LedgerReader) -> Table:
@@ -264,7 +267,7 @@ class Dashboard:
         domains = sorted({c.domain for c in rows.charges})
         known = sorted({SHORT.get(c.outcome, c.outcome) for c in rows.charges})
         parts = pages.trajectories_page(snapshot.name, chosen, table, count, domains, known)
-        return self._run_page(snapshot, "trajectories", [*parts], live=False)
+        return self._run_page(directory, snapshot, "trajectories", [*parts], live=False)
 
     async def _trajectory(self, request: web.Request) -> web.Response:
         directory, snapshot = await self._snapshot(request)
@@ -302,21 +305,21 @@ class Dashboard:
         return web.Response(status=204)
 
     async def _changes(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: one whenever a run has gone on since the stamp that the page has of it; not more often
-        than its ledger is read."""
+        """Server-sent events: one when a run has gone on since the stamp that the page has of it, as soon as its ledger
+        would be read again. The page is then fetched, and has the address of its next stream: what was read while the
+        ledger went on is followed by another event, so that the last state of a run is shown."""
         directories = [self._directory(name) for name in request.query.getall("run", [])]
         known = request.query.getall("stamp", [])
         stream = web.StreamResponse(headers=HEADERS | {"Content-Type": "text/event-stream"})
         await stream.prepare(request)
         loop = asyncio.get_running_loop()
-        sent, beat = -math.inf, loop.time()
+        beat = loop.time()
         while not self._ending.is_set():
             stamps = [await self._readings.stamp(directory) for directory in directories]
-            pause_s = max((self._readings.pause_s(directory) for directory in directories), default=BEAT_S)
-            if stamps != known and loop.time() - sent >= pause_s:
-                known, sent, beat = stamps, loop.time(), loop.time()
+            if stamps != known and all(map(self._readings.due, directories)):
                 await stream.write(b"data: changed\n\n")
-            elif loop.time() - beat >= BEAT_S:
+                break
+            if loop.time() - beat >= BEAT_S:
                 beat = loop.time()
                 await stream.write(b":\n\n")
             with contextlib.suppress(TimeoutError):
@@ -324,8 +327,15 @@ class Dashboard:
                     await self._ending.wait()
         return stream
 
-    def _run_page(self, snapshot: RunSnapshot, tab: str, parts: Sequence[Child], *, live: bool = True) -> web.Response:
-        changes = _changes_of([snapshot]) if live else ""
+    def _run_page(
+        self, directory: Path, snapshot: RunSnapshot, tab: str, parts: Sequence[Child], *, live: bool = True
+    ) -> web.Response:
+        changes = ""
+        if live:
+            # Of a timeline from another state than the snapshot, the page is renewed once more.
+            of_timeline = self._readings.stamp_of(directory, TIMELINE) if tab in WITH_TIMELINE else ""
+            current = not of_timeline or snapshot.stamp.startswith(f"{of_timeline}.")
+            changes = _changes_of([snapshot if current else replace(snapshot, stamp=of_timeline)])
         head = PageHead(snapshot.name, snapshot.name, snapshot.state, tab, changes, self._single)
         return _page(head, parts)
 

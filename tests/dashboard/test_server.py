@@ -14,7 +14,7 @@ from urllib.parse import quote
 import aiohttp
 import pytest
 
-from rollart.dashboard import readings
+from rollart.dashboard import readings, server
 from rollart.dashboard.pages import PAGE_ROWS, TABS
 from rollart.dashboard.server import Dashboard, DashboardAccess
 from rollart.launch.servers import serve_app
@@ -235,9 +235,7 @@ def test_a_run_without_a_ledger_and_a_single_run(run: Path, tmp_path: Path) -> N
 
 def test_a_page_learns_that_the_run_has_gone_on(run: Path) -> None:
     async def use(reader: Reader) -> None:
-        text = await reader.page("/runs/mine")
-        (changes,) = re.findall(r'data-changes="([^"]+)"', text)
-        known = changes.replace("&amp;", "&")
+        known = changes_of(await reader.page("/runs/mine"))
         async with reader.session.get(reader.url + known.replace("stamp=", "stamp=older")) as stream:
             assert stream.content_type == "text/event-stream"
             assert await stream.content.readline() == b"data: changed\n"
@@ -246,6 +244,37 @@ def test_a_page_learns_that_the_run_has_gone_on(run: Path) -> None:
                 await asyncio.wait_for(stream.content.readline(), 0.1)
 
     ask(use, run)
+
+
+def test_the_last_state_is_shown_though_it_came_while_no_reading_was_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "mine")
+    monkeypatch.setattr(server, "POLL_S", 0.005)
+
+    async def use(reader: Reader) -> None:
+        monkeypatch.setattr(readings, "REFRESH_S", 1e9)
+        await reader.page("/runs/mine/functions")
+        (run / "ledger.sqlite-wal").write_bytes(b"")  # the ledger goes on, and the run ends
+        changes = changes_of(await reader.page("/runs/mine/functions"))
+        async with reader.session.get(reader.url + changes) as stream:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stream.content.readline(), 0.05)
+        monkeypatch.setattr(readings, "REFRESH_S", 0.0)
+        monkeypatch.setattr(readings, "SHARE", 1e9)
+        async with reader.session.get(reader.url + changes) as stream:
+            assert await stream.content.read() == b"data: changed\n\n"
+        changes = changes_of(await reader.page("/runs/mine/functions"))
+        async with reader.session.get(reader.url + changes) as stream:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(stream.content.readline(), 0.05)
+
+    ask(use, run)
+
+
+def changes_of(page: str) -> str:
+    (changes,) = re.findall(r'data-changes="([^"]+)"', page)
+    return str(changes).replace("&amp;", "&")
 
 
 def test_a_value_is_read_once_per_state_of_its_ledger_and_not_too_often(

@@ -131,23 +131,32 @@ async function renew() {
   document.querySelector("main").replaceWith(fresh);
   document.querySelector("header").replaceWith(document.importNode(page.querySelector("header"), true));
   complete();
+  document.body.dataset.changes = page.body.dataset.changes || "";
   document.body.dataset.renewed = Number(document.body.dataset.renewed || 0) + 1;
 }
 
+// Waits for the event that the run has gone on, renews the page, and waits for the next one. A hidden page has no
+// stream: browsers open six connections to a server, over all of its pages.
 function follow() {
-  const changes = document.body.dataset.changes;
-  if (!changes) return;
-  let due = false, busy = false;
-  const look = async () => {
-    const chosen = getSelection().toString() || document.querySelector("main form :focus");
-    if (!due || busy || document.hidden || chosen) return;
-    due = false;
-    busy = true;
-    try { await renew(); } finally { busy = false; }
+  let source = null, due = false, busy = false;
+  const listen = () => {
+    if (source || due || document.hidden || !document.body.dataset.changes) return;
+    source = new EventSource(document.body.dataset.changes);
+    source.onmessage = () => { rest(); due = true; look(); };
   };
-  new EventSource(changes).onmessage = () => { due = true; look(); };
+  const rest = () => { source?.close(); source = null; };
+  const look = async () => {
+    if (document.hidden) return rest();
+    const chosen = getSelection().toString() || document.querySelector("main :is(select, input:not([type=checkbox])):focus");
+    if (due && !busy && !chosen) {
+      busy = true;
+      try { await renew(); due = false; } catch { /* the server is gone: again at the next look */ } finally { busy = false; }
+    }
+    listen();
+  };
   document.addEventListener("visibilitychange", look);
-  setInterval(look, 1000); // what was due while a text was selected
+  setInterval(look, 1000);
+  listen();
 }
 
 // Dragging over the chart opens that stretch of the run.
