@@ -39,7 +39,7 @@ from rollart.report.utilization import utilization
 
 TABS = ("overview", "cost", "utilization", "timeline", "trajectories", "engines", "functions", "environments")
 
-ENGINE_TABLES = ("engines", "handoffs", "concurrency", "updates", "broadcasts")
+ENGINE_TABLES = ("engines", "efficiency", "handoffs", "concurrency", "updates", "broadcasts")
 FUNCTION_TABLES = ("health", "refused")
 ENVIRONMENT_TABLES = ("environments", "places", "nodes")
 RESOURCE_TABLES = ("resources", "down", "rates", "domains", "shares", "cancelled", "filtered")

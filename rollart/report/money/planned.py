@@ -84,15 +84,15 @@ def forecast_lines(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 @table("forecast", "Forecast of the whole run, without its start", optional=True)
-def forecast_table(found: PlannedCost | None, simulated: SimulatedCost | None = None) -> Iterator[Row]:
+def forecast_table(found: PlannedCost | None, beside: SimulatedCost | None = None) -> Iterator[Row]:
     """Dollars to the last step by the plan, and by its simulation."""
     if found is None:
         return
     rows: list[tuple[float, float | None, str]] = [(found.usd, found.half, found.basis)]
-    if simulated is not None:
+    if beside is not None:
         thousands = found.trajectories / 1000.0
-        half = None if simulated.half is None else simulated.half * thousands
-        rows.append((simulated.usd_per_1k * thousands, half, simulated.basis))
+        half = None if beside.half is None else beside.half * thousands
+        rows.append((beside.usd_per_1k * thousands, half, beside.basis))
     for usd, half, basis in rows:
         yield {
             "to_step": as_count(found.steps),
