@@ -27,12 +27,13 @@ from rollart.report.charts import (
     duration,
     legend,
 )
+from rollart.report.compare.alarms import alarms_of, alarms_table
 from rollart.report.cost import cost
 from rollart.report.curve import curve
 from rollart.report.functions import calls
 from rollart.report.pages import cost_charts, timeline_card
 from rollart.report.render import Child, MarkupElement, card, element, notes, table_of, tables_of
-from rollart.report.tables import DOLLARS, PERCENT, Report, Table, figure
+from rollart.report.tables import DOLLARS, PERCENT, Report, Table, estimate, figure
 from rollart.report.timeline import CALLS, TRAJECTORIES, TURNS, Timeline
 from rollart.report.trajectories.view import message_cards
 from rollart.report.utilization import utilization
@@ -49,6 +50,8 @@ SORTS = ("end", "tokens", "reward", "usd")
 
 PAGE_ROWS = 50
 """Trajectories on a page."""
+
+AT_END = "at the last step, by forecast"
 
 MOST_COMPARED = 8
 """Runs beside each other: as many as there are colours."""
@@ -170,7 +173,6 @@ def overview(snapshot: RunSnapshot) -> Iterator[Child]:
     rows = snapshot.rows
     assert rows is not None
     usd, steps = values.total_usd(rows), snapshot.settings.get("steps")
-    to_end = values.forecast_usd(rows, steps)
     facts = rows.facts
     yield figures(
         [
@@ -181,11 +183,14 @@ def overview(snapshot: RunSnapshot) -> Iterator[Child]:
             ("waiting trajectories", f"{facts.live_samples:,}"),
             ("billed so far", figure(usd, DOLLARS)),
             ("per hour", figure(usd * 3600 / facts.seconds, DOLLARS) if facts.seconds else None),
-            ("to the last step, at this rate", None if to_end is None else figure(to_end, DOLLARS)),
+            (AT_END, _at_end(snapshot)),
         ]
     )
-    found = values.alarms(snapshot)
+    found = alarms_table([*alarms_of(rows)])
     yield card(found.title, table_of(found) if found.rows else element("p", "none", class_="muted"))
+    lost = values.lost_work(snapshot)
+    if lost.rows:
+        yield table_card(lost)
     step = values.step_plot(snapshot.steps)
     yield element(
         "div",
@@ -198,6 +203,11 @@ def overview(snapshot: RunSnapshot) -> Iterator[Child]:
     yield table_card(next(t for t in curve(rows).tables if t.name == "summary"))
     if snapshot.faults:
         yield table_card(values.last_faults(snapshot.faults))
+
+
+def _at_end(snapshot: RunSnapshot) -> str | None:
+    forecast = values.at_end(snapshot)
+    return None if forecast is None else estimate(forecast.usd, forecast.half, DOLLARS)
 
 
 def _states(rows_states: Mapping[str, Mapping[str, float]]) -> MarkupElement:
@@ -221,10 +231,8 @@ def cost_page(snapshot: RunSnapshot) -> Iterator[Child]:
     """The cost report, with its charts."""
     assert snapshot.rows is not None
     report = cost(snapshot.rows)
-    to_end = values.forecast_usd(snapshot.rows, snapshot.settings.get("steps"))
     usd = values.total_usd(snapshot.rows)
-    at_end = None if to_end is None else figure(to_end, DOLLARS)
-    yield figures([("billed so far", figure(usd, DOLLARS)), ("to the last step, at this rate", at_end)])
+    yield figures([("billed so far", figure(usd, DOLLARS)), (AT_END, _at_end(snapshot))])
     yield element("div", *cost_charts(report), class_="cards spaced")
     yield from tables_of(report)
     yield from notes(report.notes)

@@ -1,5 +1,4 @@
-"""Values of the dashboard's pages that are not a report's already: alarms, series over time, and runs side by side.
-Pure."""
+"""Values of the dashboard's pages that are not a report's: series over time, lost work, and runs side by side. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +10,13 @@ from typing import Any
 
 from rollart.dashboard.readings import RunSnapshot
 from rollart.ledger.events import ENGINE_DID
-from rollart.ledger.intervals import ResourceState
+from rollart.policy.budget import SpendForecast
 from rollart.ports import RunEvent
-from rollart.report import utilization as utilizations
 from rollart.report.cost import cost_lines
 from rollart.report.curve import curves
 from rollart.report.rows import RunRows
 from rollart.report.tables import (
     Cell,
-    Report,
     Row,
     Table,
     TableColumn,
@@ -32,12 +29,6 @@ from rollart.report.tables import (
     table,
 )
 from rollart.report.timeline import FAULT_EVENTS, Band, Timeline
-
-LOW_SHARE = 0.5
-"""Engines that are busy for a smaller share of their life raise an alarm."""
-
-WARNINGS = (("handoffs", "alarm"), ("cancelled", "warning"), ("filtered", "warning"))
-"""Tables of the utilization report with a column for a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,51 +204,26 @@ def total_usd(rows: RunRows) -> float:
     return math.fsum(line.usd for line in cost_lines(rows))
 
 
-def forecast_usd(rows: RunRows, steps: int | None) -> float | None:
-    """Dollars to the last step, if the rest costs as much per step as the steps so far."""
-    step = rows.facts.step
-    return total_usd(rows) * steps / step if steps and step and step < steps else None
+def at_end(snapshot: RunSnapshot) -> SpendForecast | None:
+    """Dollars of a running run at its last step, as its last step forecast them."""
+    last = snapshot.steps[-1].fields if snapshot.running and snapshot.steps else {}
+    usd, half = last.get("usd_at_end"), last.get("usd_at_end_half")
+    return SpendForecast(usd, half) if isinstance(usd, float) and isinstance(half, float) else None
 
 
-@table("alarms", "Alarms", optional=True)
-def alarms(snapshot: RunSnapshot) -> Iterator[Row]:
-    """Lost work by kind with its last case, warnings of the utilization report, and engines that are mostly idle."""
-    rows = snapshot.rows
-    if rows is None:
-        return
+@table("lost_work", "Lost work", optional=True)
+def lost_work(snapshot: RunSnapshot) -> Iterator[Row]:
+    """Events that lost work, by kind, with the last case of each."""
     last = {event.kind: event for event in reversed(snapshot.faults)}
     for kind, count, first, latest in snapshot.event_sums:
         if kind in FAULT_EVENTS:
-            example = event_text(last[kind]) if kind in last else ""
-            yield _alarm(kind.replace("_", " "), count, first, latest, example)
-    report = utilizations.utilization(rows)
-    for name, column in WARNINGS:
-        for text in column_of(report, name, column):
-            if text:
-                yield _alarm(str(text))
-    for function, rate in zip(
-        column_of(report, "health", "function"), column_of(report, "health", "rate"), strict=True
-    ):
-        if rows.fault_threshold and isinstance(rate, float) and rate > rows.fault_threshold / 2:
-            text = f"{rate:.1%} of outcomes are faults of the platform; the run ends above {rows.fault_threshold:.1%}"
-            yield _alarm(f"function {function}", example=text)
-    for role, states in role_states(rows).items():
-        busy = states.get(ResourceState.BUSY, 0.0)
-        if role in ("engine", "prefill", "decode", "trainer") and busy < LOW_SHARE:
-            cause = max((state for state in states if state != ResourceState.BUSY), key=lambda s: states[s])
-            yield _alarm(f"{role}: {busy:.0%} busy", example=f"mostly {cause}: {states[cause]:.0%} of its time")
-
-
-def _alarm(
-    name: str, count: int | None = None, first: float | None = None, last: float | None = None, example: str = ""
-) -> Row:
-    return {
-        "alarm": as_text(name),
-        "count": as_count(count),
-        "first_s": as_seconds(first),
-        "last_s": as_seconds(last),
-        "last_case": as_text(example, wrap=True),
-    }
+            yield {
+                "event": kind.replace("_", " "),
+                "count": as_count(count),
+                "first_s": as_seconds(first),
+                "last_s": as_seconds(latest),
+                "last_case": as_text(event_text(last[kind]) if kind in last else "", wrap=True),
+            }
 
 
 def event_text(event: RunEvent) -> str:
@@ -287,18 +253,12 @@ def role_states(rows: RunRows) -> dict[str, dict[str, float]]:
     }
 
 
-def column_of(report: Report, name: str, column: str) -> list[Cell]:
-    """The cells of a column; none of a table without rows."""
-    found = next(t for t in report.tables if t.name == name)
-    names = [c.name for c in found.columns]
-    return [row[names.index(column)] for row in found.rows] if column in names else []
-
-
 @table("runs", "Runs")
 def runs_table(snapshots: Sequence[RunSnapshot]) -> Iterator[Row]:
     for one in snapshots:
         rows = one.rows
         facts = None if rows is None else rows.facts
+        forecast = at_end(one)
         last = [] if rows is None else [c.training[-1].success for c in curves(rows) if c.training]
         yield {
             "run": one.name,
@@ -310,7 +270,7 @@ def runs_table(snapshots: Sequence[RunSnapshot]) -> Iterator[Row]:
             "success": as_share(math.fsum(last) / len(last) if last else None),
             "seconds": as_seconds(None if facts is None else facts.seconds),
             "usd": as_usd(None if rows is None else total_usd(rows)),
-            "usd_to_end": as_usd(None if rows is None else forecast_usd(rows, one.settings.get("steps"))),
+            "usd_at_the_last_step": as_usd(None if forecast is None else forecast.usd),
         }
 
 

@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollart.dashboard import values
+from rollart.dashboard.readings import RunSnapshot
 from rollart.ledger.kept import RoutedTurn
 from rollart.ledger.reader import LedgerReader, TrajectoryRow
+from rollart.policy.budget import SpendForecast
+from rollart.ports import RunEvent
 from rollart.report.cost import cost
 from rollart.report.rows import RunRows, collect
 from rollart.report.tables import Table
@@ -86,7 +89,15 @@ def test_engines_over_time_are_their_counters(rows: RunRows) -> None:
     }
 
 
-def test_the_forecast_is_that_of_the_steps_that_are_left(rows: RunRows) -> None:
-    assert values.forecast_usd(rows, 12) == pytest.approx(4 * values.total_usd(rows))
-    assert values.forecast_usd(rows, 3) is None
-    assert values.forecast_usd(rows, None) is None
+@pytest.mark.parametrize(("running", "expected"), [(True, SpendForecast(2.0, 0.5)), (False, None)])
+def test_the_forecast_is_that_of_the_last_step(running: bool, expected: SpendForecast | None) -> None:
+    steps = [RunEvent(t, "step", "training", {"usd_at_end": 3.0 - t, "usd_at_end_half": 0.5}) for t in (0.0, 1.0)]
+    assert values.at_end(RunSnapshot("mine", running, "s", steps=tuple(steps))) == expected
+    assert values.at_end(RunSnapshot("mine", running, "s")) is None
+
+
+def test_lost_work_is_counted_by_kind() -> None:
+    cases = (RunEvent(3.0, "engine_lost", "engine-1", {"why": "silent"}), RunEvent(1.0, "engine_lost", "engine-0", {}))
+    sums = (("engine_lost", 2, 1.0, 3.0), ("step", 9, 0.0, 9.0))
+    table = values.lost_work(RunSnapshot("mine", True, "s", event_sums=sums, faults=cases))
+    assert table.rows == (("engine lost", 2, 1.0, 3.0, "engine-1, why silent"),)

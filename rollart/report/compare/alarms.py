@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from types import MappingProxyType
 
 from rollart.ledger.events import FUNCTION_HEALTH, HANDOFFS, OFFLOAD_STAGE
 from rollart.ledger.intervals import ResourceState
@@ -84,14 +85,19 @@ def read_alarms(reader: LedgerReader, rows: RunRows, trajectories: Iterable[Traj
     scored = "simulated" not in reader.config()  # the scores of a plan's simulation are alike
     return [
         *(_of_scores(trajectories) if scored else ()),
-        *_of_metrics(rows),
         *(Alarm(kind, "run", n, "events", None, EVENT_ALARMS[kind]) for kind, n in events.items() if n),
-        *_of_losses(rows, {(str(d), str(s)): f for d, s, f in _findings(lost)}),
-        *_of_handoffs(rows),
         *(Alarm("expired waits", name, n, "events", None, EXPIRED) for name, n in waits.most_common()),
-        *_of_functions(rows),
-        *_of_idle_time(rows),
+        *alarms_of(rows, {(str(d), str(s)): f for d, s, f in _findings(lost)}),
     ]
+
+
+def alarms_of(rows: RunRows, biases: Mapping[tuple[str, str], str] = MappingProxyType({})) -> Iterator[Alarm]:
+    """The alarms that need no more than the sums of a run, and findings of its bias report by domain and set."""
+    yield from _of_metrics(rows)
+    yield from _of_losses(rows, biases)
+    yield from _of_handoffs(rows)
+    yield from _of_functions(rows)
+    yield from _of_idle_time(rows)
 
 
 def _of_scores(trajectories: Iterable[TrajectorySpan]) -> Iterator[Alarm]:
