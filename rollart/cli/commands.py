@@ -940,7 +940,10 @@ def replay() -> None:
 
 
 @command(cli, "status:status")
-@report_options
+@run_argument
+@click.option("-w", "--watch", is_flag=True, help="Show it until the run ends, with its last minute.")
+@output_option
+@runs_option
 def status() -> None:
     """Show the status of a run.
 

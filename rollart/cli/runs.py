@@ -26,8 +26,8 @@ DEMO_COMMANDS = (
     "report utilization demo-data",
     "report curve demo-data --png curve.png",
     "trajectories demo-data --domain spell_backward --sort reward",
-    "verify demo-data",
-    "simulate demo-data",
+    "advise demo-data",
+    "dashboard demo-data",
 )
 """What `demo-data` proposes."""
 

@@ -3,38 +3,93 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollart.cli.context import FOR_PEOPLE, find_run, print_report
+import click
+
+from rollart.cli.context import FOR_PEOPLE, colour, find_run, print_report
 from rollart.cli.controller import live_controller
 from rollart.cli.progress import strip_log_prefix
+from rollart.errors import UsageError
 from rollart.ledger.database import FILE as LEDGER
 from rollart.ledger.events import PLAN_ADOPTED
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.reader import LedgerReader
 from rollart.money import dollars, dollars_between
 from rollart.ports import RunEvent
+from rollart.report.compare.alarms import alarms_of, alarms_table
 from rollart.report.cost import cost_lines
-from rollart.report.rows import ENGINE_ROLES, collect
+from rollart.report.curve import curve
+from rollart.report.render import render
+from rollart.report.rows import ENGINE_ROLES, RunRows, collect
 from rollart.report.tables import Cell, Report, Table, as_number
+from rollart.report.timeline import timeline, timeline_report
+
+WATCH_S = 1.0
+"""Seconds between two looks at a watched run; reading a large ledger takes longer."""
+
+SHARE = 0.1
+"""Largest share of a core that looking at a run takes."""
+
+RECENT_S = 60.0
+"""Length of the stretch that a watched run's devices, trajectories and calls are shown for."""
+
+RECENT_BINS = 30
+
+PIPE_WIDTH = 110
+"""Columns of a view that is not drawn on a terminal."""
 
 
-def status(run: str | None, output: str, runs_dir: Path) -> None:
+def status(run: str | None, watch: bool, output: str, runs_dir: Path) -> None:
     directory = find_run(run, runs_dir)
+    if not watch:
+        print_report(_read(directory, output)[0], output)
+        return
+    if output != "table":
+        raise UsageError(f"--watch with -o {output} (rule: a table)", remedy=f"ask for -o {output} without --watch")
+    _watch(directory)
+
+
+def _watch(directory: Path) -> None:
+    """Show the run until it ends. On a terminal the view is drawn over the one before it."""
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console, pause, running = Console(highlight=False), threading.Event(), True
+    width = console.width if console.is_terminal else PIPE_WIDTH
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        while running:
+            began = time.process_time()
+            report, running = _read(directory, "table", recent=True)
+            text = render(report, "table", width=width, colour=colour())
+            if console.is_terminal:
+                live.update(Text.from_ansi(text), refresh=True)
+            else:
+                click.echo(text)
+            if running:
+                pause.wait(max(WATCH_S, (time.process_time() - began) / SHARE))
+
+
+def _read(directory: Path, output: str, *, recent: bool = False) -> tuple[Report, bool]:
+    """The status of the run, and whether it is running. `recent`: with its success and alarms, and what its parts did
+    in the last minute."""
     owner = live_controller(directory)
     if not (directory / LEDGER).is_file():
-        _print_status(
-            directory.name,
+        why = "none yet" if owner else "none: it ended before it had one; --resume starts it"
+        values: list[tuple[str, Cell]] = [
             ("state", "starting" if owner else "stopped"),
             ("process", owner.pid if owner else None),
             ("directory", str(directory)),
-            ("ledger", "none yet" if owner else "none: it ended before it had one; --resume starts it"),
-            output=output,
-        )
-        return
+            ("ledger", why),
+        ]
+        return Report("status", directory.name, (_status(values),)), owner is not None
     with LedgerReader(directory) as reader:
         rows, config = collect(reader, directory.resolve().name), reader.config()
         every: tuple[Collection[str], ...] = (ENGINE_ROLES, ("environment",), ("reward",))
@@ -43,11 +98,11 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         plan = _plan(reader, engines, config)
         early = "" if owner else _stopped_early(reader)
         forecast = reader.last_event("step") if owner else None
+        tables = [*_recent(reader, rows)] if recent else []
     steps = config.get("run", {}).get("steps")
     done = steps is not None and rows.facts.step is not None and rows.facts.step >= steps
     state = "running" if owner else "finished" if done else "stopped"
-    _print_status(
-        rows.run,
+    values = [
         ("state", state),
         *([("stopped_early", early)] if early else []),
         ("process", owner.pid if owner else None),
@@ -70,13 +125,25 @@ def status(run: str | None, output: str, runs_dir: Path) -> None:
         ("dropped_groups", rows.facts.dropped_groups),
         ("usd", _usd(sum(line.usd for line in cost_lines(rows)), output)),
         *_at_end(forecast, output),
-        output=output,
-    )
+    ]
+    if recent:
+        values = [(what, value) for what, value in values if value is not None]
+    return Report("status", rows.run, (_status(values), *tables)), owner is not None
 
 
-def _print_status(run: str, *values: tuple[str, Cell], output: str) -> None:
-    table = Table.of("status", "Status", ({"what": what, "value": as_number(value)} for what, value in values))
-    print_report(Report("status", run, (table,)), output)
+def _status(values: Iterable[tuple[str, Cell]]) -> Table:
+    return Table.of("status", "Status", ({"what": what, "value": as_number(value)} for what, value in values))
+
+
+def _recent(reader: LedgerReader, rows: RunRows) -> Iterator[Table]:
+    """Success and alarms of the run, and its last minute."""
+    yield next(table for table in curve(rows).tables if table.name == "summary")
+    ends = rows.facts.seconds
+    during = (max(0.0, ends - RECENT_S), ends)
+    for table in timeline_report(rows.run, timeline(reader, bins=RECENT_BINS, during=during)).tables:
+        if table.people and table.rows:
+            yield replace(table, title=f"{table.title}, last {ends - during[0]:.0f} s")
+    yield alarms_table([*alarms_of(rows)])
 
 
 def _usd(usd: float, output: str) -> Cell:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sqlite3
 import subprocess
 import sys
@@ -246,6 +247,14 @@ class TestReports:
         rows = json.loads(rollart("status", "-o", "json").out)["tables"]["status"]
         found = {row["what"]: row["value"] for row in rows}
         assert (found["state"], found["step"], found["steps"], found["usd"]) == ("stopped", 1, 2, 2.0)
+
+    def test_a_run_that_has_ended_is_watched_once(self, rollart: Call, run: None) -> None:
+        watched = rollart("status", "--watch")
+        assert (watched.code, watched.out.count("status of mine")) == (0, 1)
+        assert re.search(r"^Devices, last \d+ s$", watched.out, re.MULTILINE)
+        refused = rollart("status", "--watch", "-o", "json")
+        assert (refused.code, refused.out) == (2, "")
+        assert "--watch with -o json (rule: a table)" in refused.err
 
     def test_status_of_a_run_that_stopped_early_until_it_goes_on(self, rollart: Call, run: None) -> None:
         def found() -> dict[str, Any]:

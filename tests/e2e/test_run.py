@@ -8,6 +8,7 @@ import json
 import math
 import re
 import signal
+import subprocess
 import threading
 import urllib.request
 from collections import Counter
@@ -23,7 +24,21 @@ from rollart.ledger.reader import LedgerReader
 from rollart.report.cost import cost_lines
 from rollart.report.perfetto import trace_events
 from rollart.report.rows import collect
-from tests.e2e.harness import BATCH, CLUSTER, STEPS, Home, events, held, ledger, processes, sound, tiny
+from tests.e2e.harness import (
+    BATCH,
+    CLUSTER,
+    LIMIT_S,
+    ROLLART,
+    STEPS,
+    Home,
+    environment,
+    events,
+    held,
+    ledger,
+    processes,
+    sound,
+    tiny,
+)
 from tests.exports.collector import OtlpCollector, collecting
 
 pytestmark = pytest.mark.slow  # every test starts a trainer and an engine: torch twice, about 6 s
@@ -115,9 +130,16 @@ def test_stop_from_another_shell_and_resume(home: Home) -> None:
     again = home.run("launch", "--resume", "tiny-1")
     assert again.returncode == 2
     assert "is running" in again.stderr
+    watching = [*ROLLART, "status", "--watch"]
+    watched = subprocess.Popen(watching, cwd=home.path, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert watched.stdout is not None
+    assert next(line for line in watched.stdout if line.startswith("state")).split() == ["state", "running"]
     stopped = home.run("stop", "tiny-1")
     assert stopped.returncode == 0, stopped.stderr
     run.failed(130, "interrupted", "--resume")
+    *_, last = watched.communicate(timeout=LIMIT_S)[0].rpartition("status of tiny-1")
+    assert watched.returncode == 0
+    assert re.search(r"^state +stopped$", last, re.MULTILINE)
     assert _status(home.run("status", "-o", "json").stdout)["state"] == "stopped"
     assert home.run("stop").returncode == 2
     promoted = home.run("rewards", "promote", "rule", "-y", "-o", "json")
