@@ -44,6 +44,9 @@ SETTINGS = {
 TARGETS = {"frozen_lake": 0.8, "spell_backward": 0.6, "code": 0.8}
 TASKS = Path(__file__).parent / "tasks"
 
+MOST_BANDS = 5
+"""Settings whose bands can be told apart."""
+
 MEAN_OF = 3
 """Steps of the mean that is compared with the target: one step of 64 samples varies by 0.05."""
 
@@ -148,22 +151,25 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 def plot(rows: Sequence[dict[str, Any]], file: Path) -> None:
     """Draw success while training (the mean of three steps) against samples: a panel per domain, and per setting the
-    median over the seeds with a band from the least to the greatest value."""
+    median over the seeds, with a band from the least to the greatest value where settings are few."""
+    from matplotlib import colormaps
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    domains = list(rows[0]["batch"])
+    domains, settings = list(rows[0]["batch"]), list(dict.fromkeys(row["setting"] for row in rows))
     figure = Figure(figsize=(6.0 * len(domains), 4.5), layout="constrained")
     for domain, axes in zip(domains, figure.subplots(1, len(domains), squeeze=False)[0], strict=True):
-        for setting in dict.fromkeys(row["setting"] for row in rows):
+        axes.set_prop_cycle(color=colormaps["tab20"].colors)  # the algorithms are eleven
+        for setting in settings:
             its = [row for row in rows if row["setting"] == setting]
             steps = min(len(row["steps"]) for row in its)
             values = [[step[f"success.{domain}"] for step in row["steps"][:steps]] for row in its]
             means = [[statistics.mean(one[i : i + MEAN_OF]) for i in range(steps - MEAN_OF + 1)] for one in values]
             at = [its[0]["batch"][domain] * (i + MEAN_OF) for i in range(steps - MEAN_OF + 1)]
             (line,) = axes.plot(at, [statistics.median(column) for column in zip(*means, strict=True)], label=setting)
-            low, high = ([of(column) for column in zip(*means, strict=True)] for of in (min, max))
-            axes.fill_between(at, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
+            if len(settings) <= MOST_BANDS:
+                low, high = ([of(column) for column in zip(*means, strict=True)] for of in (min, max))
+                axes.fill_between(at, low, high, color=line.get_color(), alpha=0.12, linewidth=0)
         axes.set(title=domain, xlabel="samples", ylabel="success while training", ylim=(0, 1))
         axes.grid(alpha=0.3)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper")
