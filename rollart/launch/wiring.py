@@ -196,7 +196,7 @@ class RunContext:
     workers: WorkerHosts | None
     current: WeightsRef | None = None
     emitted: int = 0
-    collapse: CollapseAlarm = field(default_factory=CollapseAlarm)
+    collapse: CollapseAlarm = field(init=False)
     staleness: StalenessAlarm = field(default_factory=StalenessAlarm)
     control: ControlPlane = field(init=False)
     supervisor: EngineSupervisor = field(init=False)
@@ -211,6 +211,9 @@ class RunContext:
     def __post_init__(self) -> None:
         run = self.resolved.run
         self.spend = SpendMeter(run.steps)
+        loss = run.training.loss
+        penalised = bool(loss.kl) and loss.kl_in == "reward"
+        self.collapse = CollapseAlarm(rewarded=loss.kind not in ("nll", "dpo") and not penalised)
         if run.budget.usd is not None:
             self.alarms = BudgetAlarms(run.budget.usd, run.budget.warn_at)
         if run.budget.notify is not None:

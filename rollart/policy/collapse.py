@@ -24,9 +24,10 @@ staleness 1 too needs more samples than `sync`."""
 
 class CollapseAlarm:
     """Takes each step's metrics in order. The alarm is raised once per collapse, and again only after a step that
-    learned."""
+    learned. `rewarded`: the loss learns from the differences of rewards."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rewarded: bool = True) -> None:
+        self._rewarded = rewarded
         self._still: dict[str, int] = {}
 
     def step(self, metrics: Mapping[str, float]) -> str:
@@ -36,6 +37,9 @@ class CollapseAlarm:
             f"its gradient was exactly 0 in {STEPS} steps in a row": gradient == 0.0,
             f"its entropy was below {NO_ENTROPY:g} in {STEPS} steps in a row": entropy is not None
             and entropy < NO_ENTROPY,
+            # An entropy bonus or a penalty then has a gradient, and moves the policy on its own.
+            f"all rewards of a batch were alike in {STEPS} steps in a row": self._rewarded
+            and metrics.get("advantage_abs") == 0.0,
         }
         self._still = {why: self._still.get(why, 0) + 1 for why, seen in signs.items() if seen}
         return next((why for why, count in self._still.items() if count == STEPS), "")

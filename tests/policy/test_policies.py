@@ -179,6 +179,15 @@ def test_a_policy_that_no_longer_learns_is_an_alarm_once() -> None:
     assert not any(CollapseAlarm().step({}) for _ in range(5)), "a trainer that reports neither"
 
 
+@pytest.mark.parametrize("rewarded", [True, False])
+def test_rewards_that_are_alike_are_an_alarm_where_they_are_learned_from(rewarded: bool) -> None:
+    """The bonus for entropy still has a gradient, and makes such a policy uniform."""
+    alarm = CollapseAlarm(rewarded=rewarded)
+    metrics = {"grad_norm": 0.3, "entropy": 5.0}
+    told = [alarm.step({**metrics, "advantage_abs": size}) for size in (0.0, 0.0, 0.1, 0.0, 0.0, 0.0, 0.0)]
+    assert [n for n, why in enumerate(told) if why] == ([5] if rewarded else [])
+
+
 def test_samples_that_are_too_stale_are_warned_of_once() -> None:
     alarm = StalenessAlarm()
     shares = [0.95, 0.1] * 5 + [0.7] * 12 + [0.9] * 10 + [0.5] * 10

@@ -43,7 +43,7 @@ FAULT_SHARE = 0.5
 """Share of the fault rate that ends a run (`faults.max_rate`)."""
 
 EVENT_ALARMS = {
-    "learning_stopped": "the gradient or the entropy of the policy is 0: it learns no more",
+    "learning_stopped": "no gradient, no entropy or no differences of rewards for three steps: it learns nothing",
     "samples_too_stale": "a lower staleness learns more from as many samples",
     "filter_exhausted": "prompts have no learning signal: choose others, or raise rollout.filter.max_refills",
     "prefill_barred": "a prefill engine's hand-offs failed in a row: see `rollart logs` of it",
