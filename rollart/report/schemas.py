@@ -44,6 +44,7 @@ REPORTS: Mapping[str, Mapping[str, str]] = {
         "filtered": "figure filtered# kept# filtered_count# kept_count# cliffs_delta# warning?",
         "engines": "engine prompt_tokens# hits# pulled# sampled_tokens# prefill_tokens_per_s# steps# batch# step_ms# "
         "kv_used# preemptions#",
+        "efficiency": "part devices? busy_s# gflop_per_s# mfu# mfu_of_life# gb_per_s# mbu# padding#",
         "handoffs": "hand_offs# failed# failed_share# pulled_nothing# alarm?",
         "shares": "domain floor# cap# wanted# trained# drift_groups# worst_drift_groups#",
         "concurrency": "version *#",

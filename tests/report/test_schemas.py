@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from rollart.cli.main import run
+from rollart.ledger.events import MODEL_SHAPE
 from rollart.ledger.intervals import IntervalSum
 from rollart.ports import RunEvent
 from rollart.report.compare.advice import advice
@@ -22,6 +23,7 @@ from rollart.report.schemas import REPORTS
 from rollart.report.utilization import utilization
 from serverless.meter import Saving
 from tests.report.compare.test_advice import trial, trials
+from tests.report.test_efficiency import CONFIG
 from tests.report.test_perfetto import record
 from tests.report.test_report import rows
 
@@ -69,6 +71,9 @@ COMPARED = {
 """Reports of `rollart diff` and `rollart advise`."""
 
 
+SHAPE = RunEvent(0.0, MODEL_SHAPE, "policy", {"config": json.dumps(CONFIG), "weight_bytes": 2, "kv_bytes": 2})
+
+
 @pytest.mark.slow  # needs jsonschema, which the fast suite's environment lacks
 def test_reports_are_valid_under_their_schemas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from jsonschema import Draft202012Validator
@@ -87,7 +92,9 @@ def test_reports_are_valid_under_their_schemas(tmp_path: Path, capsys: pytest.Ca
         if name in ("cost", "utilization"):
             make = cost if name == "cost" else utilization
             down = IntervalSum("engine", "engine-0", "down", "engine_down", 10, 10, 1.0, 0, 100)
-            full = rows(events=EVENTS, intervals=[down], savings=[Saving("exact", "cache", 0.0, 50, 300.0, 2048)])
+            full = rows(
+                events=[*EVENTS, SHAPE], intervals=[down], savings=[Saving("exact", "cache", 0.0, 50, 300.0, 2048)]
+            )
             found.append(json.loads(render(make(full), "json")))
         for report in found:
             validator.validate(report)
