@@ -31,7 +31,7 @@ from rollart.report.tables import (
     ratio,
     table,
 )
-from rollart.report.usage.efficiency import efficiency
+from rollart.report.usage.efficiency import efficiency, engine_counters
 
 if TYPE_CHECKING:
     from placement.calibrate import Row as CalibrationRow
@@ -244,13 +244,10 @@ def _against_kept(rows: RunRows, kind: str, treatment: str, title: str) -> Table
 def engines(rows: RunRows) -> Iterator[Row]:
     """A row per engine. `hits`: share of the prompts' tokens whose KV was cached; `pulled`: share whose KV came from
     another engine. `batch` and `step_ms`: of a mean step."""
-    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     fullest: dict[str, float] = defaultdict(float)
     for event in rows.events_of(events.ENGINE_DID):
-        for name, value in _numbers(event).items():
-            sums[event.subject][name] += value
         fullest[event.subject] = max(fullest[event.subject], _numbers(event).get("kv_used", 0.0))
-    for engine, s in sorted(sums.items()):
+    for engine, s in sorted(engine_counters(rows).items()):
         prompt, cached, external, steps = s["prompt_tokens"], s["cached_tokens"], s["external_tokens"], s["steps"]
         step = _step_s(s)
         yield {

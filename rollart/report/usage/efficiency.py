@@ -31,6 +31,15 @@ class UsefulWork:
     padding: float | None = None
 
 
+def engine_counters(rows: RunRows) -> dict[str, dict[str, float]]:
+    """The sums of each engine's counters over the run; 0 for one that it does not have."""
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for event in rows.events_of(events.ENGINE_DID):
+        for name, value in event.fields.items():
+            sums[event.subject][name] += float(value) if isinstance(value, int | float) else 0.0
+    return sums
+
+
 def engine_work(shape: DecoderShape, counters: Mapping[str, float]) -> UsefulWork:
     """The work of an engine's counters (fields of `engine_did`, summed): prompts of mean length, of which a part was
     cached, and answers of mean length, in steps of a mean batch."""
@@ -68,10 +77,7 @@ def efficiency(rows: RunRows) -> Iterator[Row]:
         return
     shape = _shape(shapes[-1].fields)
     peaks = {event.subject: event.fields for event in rows.events_of(events.POOL_PEAK)}
-    counters: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for event in rows.events_of(events.ENGINE_DID):
-        for name, value in event.fields.items():
-            counters[event.subject][name] += float(value) if isinstance(value, int | float) else 0.0
+    counters = engine_counters(rows)
     busy: dict[str, float] = defaultdict(float)
     life: dict[str, float] = defaultdict(float)
     roles = {}
