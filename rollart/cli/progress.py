@@ -10,6 +10,7 @@ import click
 from rollart.cli.context import print_stderr
 from rollart.ledger import events
 from rollart.money import dollars, dollars_between
+from rollart.policy.budget import recorded_forecast
 from rollart.ports import RunEvent
 
 EVERY_S = 10.0
@@ -147,12 +148,12 @@ class ProgressLines:
 
 def _spent(event: RunEvent) -> str:
     """Dollars so far and at the last step; nothing for a run without a price."""
-    usd, end, half = (event.fields.get(key) for key in ("usd", "usd_at_end", "usd_at_end_half"))
+    usd, forecast = event.fields.get("usd"), recorded_forecast(event.fields)
     if not isinstance(usd, float):
         return ""
-    if not isinstance(end, float) or not isinstance(half, float) or event.fields["step"] == event.fields["steps"]:
+    if forecast is None or event.fields["step"] == event.fields["steps"]:
         return f"  {dollars(usd)} so far"
-    return f"  {dollars(usd)} so far, {dollars_between(end, half)} in all"
+    return f"  {dollars(usd)} so far, {dollars_between(forecast.usd, forecast.half)} in all"
 
 
 def _start_line(event: RunEvent) -> str | None:

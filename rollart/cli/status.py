@@ -22,6 +22,7 @@ from rollart.ledger.events import PLAN_ADOPTED
 from rollart.ledger.intervals import RESOURCE_CLOSED, RESOURCE_OPENED
 from rollart.ledger.reader import LedgerReader
 from rollart.money import dollars, dollars_between
+from rollart.policy.budget import recorded_forecast
 from rollart.ports import RunEvent
 from rollart.report.compare.alarms import alarms_of, alarms_table
 from rollart.report.cost import cost_lines
@@ -152,12 +153,13 @@ def _usd(usd: float, output: str) -> Cell:
 
 def _at_end(step: RunEvent | None, output: str) -> Iterator[tuple[str, Cell]]:
     """Dollars of a running run at its last step: a mean, and half of its 95 % interval."""
-    usd, half = (None if step is None else step.fields.get(key) for key in ("usd_at_end", "usd_at_end_half"))
-    if isinstance(usd, float) and isinstance(half, float):
-        if output in FOR_PEOPLE:
-            yield "usd_at_the_last_step", dollars_between(usd, half)
-        else:
-            yield from (("usd_at_the_last_step", usd), ("usd_at_the_last_step_half", half))
+    forecast = None if step is None else recorded_forecast(step.fields)
+    if forecast is None:
+        return
+    if output in FOR_PEOPLE:
+        yield "usd_at_the_last_step", dollars_between(forecast.usd, forecast.half)
+    else:
+        yield from (("usd_at_the_last_step", forecast.usd), ("usd_at_the_last_step_half", forecast.half))
 
 
 def external_trainer_status(directory: Path) -> str | None:

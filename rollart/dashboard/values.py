@@ -10,7 +10,7 @@ from typing import Any
 
 from rollart.dashboard.readings import RunSnapshot
 from rollart.ledger.events import ENGINE_DID
-from rollart.policy.budget import SpendForecast
+from rollart.policy.budget import SpendForecast, recorded_forecast
 from rollart.ports import RunEvent
 from rollart.report.cost import cost_lines
 from rollart.report.curve import curves
@@ -206,9 +206,7 @@ def total_usd(rows: RunRows) -> float:
 
 def at_end(snapshot: RunSnapshot) -> SpendForecast | None:
     """Dollars of a running run at its last step, as its last step forecast them."""
-    last = snapshot.steps[-1].fields if snapshot.running and snapshot.steps else {}
-    usd, half = last.get("usd_at_end"), last.get("usd_at_end_half")
-    return SpendForecast(usd, half) if isinstance(usd, float) and isinstance(half, float) else None
+    return recorded_forecast(snapshot.steps[-1].fields) if snapshot.running and snapshot.steps else None
 
 
 @table("lost_work", "Lost work", optional=True)

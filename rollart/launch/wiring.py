@@ -509,7 +509,7 @@ class RunContext:
 def spend_fields(usd: float, forecast: SpendForecast | None) -> EventFields:
     """The fields of a step's event about dollars: spent so far, and at the last step if that can be told yet."""
     fields: EventFields = {"usd": usd}
-    return fields if forecast is None else {**fields, "usd_at_end": forecast.usd, "usd_at_end_half": forecast.half}
+    return fields if forecast is None else {**fields, **forecast.fields}
 
 
 def budget_text(alarm: BudgetAlarm, spent: float, budget: float, forecast: SpendForecast | None, *, steps: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -14,6 +14,9 @@ WINDOW = 50
 
 LEAST_STEPS = 4
 """Steps before the first forecast: the interval of two is ten times their difference."""
+
+AT_END = "usd_at_end"
+"""Field of a step's event with the forecast's mean."""
 
 Z = 1.959964
 """The 97.5 % quantile of the normal distribution."""
@@ -29,6 +32,17 @@ class SpendForecast:
     @property
     def least(self) -> float:
         return self.usd - self.half
+
+    @property
+    def fields(self) -> dict[str, float]:
+        """As fields of a step's event."""
+        return {AT_END: self.usd, f"{AT_END}_half": self.half}
+
+
+def recorded_forecast(step: Mapping[str, str | int | float | bool | None]) -> SpendForecast | None:
+    """The forecast in the fields of a step's event; None if it has none."""
+    usd, half = step.get(AT_END), step.get(f"{AT_END}_half")
+    return SpendForecast(usd, half) if isinstance(usd, float) and isinstance(half, float) else None
 
 
 class SpendMeter:
